@@ -24,13 +24,13 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.actor_names import hash_of
-from cluster.logs import serve_logging
-from cluster.placement.actor import connect_controller
+from cluster.placement.serving.actor import connect_controller
+from cluster.process.logs import serve_logging
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
-from cluster.ray_seam.process_starts import template_environment
 from cluster.ray_seam.serve_control import replaced_by_version
+from cluster.records.actor_names import hash_of
 from cluster.registry.actor import connect_registry, tell_registry
+from cluster.start.process_starts import template_environment
 from configs.changes import BEYOND, Concern
 from configs.cluster import ClusterConfig, LoggingConfig, ReplicaConfig
 from deployments.ingress.http import Ingress

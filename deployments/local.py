@@ -18,7 +18,14 @@ from cluster.registry.importing import base_of, bases_of, dtype_of, like_of, vae
 from cluster.registry.manifests import variant_of
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import AdapterConfig, ModelConfig
-from deployments.defaults import (
+from deployments.engines.servable import why_unservable
+from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
+from deployments.modules.loading import ComponentBuilder
+from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.records.errors import ModelUnavailable, UnknownModel, as_service_errors
+from deployments.replicas.step_loop import DeviceThread
+from deployments.requests.defaults import (
     as_upscale,
     merges_lora,
     prompts_of,
@@ -26,27 +33,20 @@ from deployments.defaults import (
     with_image_defaults,
     with_learned_words,
 )
-from deployments.engines.servable import why_unservable
-from deployments.errors import ModelUnavailable, UnknownModel, as_service_errors
-from deployments.fitted_images import with_fitting_images
-from deployments.limits import check_image, check_upscale
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
-from deployments.modules.loading import ComponentBuilder
-from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.requests.fitted_images import with_fitting_images
+from deployments.requests.limits import check_image, check_upscale
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
-from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
-from weights.errors import WeightsError
-from weights.formats.checkpoint import Checkpoint, read_checkpoint
+from weights.formats.checkpoint import read_checkpoint
 from weights.formats.learned_words import WORDS_CLASS, words_in
-from weights.formats.pipeline_parts import AdapterBase
-from weights.intake import import_model
-from weights.manifest import ExtentRef, Manifest
+from weights.formats.source import AdapterBase, Checkpoint
+from weights.loading.provider import LocalExtents
 from weights.memory.devices import open_device
-from weights.processor import auto_dtype, processor_flags
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.operations.intake import import_model
+from weights.platform.processor import auto_dtype, processor_flags
+from weights.records.errors import WeightsError
+from weights.records.manifest import ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 
@@ -68,7 +68,7 @@ class LocalModels:
                     self._check_servable(adapter)
 
     def generate(self, request: ImageRequest, on_step: OnStep | None = None) -> ImageResult:
-        """Return images. Raises the ServiceErrors of `deployments.errors`.
+        """Return images. Raises the ServiceErrors of `deployments.records.errors`.
 
         `on_step` is called with the steps done and the steps in all.
         """

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from cluster.errors import ModelUnservable
 from cluster.keeper.object_store import SHARED_MEMORY
+from cluster.records.errors import ModelUnservable
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
 from cluster.registry.importing import base_of, bases_of, dtype_of, like_of, owned_program, vae_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
@@ -30,20 +30,20 @@ from deployments.engines.needs import PartSizes, needs_of
 from deployments.engines.servable import why_unservable
 from deployments.modules.parts import CANNOT_SPLIT
 from deployments.pipelines.planning import check_pipeline
-from weights.base_pipeline import BasePipeline, open_base
-from weights.dtypes import cast_target, tensor_nbytes
-from weights.errors import AdapterError, WeightsError
-from weights.externalize import mark_settings, stored_dtypes
-from weights.feature_sizes import feature_sizes
-from weights.formats.checkpoint import Checkpoint, read_checkpoint
-from weights.formats.pipeline_parts import AdapterBase
-from weights.intake import PROGRAM_SUFFIXES
-from weights.manifest import ModelKind
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.source import AdapterBase, BasePipeline, Checkpoint
 from weights.memory.layer_plan import AUTO
-from weights.processor import auto_dtype, processor_flags
+from weights.operations.base_pipeline import open_base
+from weights.operations.externalize import mark_settings, stored_dtypes
+from weights.operations.feature_sizes import feature_sizes
+from weights.operations.intake import PROGRAM_SUFFIXES
+from weights.operations.source_mark import source_mark
+from weights.platform.processor import auto_dtype, processor_flags
+from weights.records.dtypes import cast_target, tensor_nbytes
+from weights.records.errors import AdapterError, WeightsError
+from weights.records.manifest import ModelKind
 from weights.residency.sizes import shown_bytes
-from weights.source_mark import source_mark
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 Mistake = tuple[tuple[str | int, ...], str]  # keys, and what is wrong there
 

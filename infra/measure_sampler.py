@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from deployments.engines.llm import sampler
-from deployments.engines.llm.token_picker import TokenPicker
-from deployments.engines.protocol import SamplingParams
+from deployments.engines.llm.sampling import sampler
+from deployments.engines.llm.sampling.token_picker import TokenPicker
+from deployments.engines.records.protocol import SamplingParams
 
 NUM_ROWS, VOCABULARY, REPETITIONS = 16, 128_256, 15
 WISHES: dict[str, dict[str, Any]] = {

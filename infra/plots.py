@@ -17,7 +17,7 @@ from cluster.placement.state import Components
 from cluster.simulator.chart import chart_of
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
-from deployments.cli.output import write_file
+from deployments.console.output import write_file
 from deployments.plots.benches import PLOTS
 
 GB: Final = 10**9

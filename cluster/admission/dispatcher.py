@@ -22,7 +22,7 @@ from cluster.admission.records import (
     Refused,
     Started,
 )
-from cluster.errors import ClusterError
+from cluster.records.errors import ClusterError
 from configs.admission import AdmissionConfig
 
 __all__ = ["AVOID_S", "Dispatcher", "NotAdmitted"]

@@ -17,7 +17,7 @@ from typing import Final
 
 from cluster.admission.dispatcher import NotAdmitted
 from cluster.admission.records import Refusal
-from cluster.errors import ClusterError
+from cluster.records.errors import ClusterError
 
 # Who has a slot hardly pauses, and all of them go on between two looks of the event loop at its sockets.
 NUM_READ_SLOTS: Final = 3

@@ -25,7 +25,7 @@ from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from cluster.admission.tenant_turns import MAX_CLOCKS, Lane, OpenModels, TenantTurns, newest
-from cluster.load_failures import LoadFailures
+from cluster.records.load_failures import LoadFailures
 from configs.admission import AdmissionConfig
 from weights.residency.recent import Recent
 

@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import ray
 
-from cluster.errors import KeeperFailed
 from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Peers
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.object_store import ObjectStore, budget_within_store, let_go
@@ -37,21 +36,22 @@ from cluster.keeper.records import (
     Source,
 )
 from cluster.keeper.shared_memory import ADOPTION_S, AUDIT_BYTES_PER_S, NodeMemory, Store
-from cluster.logs import configure_logs
-from cluster.node_checks import running_code, why_other_code
 from cluster.peers.link import PeerLink, RegistryClient
 from cluster.peers.server import StoredBytes
-from cluster.processes import ProcessMark
-from cluster.telemetry import LoadMetrics
+from cluster.process.logs import configure_logs
+from cluster.process.processes import ProcessMark
+from cluster.process.telemetry import LoadMetrics
+from cluster.records.errors import KeeperFailed
+from cluster.start.node_checks import running_code, why_other_code
 from configs.cluster import LogFormat
-from weights.errors import ExtentCorrupt, StoreError
-from weights.manifest import DELTA_KEY, DeltaRef, ExtentRef
 from weights.memory.host_pool import ByteArray, HostBufferPool
-from weights.panics import as_error
+from weights.platform.panics import as_error
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import ExtentReader, Resident, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock, StageFigures
+from weights.records.errors import ExtentCorrupt, StoreError
+from weights.records.manifest import DELTA_KEY, DeltaRef, ExtentRef
 
 __all__ = ["KeeperSettings", "KeeperStats", "NodeKeeper", "Reading", "keeper_class"]
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from cluster.errors import PeerUnavailable
 from cluster.keeper.records import Source
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.fetch_queue import GIVE_UP_S, AskRegistry, Fetch, FetchQueue, GiveUp, Read, Wait
 from cluster.peers.protocol import Located, Question
 from cluster.peers.sources import FetchOutcome, FromPeers
-from weights.errors import ExtentCorrupt, StoreError
-from weights.manifest import ExtentRef
+from cluster.records.errors import PeerUnavailable
 from weights.memory.host_pool import ByteArray, HostBufferPool
-from weights.panics import as_error
+from weights.platform.panics import as_error
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import ExtentReader, Place
 from weights.reading.planning import ReadPlan, ReadPlanner
 from weights.reading.report import LoadReport, Stage, StageClock
+from weights.records.errors import ExtentCorrupt, StoreError
+from weights.records.manifest import ExtentRef
 
 Pause = Callable[[threading.Condition, float], object]
 

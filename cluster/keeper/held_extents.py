@@ -19,10 +19,10 @@ from typing import Any, Final, cast
 from cluster.keeper.holder_watch import HolderEpochs, HolderWatch
 from cluster.keeper.recalls import CHECK_S, Recalls
 from cluster.keeper.records import Claim, HeldExtent, Recall, RecallAnswer, ResidentExtent, Source, Totals
-from cluster.processes import ProcessMark
-from weights.errors import BudgetExceeded, listed
-from weights.manifest import DeltaRef, ExtentRef
+from cluster.process.processes import ProcessMark
 from weights.memory.host_pool import ByteArray
+from weights.records.errors import BudgetExceeded, listed
+from weights.records.manifest import DeltaRef, ExtentRef
 from weights.residency.admission import MAX_NAMED, Admission, Ticket, describe_holders
 from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.room_plan import plan_prefetch, plan_room, shrink

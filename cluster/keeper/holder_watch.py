@@ -16,7 +16,7 @@ from typing import Final
 
 import psutil
 
-from cluster.processes import ProcessMark, is_alive
+from cluster.process.processes import ProcessMark, is_alive
 from weights.residency.recent import Recent
 
 INTERVAL_S: Final = 1.0

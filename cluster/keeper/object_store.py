@@ -25,8 +25,8 @@ import numpy as np
 import ray
 
 from cluster.ray_seam.unfilled_objects import is_unfilled_possible, put_unfilled
-from weights.errors import BudgetExceeded
 from weights.memory.host_pool import PAGE_BYTES, ByteArray, allocate_pages
+from weights.records.errors import BudgetExceeded
 
 # Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
 MAX_SHARE: Final = 0.75

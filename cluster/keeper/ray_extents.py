@@ -14,11 +14,11 @@ from typing import Any, Final
 import ray
 
 from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, RecallAnswer, copy_name
-from cluster.processes import ProcessMark
-from cluster.ray_calls import get
-from weights.manifest import ExtentRef
+from cluster.process.processes import ProcessMark
+from cluster.process.ray_calls import get
 from weights.memory.host_pool import ByteArray
 from weights.reading.report import LoadReport
+from weights.records.manifest import ExtentRef
 from weights.residency.recent import Recent
 
 logger = logging.getLogger("atelier.replica")

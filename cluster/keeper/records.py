@@ -6,9 +6,9 @@ import concurrent.futures
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from weights.manifest import ExtentRef
 from weights.memory.host_pool import ByteArray
 from weights.reading.report import LoadReport, Stage, StageFigures
+from weights.records.manifest import ExtentRef
 from weights.residency.entry_table import Entry
 
 Source = Literal["storage", "peer", "adopted"]

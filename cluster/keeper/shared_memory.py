@@ -27,10 +27,10 @@ from cluster.keeper.extent_loading import Writing
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.object_store import MAX_SHARE, NewObject, StoreFull, max_budget_bytes
 from cluster.keeper.records import HeldExtent, HeldOffer, copy_name
-from cluster.ray_calls import get
-from weights.errors import BudgetExceeded
-from weights.manifest import ExtentRef
+from cluster.process.ray_calls import get
 from weights.memory.host_pool import ByteArray
+from weights.records.errors import BudgetExceeded
+from weights.records.manifest import ExtentRef
 
 _Result = TypeVar("_Result")
 AUDIT_BYTES_PER_S: Final = 64 * 2**20

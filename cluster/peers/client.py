@@ -14,14 +14,14 @@ from typing import Final, Self
 
 import xxhash
 
-from cluster.errors import PeerUnavailable
 from cluster.peers.connections import PeerBusy, PeerConnections
 from cluster.peers.protocol import MAX_RANGE_BYTES, MAX_TRANSFERS, PeerAddress, Request, Status, check_secret
 from cluster.peers.sources import FetchOutcome, PeerShare
-from weights.errors import ExtentCorrupt
-from weights.manifest import ExtentRef
+from cluster.records.errors import PeerUnavailable
 from weights.memory.host_pool import ByteArray
 from weights.reading.extents import Place
+from weights.records.errors import ExtentCorrupt
+from weights.records.manifest import ExtentRef
 
 __all__ = ["GRACE_S", "MIN_GBPS", "ExtentRange", "ExtentRanges", "FetchFailed", "PeerClient"]
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from cluster.errors import PeerUnavailable
 from cluster.peers.protocol import (
     GREETING_BYTES,
     NONCE_BYTES,
@@ -30,6 +29,7 @@ from cluster.peers.protocol import (
     prove,
     receive_frame,
 )
+from cluster.records.errors import PeerUnavailable
 
 _MAX_IDLE: Final = 64  # connections kept for reuse, over all peers: each is a file descriptor on either side
 

@@ -15,10 +15,9 @@ from typing import Any, Final
 import ray
 
 from cluster.peers.client import PeerClient
-from cluster.peers.protocol import Located, Question, ResidencyReport
+from cluster.peers.protocol import RENEW_S, Located, Question, ResidencyReport
 from cluster.peers.server import Lookup, OnDoubt, PeerServer
-from cluster.ray_calls import get
-from cluster.registry.extent_locations import RENEW_S
+from cluster.process.ray_calls import get
 
 ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0

@@ -32,7 +32,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from weights.manifest import ExtentRef
+    from weights.records.manifest import ExtentRef
+
+
+RENEW_S: Final = 1.5
 
 
 MAGIC: Final = b"ATPX"

@@ -18,10 +18,10 @@ from cluster.admission.records import OnDemandSwitch, Placement, Refusal
 from cluster.placement.autoscaling import Scaling
 from cluster.placement.observing import Observations, Observed
 from cluster.placement.on_demand import chances_of, waits_there
-from cluster.placement.overrides import Overrides
 from cluster.placement.reports import Order, OrderOutcome, Orders, WorkerReport
 from cluster.placement.state import Decision, SwitchPlan, WorkerState
 from cluster.placement.switching import SwitchingPolicy, plan_switches
+from cluster.records.overrides import Overrides
 from weights.residency.recent import Recent
 
 UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew

@@ -14,10 +14,8 @@ from typing import Final
 
 from cluster.admission.outcomes import joined_loads
 from cluster.admission.records import AdmissionSnapshot, ModelLoad, ReplicaLoad
-from cluster.load_failures import LONGEST_RETRY_S, NODE_LETTERS, joined_errors, retry_after_s
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import ON_DEMAND_REQUESTS
-from cluster.placement.overrides import Overrides
 from cluster.placement.reports import LoadFailure, ModelNeed, WorkerReport
 from cluster.placement.state import (
     LOST_S,
@@ -28,6 +26,8 @@ from cluster.placement.state import (
     SloClass,
     WorkerState,
 )
+from cluster.records.load_failures import LONGEST_RETRY_S, NODE_LETTERS, joined_errors, retry_after_s
+from cluster.records.overrides import Overrides
 
 QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
 MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them

@@ -8,7 +8,7 @@ from typing import Literal
 
 from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import Placement, PoolClaims, PoolPart
-from cluster.processes import ProcessMark
+from cluster.process.processes import ProcessMark
 from configs.admission import AdmissionConfig
 
 

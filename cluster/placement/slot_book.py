@@ -21,7 +21,7 @@ from cluster.admission.records import PoolClaims, PoolPart, ReplicaPart
 from cluster.admission.service_times import faded
 from cluster.placement.reports import SlotAnswer, SlotReport, SlotSplit
 from cluster.placement.slot_split import split_pool
-from cluster.processes import ProcessMark
+from cluster.process.processes import ProcessMark
 
 TICK_S: Final = 0.125
 SILENT_S: Final = 1.5

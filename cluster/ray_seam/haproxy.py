@@ -27,10 +27,10 @@ from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy import HAProxyApi, HAProxyManager
 
 from cluster.door import haproxy_launcher
-from cluster.door.door_plan import HTTP_ADDRESS, MAX_PER_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT, why_taken
 from cluster.door.haproxy_rules import METRICS, STATISTICS, rewrite_config, share_of_connections
-from cluster.errors import RayIncompatible
+from cluster.door.places import HTTP_ADDRESS, MAX_PER_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT, why_taken
 from cluster.ray_seam import shims
+from cluster.records.errors import RayIncompatible
 
 _RESTART_PAUSE_S: Final = 0.5
 _STOP_PAUSE_S: Final = 0.02  # within which `stop` has forgotten the process that it has ended

@@ -1,7 +1,7 @@
 """The Serve router of the deployments whose requests have places: a call goes to the replica that it names.
 
 A handle's option `session_id` has the name, or the route of the call's texts, which leads to the replica that has them
-(`cluster/text_routes.py`). Calls without one go the way of Serve's own router.
+(`cluster/records/text_routes.py`). Calls without one go the way of Serve's own router.
 
 HAZARD: Serve pickles this module by value, so that every process has a copy of it: nothing can be shared through it.
 
@@ -29,7 +29,7 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.request_router import FIFOMixin, LocalityMixin, RequestRouter
 
 from cluster.ray_seam import handles, shims
-from cluster.text_routes import TextCalls, is_route
+from cluster.records.text_routes import TextCalls, is_route
 
 __all__ = ["CLASS", "IDLE_S", "INTERVAL_S", "SILENT_S", "PlacedRouter", "end_with_peers"]
 

@@ -9,9 +9,9 @@ import uvicorn
 from ray.serve._private import replica
 from starlette.types import ASGIApp
 
-from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
-from cluster.request_ids import RequestIds
+from cluster.ray_seam.request_ids import RequestIds
+from cluster.records.errors import RayIncompatible
 
 
 def put_before_serve(wrap: Callable[[ASGIApp], ASGIApp], prepare: Callable[[uvicorn.Server], None]) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
-from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
+from cluster.records.errors import RayIncompatible
 
 if TYPE_CHECKING:
     from configs.cluster import ReplicaConfig

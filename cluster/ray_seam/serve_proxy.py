@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.door.deadlines import HideDeadline
-from cluster.logs import bound_access_log
+from cluster.process.logs import bound_access_log
 from cluster.ray_seam import shims
-from cluster.request_ids import RequestIds
+from cluster.ray_seam.request_ids import RequestIds
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ray_seam.serve_proxy.install"

@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from cluster.errors import RayIncompatible
+from cluster.records.errors import RayIncompatible
 from configs.distribution import DISTRIBUTION
-from weights.private_names import Shim, problems
+from weights.platform.private_names import Shim, problems
 
 __all__ = ["ALL", "Shim", "problems", "require", "unknown_variables", "why_untried"]
 

@@ -25,33 +25,33 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
 import psutil
 import ray
 
-from cluster.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
-from cluster.errors import RegistrationRefused
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
-from cluster.logs import configure_logs
-from cluster.node_checks import NodeWatch, problems_by_node, wanted_of, why_no_haproxy
 from cluster.peers.protocol import Located, Question
-from cluster.placement.overrides import Overrides
-from cluster.ray_calls import call_actor, end_control_plane, get, named_everywhere
+from cluster.process.logs import configure_logs
+from cluster.process.ray_calls import call_actor, end_control_plane, get, named_everywhere, node_addresses
 from cluster.ray_seam.serve_control import draining_nodes, serving_nodes
+from cluster.records.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
+from cluster.records.errors import RegistrationRefused
+from cluster.records.overrides import Overrides
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
-from cluster.registry.node_keepers import NodeKeepers, node_addresses
+from cluster.registry.node_keepers import NodeKeepers
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.room import Room
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from cluster.registry.users import Users
+from cluster.start.node_checks import NodeWatch, problems_by_node, wanted_of, why_no_haproxy
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from weights.errors import FormatError, SourceRefused
 from weights.formats.folder import check_inside
-from weights.processor import auto_dtype, processor_flags
+from weights.platform.processor import auto_dtype, processor_flags
+from weights.records.errors import FormatError, SourceRefused
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 __all__ = [
     "WAITING",

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from cluster.errors import RegistrationConflict, RegistrationRefused
+from cluster.records.errors import RegistrationConflict, RegistrationRefused
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
-from weights.errors import listed
-from weights.feature_sizes import FeatureSizes
-from weights.formats.checkpoint import Checkpoint
 from weights.formats.learned_words import WORDS_CLASS
 from weights.formats.lora import PEFT_CLASS
-from weights.manifest import ModelKind
+from weights.formats.source import Checkpoint
 from weights.memory.needs import Needs
+from weights.operations.feature_sizes import FeatureSizes
 from weights.programs.signature import ProgramSignature
+from weights.records.errors import listed
+from weights.records.manifest import ModelKind
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
 ADAPTERS: Final[Mapping[str, str]] = {"adapter": "LoRA", "controlnet": "ControlNet", "ip_adapter": "IP-Adapter"}

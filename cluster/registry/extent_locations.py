@@ -23,7 +23,6 @@ from cluster.peers.sources import MAX_OFFERS
 LOAD_S: Final = 1.0  # a load that was reported earlier says nothing about now
 Revision = tuple[str, int]
 NO_REVISION: Revision = ("", 0)
-RENEW_S: Final = 1.5
 CLAIM_S: Final = 6.0  # a holder that has not renewed for so long is not loading any more
 SLOW_S: Final = 30.0  # after so long a second holder may load, after twice that a third, then a fourth
 

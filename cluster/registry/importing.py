@@ -28,27 +28,28 @@ from typing import Any, Final, Self
 
 import psutil
 
-import cluster.errors as cluster_errors
-import weights.errors as weights_errors
-from cluster.errors import ImportFailed, ModelUnservable
-from cluster.processes import start_connected
+import cluster.records.errors as cluster_errors
+import weights.records.errors as weights_errors
+from cluster.process.processes import start_connected
+from cluster.records.errors import ImportFailed, ModelUnservable
 from cluster.registry.directory import Entry, misplaced, wanted_dtype
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
-from weights.base_pipeline import BasePipeline, open_base
-from weights.errors import FormatError, WeightsError
-from weights.externalize import cast_types, mark_settings, stored_dtypes, unpacked_types
-from weights.formats.checkpoint import Checkpoint, is_controlnet, read_checkpoint, recognise
+from weights.formats.checkpoint import is_controlnet, read_checkpoint, recognise
 from weights.formats.folder import check_inside
-from weights.formats.pipeline_parts import AdapterBase, denoiser_dtype
-from weights.intake import PROGRAM_SUFFIXES, import_model, origin_of
-from weights.manifest import Manifest
+from weights.formats.pipeline_parts import denoiser_dtype
+from weights.formats.source import AdapterBase, BasePipeline, Checkpoint
 from weights.memory.needs import Needs
-from weights.panics import panics_as_errors
-from weights.source_mark import source_mark
+from weights.operations.base_pipeline import open_base
+from weights.operations.externalize import cast_types, mark_settings, stored_dtypes, unpacked_types
+from weights.operations.intake import PROGRAM_SUFFIXES, import_model, origin_of
+from weights.operations.source_mark import source_mark
+from weights.platform.panics import panics_as_errors
+from weights.records.errors import FormatError, WeightsError
+from weights.records.manifest import Manifest
 from weights.sources.mirrors import SOURCES_FOLDER
 from weights.sources.object_storage import localized
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 __all__ = ["ImportLimits", "ImportProcess", "ImportProgress", "ImportSettings", "import_checkpoint"]
 
@@ -65,9 +66,9 @@ _PR_SET_PDEATHSIG: Final = 1
 class ImportSettings(StrictModel):
     """The store to import into, the object storage options (see `localize`), and the process's memory limit.
 
-    `auto_dtype` is what the dtype `auto` means (`weights/processor.py`). `check` is `module:function`: it returns why a
-    Checkpoint cannot be served, or does not fit the bases that it is for with its dtype; or None. Without one all can.
-    `measure` is one too: it returns the `Needs` of a manifest.
+    `auto_dtype` is what the dtype `auto` means (`weights/platform/processor.py`). `check` is `module:function`: it
+    returns why a Checkpoint cannot be served, or does not fit the bases that it is for with its dtype; or None. Without
+    one all can. `measure` is one too: it returns the `Needs` of a manifest.
     """
 
     store: Path
@@ -137,7 +138,7 @@ def import_checkpoint(
 ) -> ModelSummary:
     """Import a checkpoint, or find it unchanged in the store: then its manifest is not opened.
 
-    Raises what `weights.intake.import_model` raises, and ModelUnservable, before any weights are read, where
+    Raises what `weights.operations.intake.import_model` raises, and ModelUnservable, before any weights are read, where
     `why_unservable` gives a reason. An adapter is compared with those of its bases that are in the store.
     """
     component = entry.component if isinstance(entry, ModelConfig) else None

@@ -17,17 +17,18 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from configs.model import StrictModel
-from weights.feature_sizes import FeatureSizes, feature_sizes
 from weights.formats.language_models import language_model_facts
-from weights.formats.pipeline_parts import AdapterBase, pipeline_variant
+from weights.formats.pipeline_parts import pipeline_variant
+from weights.formats.source import AdapterBase
 from weights.formats.upscaler import read_upscaler
-from weights.manifest import Manifest, ModelKind
 from weights.memory.needs import Needs
-from weights.panics import panics_as_errors
-from weights.private_folder import remember
+from weights.operations.feature_sizes import FeatureSizes, feature_sizes
+from weights.platform.panics import panics_as_errors
+from weights.platform.private_folder import remember
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
+from weights.records.manifest import Manifest, ModelKind
 from weights.residency.recent import Recent
-from weights.store import ManifestMark, WeightStore, manifest_mark
+from weights.storage.store import ManifestMark, WeightStore, manifest_mark
 
 FOLDER: Final = "summaries"  # in the store
 MAX_MANIFESTS: Final = 64
@@ -38,8 +39,8 @@ class ModelSummary:
     """The facts of one version of a model. `extents` has the ids of all its extents; `class_name` is "" without one.
 
     `variant` is what `variant_of` tells. `widened` has the types of tensors that became float32 though the config
-    asks for none (`weights/processor.py`), and what `unpacked_types` says of quantized weights that are stored plain.
-    `signature` is a program's. `needs` is the memory that it takes at once, empty where nobody has counted it.
+    asks for none (`weights/platform/processor.py`), and what `unpacked_types` says of quantized weights that are stored
+    plain. `signature` is a program's. `needs` is the memory that it takes at once, empty where nobody has counted it.
     """
 
     kind: ModelKind
@@ -92,9 +93,9 @@ def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
 
 
 class _SummaryFile(StrictModel):
-    """A summary and what it holds for: the checkpoint's mark (`weights/source_mark.py`), the manifest file's mark, the
-    bytes needed of each pack, the skeleton folder, and the versions of an adapter's bases that it was found to fit.
-    Only of a model that can be served: version 1 was of any. Version 2 had no needs."""
+    """A summary and what it holds for: the checkpoint's mark (`weights/operations/source_mark.py`), the manifest file's
+    mark, the bytes needed of each pack, the skeleton folder, and the versions of an adapter's bases that it was found
+    to fit. Only of a model that can be served: version 1 was of any. Version 2 had no needs."""
 
     version: Literal[3]
     source_mark: str

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from cluster.errors import WeightsUnavailable
-from weights.manifest import Manifest
+from cluster.records.errors import WeightsUnavailable
+from weights.records.manifest import Manifest
 
 MAX_BYTES: Final = 2**28  # of one model: the largest tokenizers have 35 MB
 

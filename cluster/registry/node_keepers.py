@@ -21,14 +21,14 @@ from typing import Any, Final, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actor_names import NAMESPACE, keeper_name, registry_of
-from cluster.errors import KeeperFailed
 from cluster.keeper.actor import KeeperSettings, NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
-from cluster.node_checks import running_code
 from cluster.peers.protocol import PeerAddress, ResidencyReport
+from cluster.records.actor_names import NAMESPACE, keeper_name, registry_of
+from cluster.records.errors import KeeperFailed
 from cluster.registry.extent_locations import ResidencyMap
-from weights.manifest import ExtentRef
+from cluster.start.node_checks import running_code
+from weights.records.manifest import ExtentRef
 
 ANSWER_TIMEOUT_S: Final = 10.0
 IDLE_S: Final = 60.0  # a keeper whose node has had no replica for this long ends: Ray removes no node that has one
@@ -311,8 +311,3 @@ class NodeKeepers:
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:
     """Return the last line of a traceback: what was raised."""
     return [line.strip() for line in str(error).splitlines() if line.strip()][-1]
-
-
-def node_addresses() -> dict[str, str]:
-    """Return the addresses of Ray's running nodes, by id. Asks Ray: blocks."""
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}

@@ -14,12 +14,12 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from cluster.errors import ClusterError, OverrideRefused, RegistrationRefused
-from cluster.placement.overrides import Overrides
+from cluster.records.errors import ClusterError, OverrideRefused, RegistrationRefused
+from cluster.records.overrides import Overrides
 from cluster.registry.directory import Entry
 from configs.cluster import ClusterConfig
 from configs.model import ModelId, StrictModel
-from weights.storage.durable import make_folder, remove_path, replaced, sync
+from weights.platform.durable import make_folder, remove_path, replaced, sync
 
 logger = logging.getLogger("atelier.registry")
 _IS_ID = TypeAdapter(ModelId)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from cluster.keeper.object_store import budget_within_store
 from configs.cluster import ClusterConfig, ModelReplicaConfig
-from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.layer_plan import AUTO, DecoderSizes, GpuLayers, plan_layers
 from weights.memory.needs import Needs
+from weights.records.errors import BudgetExceeded, WeightsError
 from weights.residency.sizes import shown_bytes
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.errors import (
+from cluster.records.errors import (
     ModelTooLarge,
     ModelUnknown,
     ModelUnservable,
@@ -24,7 +24,7 @@ from cluster.errors import (
     RegistrationRefused,
     WeightsUnavailable,
 )
-from cluster.load_failures import LoadFailures, named_error
+from cluster.records.load_failures import LoadFailures, named_error
 from cluster.registry.directory import (
     Directory,
     DirectoryChange,
@@ -39,11 +39,11 @@ from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
 from cluster.registry.room import Room
 from configs.model import ModelConfig
-from weights.errors import ModelNotStored, WeightsError, listed
-from weights.maintenance import remove_model
-from weights.manifest import Manifest
-from weights.panics import panics_as_errors
-from weights.store import WeightStore
+from weights.operations.maintenance import remove_model
+from weights.platform.panics import panics_as_errors
+from weights.records.errors import ModelNotStored, WeightsError, listed
+from weights.records.manifest import Manifest
+from weights.storage.store import WeightStore
 
 ImportModel = Callable[[Entry], ModelSummary]
 

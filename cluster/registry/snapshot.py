@@ -10,7 +10,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.ray_calls import call_actor
+from cluster.process.ray_calls import call_actor
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Directory, ModelRecord
 

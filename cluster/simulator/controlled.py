@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, ModelLoad, Placement, Started
-from cluster.load_failures import retry_after_s
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import chances_of, waits_there
 from cluster.placement.state import ClusterState, Components, Decision, ModelState, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
+from cluster.records.load_failures import retry_after_s
 from cluster.simulator.scenario import Fault, SimRequest
 from cluster.simulator.world import WorkerInWorld, World
 from configs.admission import AdmissionConfig

@@ -19,9 +19,9 @@ from typing import Any, Final, Generic, TypeVar
 from configs.batching import BatchingConfig
 from deployments.batching.policy import Batch, BatchPolicy, RequestPart, halves
 from deployments.batching.queue import QueuedRequest, RequestQueue
-from deployments.engines.memory_limits import forget_frames, is_out_of_memory
-from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, QueueFull
-from weights.panics import panics_as_errors
+from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
+from deployments.records.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, QueueFull
+from weights.platform.panics import panics_as_errors
 
 RECENT: Final = 1024  # durations that percentiles are of
 

@@ -5,7 +5,7 @@ and then, in the order of service, those of its group that fit whole. Where one 
 smaller one slips past. Groups with work take turns, the one whose last batch began first before the others: a text
 that a worker waits for is not behind the whole backlog of embeddings. A request that is larger than a batch is served
 in several, in order, as if its items had come one by one (TEI's way; Triton refuses it); one item above the cost budget
-is a batch by itself. What once found no memory lowers the cost budget of its group (`engines/memory_limits.py`).
+is a batch by itself. What once found no memory lowers the cost budget of its group (`engines/costs/memory_limits.py`).
 
 How long a batch that could start waits for batch-mates, and how much it takes:
 
@@ -31,7 +31,7 @@ from typing import Final, Generic, NamedTuple
 
 from configs.batching import BatchingConfig
 from deployments.batching.queue import RequestQueue, RequestT
-from deployments.engines.memory_limits import MemoryLimits
+from deployments.engines.costs.memory_limits import MemoryLimits
 from weights.residency.recent import Recent
 
 MAX_GROUPS: Final = 256  # groups that are remembered

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from configs.batching import BatchingConfig, QueuePolicyConfig
-from deployments.errors import InvalidRequest, QueueFull
+from deployments.records.errors import InvalidRequest, QueueFull
 
 MAX_STALE: Final = 64  # deadlines of requests that left, beside as many as wait
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, blocks_for
-from deployments.engines.llm.kv_cache import KvDtype
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import LoadedModel
-from deployments.engines.llm.scheduler import Chunk, Sequence
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, BlockPool, blocks_for
+from deployments.engines.llm.sequences.kv_cache import KvDtype
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 
 
 class BatchToken(NamedTuple):

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from deployments.bench.peers import TOKENS
-from deployments.engines.protocol import Engine, SamplingParams, TextDelta, TextRequest
+from deployments.engines.records.protocol import Engine, SamplingParams, TextDelta, TextRequest
 
 TextEngine = Engine[TextRequest, TextDelta]
 Clock = Callable[[], float]

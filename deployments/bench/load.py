@@ -35,14 +35,14 @@ from deployments.bench import load_peers
 from deployments.bench.figures import OnProgress, Parts
 from deployments.bench.machine import private_ray, touch_memory
 from deployments.bench.synthetic import write_flux_transformer
-from deployments.cli.output import Column, print_line, print_table
-from weights.errors import WeightsError
-from weights.externalize import externalize
+from deployments.console.output import Column, print_line, print_table
 from weights.loading.views import attach
-from weights.manifest import ExtentRef, Manifest
 from weights.memory.host_pool import ByteArray, allocate_pages
+from weights.operations.externalize import externalize
 from weights.reading.report import LoadReport
-from weights.store import WeightStore
+from weights.records.errors import WeightsError
+from weights.records.manifest import ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 MODEL = "bench"
 MODES = ("cold", "warm")

@@ -27,8 +27,8 @@ from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.bench.figures import OnProgress, Parts
 from deployments.bench.peers import Peer
-from deployments.cli.client import Client
-from deployments.cli.running import cluster_up
+from deployments.console.client import Client
+from deployments.console.running import cluster_up
 from deployments.engines.llm.chat import Message
 from deployments.records import ChatRequest, ImageRequest
 

@@ -20,12 +20,12 @@ from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from deployments.modules.loading import ComponentBuilder
 from deployments.services.model_replica import limit_torch_threads, prepare_models
-from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
-from weights.externalize import externalize
-from weights.manifest import Component, ExtentRef, Manifest
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.records.manifest import Component, ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 HOLDER = "bench"
 

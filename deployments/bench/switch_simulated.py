@@ -95,10 +95,10 @@ class _Pipelines:
     """The demo's pipelines, as diffusers loads them and as a store has them."""
 
     def __init__(self, stock: Path, folder: Path) -> None:
-        from weights.externalize import externalize
-        from weights.loader import load_model
-        from weights.provider import LocalExtents
-        from weights.store import WeightStore
+        from weights.loading.loader import load_model
+        from weights.loading.provider import LocalExtents
+        from weights.operations.externalize import externalize
+        from weights.storage.store import WeightStore
 
         store = WeightStore(folder / "store")
         self._stock = stock

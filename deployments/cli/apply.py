@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from deployments.cli.cluster import Address, Insecure, Port, clusters_at, load_for_start
-from deployments.cli.output import Column, Json, print_json, print_line, print_table
+from deployments.console.output import Column, Json, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ def apply(
     as_json: Json = False,
 ) -> None:
     """Let a running cluster follow a changed config: only what a value concerns is replaced."""
-    from cluster.errors import SessionError
+    from cluster.records.errors import SessionError
     from configs.changes import BEYOND, Concern, changes
 
     wanted = load_for_start(config, port, insecure)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
-from cluster.actor_names import names_of_cluster, registry_name
-from cluster.errors import SessionError
-from cluster.ray_calls import call_actor, get, named_actors
+from cluster.process.ray_calls import call_actor, get, named_actors
 from cluster.ray_seam.serve_control import DeployedApp, ServeReplicas, deployed_app
+from cluster.records.actor_names import names_of_cluster, registry_name
+from cluster.records.errors import SessionError
 from cluster.registry.actor import WeightRegistry, find_registry
 from configs.changes import Concern, changes, with_live_values
 from configs.cluster import ClusterConfig
@@ -105,7 +105,7 @@ def _replace(running: ClusterConfig, wanted: ClusterConfig) -> None:
     Raises SessionError.
     """
     from deployments.app import versioned_app
-    from deployments.cli.running import run_application
+    from deployments.console.running import run_application
 
     app = _deployed(wanted)
     if not app.replicas:
@@ -142,7 +142,7 @@ def _await_replicas(wanted: ClusterConfig, no_room_s: float = NO_ROOM_S, no_star
 
     A replica whose process has not begun may only be slow: whether it waits for room is what Ray says of its demands.
     """
-    from deployments.cli.running import unplaced_lines
+    from deployments.console.running import unplaced_lines
 
     moved_s, last = time.monotonic(), None
     while True:

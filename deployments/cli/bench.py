@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
-from deployments.cli.output import Json, OptionError, check_plot, write_file
-from deployments.cli.progress import progress_bar
+from deployments.console.output import Json, OptionError, check_plot, write_file
+from deployments.console.progress import progress_bar
 
 if TYPE_CHECKING:
     from deployments.bench.llm import Case

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deployments.cli.client import ChatUsage, Client, ClientError, Key, Url, find_client
 from deployments.cli.generate import lora_use
+from deployments.console.client import ChatUsage, Client, ClientError, Key, Url, find_client
 
 app = typer.Typer()
 _HELP: Final = """\

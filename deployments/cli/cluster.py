@@ -23,16 +23,16 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from cluster.errors import SessionError
+from cluster.records.errors import SessionError
 from configs.errors import ConfigFileError
-from deployments.cli.client import KEY_VARIABLE, Client
 from deployments.cli.models import print_models
-from deployments.cli.output import Json, print_json, size
-from deployments.cli.progress import StartDisplay, usable_line
-from weights.private_folder import private_folder, state_folder
+from deployments.console.client import KEY_VARIABLE, Client
+from deployments.console.output import Json, print_json, size
+from deployments.console.progress import StartDisplay, usable_line
+from weights.platform.private_folder import private_folder, state_folder
 
 if TYPE_CHECKING:
-    from cluster.session import SessionRecord
+    from cluster.start.session import SessionRecord
     from configs.cluster import ClusterConfig
     from configs.errors import Problem
     from deployments.preflight import ReadSource
@@ -81,7 +81,7 @@ def down(
     address: Address = None,
 ) -> None:
     """Stop clusters, with everything that belongs to them: those of `atelier up` here, and those of a Ray by name."""
-    from cluster.session import record_folder, running_sessions, stop_session
+    from cluster.start.session import record_folder, running_sessions, stop_session
 
     found = running_sessions(record_folder()) if address is None else []
     sessions = [record for record in found if name in (None, record.name)]
@@ -109,7 +109,7 @@ def _end_deployed(name: str | None, address: str | None) -> None:
         raise SessionError(
             f"no cluster {name!r} is up: {there}" if name else f"no cluster of `atelier up` here: {there}"
         )
-    from deployments.cli.applications import end_cluster
+    from deployments.console.applications import end_cluster
 
     with _out.status(f"stopping cluster {ended!r}"):
         end_cluster(ended)
@@ -120,14 +120,14 @@ def clusters_at(address: str) -> tuple[list[str], str]:
     """Return the clusters of a Ray, and why there are none where there are none."""
     from ray.exceptions import RayError
 
-    from cluster.session import join_ray
+    from cluster.start.session import join_ray
 
     try:
         join_ray(address)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         first = str(error).strip().partition("\n")[0]
         return [], f"no Ray answers at {address} ({first})"
-    from deployments.cli.applications import clusters_here
+    from deployments.console.applications import clusters_here
 
     return clusters_here(), f"the Ray at {address} has none"
 
@@ -172,10 +172,10 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
     The config travels inside as the builder's argument, so this one file is all that a deploy needs. HAProxy's part of
     it holds where Serve starts with this file: a Serve that runs keeps the proxy that it has.
     """
-    from cluster.door.door_plan import plan_unseen_door
-    from cluster.logs import serve_logging
+    from cluster.process.logs import serve_logging
+    from cluster.process.tracing import serve_tracing, tracing_environment
     from cluster.ray_seam.serve_proxy import ENVIRONMENT
-    from cluster.tracing import serve_tracing, tracing_environment
+    from cluster.start.door_plan import plan_unseen_door
 
     http, is_behind_haproxy = config.http, config.http.proxy == "haproxy"
     door = plan_unseen_door(http.haproxy).environment(config) if is_behind_haproxy else dict(ENVIRONMENT)
@@ -261,7 +261,7 @@ def start_attached(
         config = load_for_start(path, port, insecure)
     stop = threading.Event()
     with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
-        from deployments.cli.running import cluster_up, stop_on_signals
+        from deployments.console.running import cluster_up, stop_on_signals
 
         stop_on_signals(stop, says=True)
         with cluster_up(config, str(path.resolve()), stop, display.show, timeout_s) as url:
@@ -323,7 +323,7 @@ def _wait_for_record(
 
     The process itself knows when to give up. Raises SessionError with its last words.
     """
-    from cluster.session import record_folder, running_sessions
+    from cluster.start.session import record_folder, running_sessions
 
     num_shown = 0
     while True:
@@ -400,7 +400,7 @@ def logs(
     earlier: Annotated[int, typer.Option(min=0, max=KEPT, help="How many starts ago.")] = 0,
 ) -> None:
     """Print the log of a cluster that was started with `atelier up --detach`."""
-    from cluster.session import ray_logs
+    from cluster.start.session import ray_logs
 
     known = _known_logs()
     if name is None and known:

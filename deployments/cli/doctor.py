@@ -12,11 +12,11 @@ from typing import Annotated, Any, Final
 import psutil
 import typer
 
-from cluster.errors import SessionError
-from cluster.node_checks import Wanted, node_problems, why_no_haproxy
 from cluster.ray_seam import shims
-from deployments.cli.output import Column, Json, print_json, print_line, print_table, size
-from weights.private_names import Shim, problems
+from cluster.records.errors import SessionError
+from cluster.start.node_checks import Wanted, node_problems, why_no_haproxy
+from deployments.console.output import Column, Json, print_json, print_line, print_table, size
+from weights.platform.private_names import Shim, problems
 
 app = typer.Typer()
 
@@ -76,7 +76,7 @@ def examine() -> dict[str, Any]:
 
 def _nodes(address: str, wanted: Wanted) -> list[str]:
     """Return what nodes of that Ray have otherwise than this machine. Raises SessionError."""
-    from cluster.session import join_ray
+    from cluster.start.session import join_ray
 
     try:
         join_ray(address)
@@ -87,8 +87,8 @@ def _nodes(address: str, wanted: Wanted) -> list[str]:
 
 def _all_shims() -> Iterator[tuple[str, Shim]]:
     """Yield every shim with the libraries whose private names it needs."""
-    from deployments.engines import library_seam
-    from weights import torch_seam
+    from deployments.engines.libraries import library_seam
+    from weights.platform import torch_seam
 
     for libraries, found in (
         ("ray", shims.ALL),

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deployments.cli.client import Client, ClientError, Images, Key, Url, find_client
 from deployments.cli.cluster import DEFAULT_CONFIG
-from deployments.cli.output import Json, OptionError, print_json
-from deployments.cli.progress import progress_bar
+from deployments.console.client import Client, ClientError, Images, Key, Url, find_client
+from deployments.console.output import Json, OptionError, print_json
+from deployments.console.progress import progress_bar
 
 app = typer.Typer()
 _out = Console()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from rich.filesize import decimal
 
-from deployments.cli.output import (
+from deployments.cli.weights import DEFAULT_STORE, StorePath
+from deployments.console.output import (
     Column,
     Json,
     OptionError,
@@ -20,12 +21,11 @@ from deployments.cli.output import (
     print_table,
     write_file,
 )
-from deployments.cli.weights import DEFAULT_STORE, StorePath
 
 if TYPE_CHECKING:
     from deployments.engines.graph.recording import Recording
-    from weights.manifest import Manifest
-    from weights.store import WeightStore
+    from weights.records.manifest import Manifest
+    from weights.storage.store import WeightStore
 
 app = typer.Typer(no_args_is_help=True, help="What a model does when it runs.")
 MAX_SHOWN: Final = 20
@@ -68,7 +68,7 @@ def graph(
     """
     from deployments.plots.benches import arena_plot
     from weights.memory.lifetimes import place
-    from weights.store import WeightStore
+    from weights.storage.store import WeightStore
 
     check_plot(plot)
     weight_store = WeightStore(store.expanduser())
@@ -134,7 +134,7 @@ def _recorded(
 
     from deployments.engines.diffusion.families import family_of
     from deployments.engines.diffusion.footprints import make_twin
-    from deployments.engines.protocol import EngineError
+    from deployments.engines.records.protocol import EngineError
     from weights.formats.pipeline_parts import pipeline_variant
 
     try:

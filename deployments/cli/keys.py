@@ -11,7 +11,7 @@ import typer
 
 from configs.errors import ConfigError
 from deployments.cli.cluster import DEFAULT_CONFIG
-from deployments.cli.output import SHORT_HASH, Column, Json, OptionError, Wide, print_json, print_table
+from deployments.console.output import SHORT_HASH, Column, Json, OptionError, Wide, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
 

@@ -32,8 +32,8 @@ from deployments.cli import (
     status,
     weights,
 )
-from deployments.cli.client import ClientError
-from deployments.cli.output import OptionError
+from deployments.console.client import ClientError
+from deployments.console.output import OptionError
 
 _app = typer.Typer(
     no_args_is_help=True,
@@ -66,10 +66,10 @@ _app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Run the command line. Errors that people cause are one readable line, never a traceback."""
-    from cluster.errors import ClusterError
-    from deployments.errors import ServiceError
+    from cluster.records.errors import ClusterError
     from deployments.ingress.access.keys import KeysFileError
-    from weights.errors import WeightsError
+    from deployments.records.errors import ServiceError
+    from weights.records.errors import WeightsError
 
     try:
         _app()

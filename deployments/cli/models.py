@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 from rich.console import Console
 
-from deployments.cli.client import Key, Url, find_client
-from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
-from deployments.cli.progress import followed, progress_bar
+from deployments.console.client import Key, Url, find_client
+from deployments.console.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
+from deployments.console.progress import followed, progress_bar
 
 app = typer.Typer()
 

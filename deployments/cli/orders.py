@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 import psutil
 import typer
 
-from deployments.cli.client import Client, ClientError, Key, Url, find_client
-from deployments.cli.output import Json, print_json, print_line
+from deployments.console.client import Client, ClientError, Key, Url, find_client
+from deployments.console.output import Json, print_json, print_line
 
 app = typer.Typer()
 

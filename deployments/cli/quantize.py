@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from rich.filesize import decimal
 
-from deployments.cli.output import Column, Json, OptionError, Wide, print_json, print_line, print_table
-from deployments.cli.progress import OnProgress, progress_bar
 from deployments.cli.weights import DEFAULT_STORE, StorePath, working_folder
+from deployments.console.output import Column, Json, OptionError, Wide, print_json, print_line, print_table
+from deployments.console.progress import OnProgress, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ def _quantized(
 
         return quantize_checkpoint(source, target, to, group_size=group_size, progress=progress)
     from deployments.engines.diffusion.families import family_of
-    from deployments.engines.protocol import EngineError
+    from deployments.engines.records.protocol import EngineError
     from weights.formats.folder import read_json
     from weights.quantization.fp8_pipeline import export_fp8
 
@@ -137,7 +137,7 @@ def _read_text(file: Path) -> str:
 def _perplexity(when: str, model: Path, text: str, max_tokens: int, as_json: bool) -> float:
     """Return the perplexity under a checkpoint as it is, with products in float32."""
     from deployments.engines.llm.perplexity import perplexity
-    from deployments.engines.protocol import EngineError
+    from deployments.engines.records.protocol import EngineError
     from weights.loading.views import mapped_tensors
 
     with tempfile.TemporaryDirectory() as alone, progress_bar(f"perplexity {when}", "share", quiet=as_json) as progress:
@@ -199,8 +199,8 @@ def _images_line(found: dict[str, Any]) -> str:
 
 
 def _import_into_store(target: Path, model: str, store: Path) -> str:
-    from weights.intake import import_model
-    from weights.store import WeightStore
+    from weights.operations.intake import import_model
+    from weights.storage.store import WeightStore
 
     with working_folder(None) as folder:
         import_model(WeightStore(store.expanduser()), model, target.resolve(), weight_dir=folder)

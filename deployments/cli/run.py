@@ -16,10 +16,10 @@ from rich.console import Console
 
 from configs.errors import ConfigFileError
 from deployments.cli.cluster import Insecure, Port, start_attached
-from deployments.cli.output import OptionError
-from deployments.cli.progress import progress_bar
+from deployments.console.output import OptionError
+from deployments.console.progress import progress_bar
 from deployments.fitted_config import Machine, fitted_config, hub_hint, model_id, summary
-from weights.private_folder import private_folder, state_folder
+from weights.platform.private_folder import private_folder, state_folder
 
 app = typer.Typer()
 _out = Console()

@@ -28,8 +28,8 @@ from cluster.simulator.scenario import (
     zipf_shares,
 )
 from cluster.simulator.world import World
-from deployments.cli.client import Client, Key, Url, find_client
-from deployments.cli.output import Column, Json, OptionError, Wide, print_json, print_table, write_file
+from deployments.console.client import Client, Key, Url, find_client
+from deployments.console.output import Column, Json, OptionError, Wide, print_json, print_table, write_file
 
 app = typer.Typer()
 _err = Console(stderr=True)

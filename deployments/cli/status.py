@@ -7,10 +7,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from deployments.cli.client import Key, Url, find_client
 from deployments.cli.models import print_models
 from deployments.cli.orders import print_overrides
-from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table, size
+from deployments.console.client import Key, Url, find_client
+from deployments.console.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table, size
 
 app = typer.Typer()
 

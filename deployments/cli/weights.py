@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
-from deployments.cli.output import (
+from deployments.console.output import (
     SHORT_HASH,
     Column,
     Json,
@@ -27,14 +27,14 @@ from deployments.cli.output import (
     print_table,
     write_file,
 )
-from deployments.cli.progress import progress_bar
+from deployments.console.progress import progress_bar
 
 if TYPE_CHECKING:
-    from weights.maintenance import ExternalWeight
-    from weights.manifest import Manifest
-    from weights.repair import Damage
-    from weights.storage.deltas.compaction import ModelFigures
-    from weights.store import WeightStore
+    from weights.operations.compaction import ModelFigures
+    from weights.operations.maintenance import ExternalWeight
+    from weights.operations.repair import Damage
+    from weights.records.manifest import Manifest
+    from weights.storage.store import WeightStore
 
 app = typer.Typer(no_args_is_help=True, help="External weights: bring models in, look at them, write them back.")
 _err = Console(stderr=True)
@@ -104,8 +104,8 @@ def externalize(
     as_json: Json = False,
 ) -> None:
     """Bring a model into the store. Equal tensors are stored once, over all its models."""
-    from weights.base_pipeline import open_base
-    from weights.intake import import_model
+    from weights.operations.base_pipeline import open_base
+    from weights.operations.intake import import_model
 
     weight_store = _open(store)
     name = model or PurePosixPath(source.rstrip("/")).name.split(".")[0]
@@ -137,7 +137,7 @@ def inline(
     store: StorePath = DEFAULT_STORE,
 ) -> None:
     """Write a model back as stock libraries read it, its weights in its own files."""
-    from weights.intake import write_back
+    from weights.operations.intake import write_back
 
     weight_store = _open(store)
     with progress_bar("inline") as progress:
@@ -150,7 +150,7 @@ def convert(
     model: Model, layout: Layout, weight_dir: WeightDir = None, store: StorePath = DEFAULT_STORE, as_json: Json = False
 ) -> None:
     """Publish a model in another layout."""
-    from weights.layouts import convert as convert_layout
+    from weights.operations.layouts import convert as convert_layout
 
     weight_store = _open(store)
     with working_folder(weight_dir) as folder, progress_bar("convert", quiet=as_json) as progress:
@@ -167,7 +167,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show where every tensor is (--wide: with file and offset), or what each model takes."""
-    from weights.maintenance import summarize, totals
+    from weights.operations.maintenance import summarize, totals
 
     check_plot(plot)
     weight_store = _open(store)
@@ -197,7 +197,7 @@ def inspect(
 def _plot_of(store: WeightStore, model: str | None) -> str:
     """Return the picture of a model, or of all."""
     from deployments.plots.benches import store_plot
-    from weights.maintenance import totals
+    from weights.operations.maintenance import totals
 
     manifests = [store.manifest(model)] if model else store.manifests().values()
     sizes = {
@@ -215,7 +215,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read everything back and say all that is damaged; exit code 1 when something is."""
-    from weights.repair import verify as verify_store
+    from weights.operations.repair import verify as verify_store
 
     with progress_bar("verify", quiet=as_json) as progress:
         report = verify_store(_open(store), model, deep=deep, progress=progress)
@@ -239,7 +239,7 @@ def repair(
     as_json: Json = False,
 ) -> None:
     """Write what is damaged anew, from other models or the source; exit code 1 when some damage is left."""
-    from weights.repair import repair as repair_store
+    from weights.operations.repair import repair as repair_store
 
     with working_folder(weight_dir) as folder, progress_bar("repair", quiet=as_json) as progress:
         report = repair_store(_open(store), models or (), allow_torch=allow_torch, weight_dir=folder, progress=progress)
@@ -252,7 +252,7 @@ def repair(
 @app.command()
 def index(store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
     """Make the store's index again from its manifests, and write it as meta.json for other programs."""
-    from weights.maintenance import rebuild_index
+    from weights.operations.maintenance import rebuild_index
 
     weight_store = _open(store)
     num_tensors = rebuild_index(weight_store)
@@ -272,7 +272,7 @@ def compact(
     as_json: Json = False,
 ) -> None:
     """Store fine-tunes as lossless differences from a model of their family; exit code 1 when some could not be."""
-    from weights.storage.deltas.compaction import compact as compact_store
+    from weights.operations.compaction import compact as compact_store
 
     with working_folder(weight_dir) as folder, progress_bar("compact", quiet=as_json) as progress:
         report = compact_store(
@@ -297,7 +297,7 @@ def expand(
     as_json: Json = False,
 ) -> None:
     """Store models plain again that `compact` made deltas of."""
-    from weights.storage.deltas.compaction import expand as expand_models
+    from weights.operations.compaction import expand as expand_models
 
     if bool(models) == everything:
         raise typer.BadParameter("name models, or --all for all of them")
@@ -311,8 +311,8 @@ def expand(
 @app.command()
 def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
     """Read a model into this process's memory and say where the time went."""
-    from weights.loader import load_model
-    from weights.provider import LocalExtents
+    from weights.loading.loader import load_model
+    from weights.loading.provider import LocalExtents
 
     weight_store = _open(store)
     with progress_bar("load", quiet=as_json) as progress:
@@ -346,7 +346,7 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Remove what no model of the store needs: old versions, leftovers of writers that died."""
-    from weights.maintenance import gc as collect
+    from weights.operations.maintenance import gc as collect
 
     report = collect(_open(store), grace_s=grace_s, dry_run=dry_run)
     removed = [str(path) for path in report.removed]
@@ -358,13 +358,13 @@ def gc(
 @app.command()
 def remove(model: Model, store: StorePath = DEFAULT_STORE) -> None:
     """Take a model out of the store; `gc` then frees its bytes."""
-    from weights.maintenance import remove_model
+    from weights.operations.maintenance import remove_model
 
     remove_model(_open(store), model)
 
 
 def _open(path: Path) -> WeightStore:
-    from weights.store import WeightStore
+    from weights.storage.store import WeightStore
 
     return WeightStore(path.expanduser())
 
@@ -379,7 +379,7 @@ def working_folder(weight_dir: Path | None) -> Iterator[Path]:
 
 
 def _model_record(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
-    from weights.maintenance import totals
+    from weights.operations.maintenance import totals
 
     record = {"model": manifest.model, "kind": manifest.kind, "layout": manifest.layout}
     return record | {"components": list(manifest.components), **asdict(totals(store, manifest.model))}

@@ -10,17 +10,18 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family
-from deployments.engines.protocol import EngineError
-from weights.errors import AdapterError
-from weights.externalize import stored_dtypes
-from weights.formats.checkpoint import Checkpoint, check_lora_base, check_same_layers
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.records.protocol import EngineError
+from weights.formats.checkpoint import check_lora_base, check_same_layers
 from weights.formats.ip_adapter import check_ip_base
 from weights.formats.learned_words import WORDS_CLASS
 from weights.formats.lora import PEFT_CLASS, changes_text_encoders, is_convertible
-from weights.formats.pipeline_parts import AdapterBase, float_dtype, pipeline_variant
+from weights.formats.pipeline_parts import float_dtype, pipeline_variant
+from weights.formats.source import AdapterBase, Checkpoint
+from weights.operations.externalize import stored_dtypes
+from weights.records.errors import AdapterError
 
 _PIXELS_PER_LATENT = 8  # of a VAE whose config does not say
 

@@ -9,9 +9,9 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.known import has_own_layers
 from deployments.engines.stock.known import is_stock_class, knows_class
 from deployments.engines.stock.text_parts import text_parts
-from weights.manifest import Manifest, ModelKind
 from weights.memory.layer_plan import DecoderSizes, decoder_sizes, layer_of
 from weights.memory.needs import Needs
+from weights.records.manifest import Manifest, ModelKind
 
 _DENOISERS: Final = frozenset(family.denoiser_name for family in FAMILIES.values())
 _TEXTS: Final = ("embedding", "reranker", "classifier", "head")

@@ -11,29 +11,29 @@ from pathlib import Path
 from typing import Final
 
 from deployments.engines.adapter_bases import check_base
-from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.known_solvers import check_solver
-from deployments.engines.embedding_rules import read_pooling_rule, read_prompts, stages_of
-from deployments.engines.library_classes import check_model_class, named_class
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.libraries.embedding_rules import read_pooling_rule, read_prompts, stages_of
+from deployments.engines.libraries.library_classes import check_model_class, named_class
+from deployments.engines.libraries.tokenizer_files import check_tokenizer
 from deployments.engines.llm.models.gguf_config import describe_gguf, gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import check_tokenizer_kind
 from deployments.engines.llm.models.known import check_config, has_own_layers
 from deployments.engines.llm.models.stock_classes import SEEING
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts, is_stock_class, parts_of
 from deployments.engines.text.known import ENCODER_CLASSES, POOLINGS, check_head, encoder_class, read_scoring_rule
-from deployments.engines.tokenizer_files import check_tokenizer
-from weights.errors import AdapterError, FormatError
 from weights.formats import dense_head
-from weights.formats.checkpoint import Checkpoint, SourceComponent
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
 from weights.formats.gguf import DENOISERS
 from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
-from weights.formats.pipeline_parts import AdapterBase, why_incomplete
+from weights.formats.pipeline_parts import why_incomplete
+from weights.formats.source import AdapterBase, Checkpoint, SourceComponent
 from weights.formats.untrusted import is_size
-from weights.manifest import ModelKind
+from weights.records.errors import AdapterError, FormatError
+from weights.records.manifest import ModelKind
 
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})

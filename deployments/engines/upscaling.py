@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from deployments.engines.graph.recording import planned_peak
-from deployments.engines.protocol import EngineError
-from weights.errors import WeightsError
+from deployments.engines.records.protocol import EngineError
 from weights.formats.upscaler import COMPACT, UpscalerNet, expected_shapes, read_upscaler
 from weights.loading.modules import materialize
+from weights.records.errors import WeightsError
 
 _SLOPE: Final = 0.2  # of leaky ReLUs
 _RESIDUAL: Final = 0.2  # of what a block adds

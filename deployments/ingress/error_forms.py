@@ -9,12 +9,19 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from deployments.ingress import responses
 from deployments.ingress.compat.a1111_bodies import WebuiError, webui_failure_response
 from deployments.ingress.compat.anthropic import MessageError, message_failure_response
 from deployments.ingress.compat.ollama_answers import OllamaError, ollama_failure_response
 from deployments.ingress.kserve.rest.messages import PREFIX, ProtocolError, protocol_failure_response
-from deployments.ingress.responses import Answer, ErrorAnswer, Failure, describe_errors, failure_of, failure_response
+from deployments.ingress.messages import responses
+from deployments.ingress.messages.responses import (
+    Answer,
+    ErrorAnswer,
+    Failure,
+    describe_errors,
+    failure_of,
+    failure_response,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@
 places. Where HAProxy leads requests to this replica it stands before Serve, which takes in whole bodies, whoever sends
 them, and a part of a millisecond for each that does not pause. Within Serve it does the same for requests that come in
 another way. `BodyGate` follows there: `terms.py` says what the request wants of the queue, and `bodies.py` bounds what
-a body may cost. `deployments/limits.py` bounds what a record may ask for, and the admission queue how many requests
-there are.
+a body may cost. `deployments/requests/limits.py` bounds what a record may ask for, and the admission queue how many
+requests there are.
 
 `HttpAccess` says which path needs which key, and which web pages may ask.
 A server without keys answers whoever reaches it, and every web page that its user opens reaches a loopback address.
@@ -38,9 +38,9 @@ from cluster.door.haproxy_rules import RECEIVED, machine_clock
 from configs.access import AccessConfig, is_loopback
 from configs.cluster import LimitsConfig
 from configs.http import INFERENCE_PATHS
-from deployments.errors import NotAllowed, ServiceError
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
-from deployments.ingress.bodies import (
+from deployments.ingress.error_forms import error_response_at, form_at
+from deployments.ingress.messages.bodies import (
     SMALL_BYTES,
     BoundedBody,
     LargeBodies,
@@ -48,11 +48,11 @@ from deployments.ingress.bodies import (
     closing_unless_whole,
     receive_small,
 )
-from deployments.ingress.error_forms import error_response_at, form_at
+from deployments.ingress.messages.responses import error_content
+from deployments.ingress.messages.terms import current_terms, read_terms, refusal_error
 from deployments.ingress.openai.image_files import PATH as LINKS
-from deployments.ingress.responses import error_content
-from deployments.ingress.terms import current_terms, read_terms, refusal_error
 from deployments.ingress.web_pages import FILES_PATH, PAGES, SCRIPT_PATH, STYLE_PATH
+from deployments.records.errors import NotAllowed, ServiceError
 
 # Probes, and the description of the API, which is the same on every server.
 _PROBES: Final = frozenset({"/healthz", "/health", "/v2/health/live", "/v2/health/ready"})

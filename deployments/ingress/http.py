@@ -25,18 +25,18 @@ from starlette.types import ASGIApp
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.fair_slots import ReadLimiter
 from cluster.door.deadlines import ShowDeadline
-from cluster.door.door_plan import HTTP_ADDRESS
-from cluster.logs import configure_logs
-from cluster.placement.actor import connect_controller
-from cluster.placement.link import Link, SlotLink, link_queue
+from cluster.door.places import HTTP_ADDRESS
+from cluster.placement.serving.actor import connect_controller
+from cluster.placement.serving.link import Link, SlotLink, link_queue
+from cluster.process.logs import configure_logs
+from cluster.process.telemetry import EdgeMetrics
+from cluster.process.tracing import begin_tracing
 from cluster.ray_seam.handles import watch_replicas
 from cluster.ray_seam.loopback import replica_calls_on_loopback
+from cluster.ray_seam.request_ids import RequestIds
 from cluster.ray_seam.serve_control import proxy_host
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
-from cluster.request_ids import RequestIds
-from cluster.telemetry import EdgeMetrics
-from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
@@ -65,6 +65,7 @@ from deployments.ingress.kserve.rest.routes import (
     create_shared_memory_router,
 )
 from deployments.ingress.kserve.shared_memory import SharedMemory
+from deployments.ingress.messages.terms import ENCODER, WORKER
 from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher
 from deployments.ingress.openai.embeddings import create_embeddings_router, create_scores_router
 from deployments.ingress.openai.image_decoders import ImageReaders
@@ -77,8 +78,7 @@ from deployments.ingress.openai.pipeline_runs import create_pipelines_router
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.openai.videos import create_audio_router, create_videos_router
-from deployments.ingress.service import Service
-from deployments.ingress.terms import ENCODER, WORKER
+from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import create_docs_router, create_web_router
 from deployments.records import (
     ChatRequest,
@@ -92,8 +92,8 @@ from deployments.records import (
     TextChunk,
     TextResult,
 )
-from deployments.services.replica_calls import ReplicaStates, WhyNone
-from deployments.tasks import shared_task
+from deployments.records.tasks import shared_task
+from deployments.replicas.replica_calls import ReplicaStates, WhyNone
 
 __all__ = ["Ingress", "create_http_app"]
 

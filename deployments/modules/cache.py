@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.cluster import ModelReplicaConfig
-from deployments.engines.protocol import StockRequest
-from deployments.errors import ModelUnavailable
+from deployments.engines.records.protocol import StockRequest
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import FetchManifest, ManifestVersions, Report, SlotFiller, switch_report
 from deployments.modules.footprints import FootprintBook
@@ -41,10 +40,11 @@ from deployments.modules.resident_modules import Built, ModuleSlot, Occupancy, R
 from deployments.modules.stock_parts import with_stock_parts
 from deployments.modules.switches import SwitchLog
 from deployments.records import SwitchReport
-from deployments.tasks import in_thread, shared_task
-from weights.errors import BudgetExceeded
-from weights.manifest import Component, ExtentRef, Manifest
+from deployments.records.errors import ModelUnavailable
+from deployments.records.tasks import in_thread, shared_task
 from weights.memory.device_arena import DeviceArena
+from weights.records.errors import BudgetExceeded
+from weights.records.manifest import Component, ExtentRef, Manifest
 from weights.residency.sizes import shown_bytes
 
 MAX_WAIT_FOR_ROOM_S = 60.0

@@ -18,13 +18,13 @@ from typing import Final, Protocol
 import torch
 
 from deployments.modules.resident_modules import ModuleSlot
+from weights.loading.provider import ExtentProvider
 from weights.loading.views import Tensors, Views, bytes_tensors, view_of
-from weights.manifest import Component, ExtentRef, TensorRef
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream
 from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.memory.device_space import Acquired, ArenaStats, DeviceFull
-from weights.provider import ExtentProvider
+from weights.records.manifest import Component, ExtentRef, TensorRef
 
 MAX_LINGER_S: Final = 2.0
 LINGER_POLL_S: Final = 0.005

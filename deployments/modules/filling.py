@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.errors import KeeperFailed
+from cluster.records.errors import KeeperFailed
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.nn.streamed_blocks import stream_blocks
-from deployments.errors import CannotLoad
 from deployments.modules.device_tier import DeviceTier, Fetched
 from deployments.modules.loading import Builder
 from deployments.modules.parts import Part, PartName, distinct_bytes
 from deployments.modules.resident_modules import Built, ModuleSlot, ResidentModules
 from deployments.records import SwitchReport
-from weights.errors import AdapterError, BudgetExceeded, ExtentCorrupt, WeightsError
-from weights.manifest import Component, ExtentRef, Manifest
+from deployments.records.errors import CannotLoad
 from weights.memory.block_stream import BlockStream
-from weights.panics import panics_as_errors, telling
-from weights.store import ManifestMark, manifest_mark
+from weights.platform.panics import panics_as_errors, telling
+from weights.records.errors import AdapterError, BudgetExceeded, ExtentCorrupt, WeightsError
+from weights.records.manifest import Component, ExtentRef, Manifest
+from weights.storage.store import ManifestMark, manifest_mark
 
 logger = logging.getLogger("atelier.replica")
 

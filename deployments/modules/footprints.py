@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import nn
 
+from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.engine_config import STEP_KIND
-from deployments.engines.skeletons import blank_module
 from deployments.modules.stock_parts import is_stock_part
 from weights.formats.ip_adapter import count_tokens
 from weights.formats.pipeline_parts import pipeline_variant
-from weights.manifest import Component, Manifest
 from weights.memory.device_arena import DeviceArena
+from weights.records.manifest import Component, Manifest
 from weights.residency.recent import Recent
 
 if TYPE_CHECKING:
     from deployments.engines.diffusion.footprints import PipelineTwin
     from deployments.engines.diffusion.pipeline import AdapterShapes
-    from deployments.engines.protocol import StockRequest
+    from deployments.engines.records.protocol import StockRequest
     from deployments.engines.stock.footprints import CallTwin
     from deployments.engines.text.footprints import TextFootprints
 

@@ -13,35 +13,34 @@ from torch import nn
 
 from configs.cluster import WorkerConfig
 from configs.simulated import SimulatedConfig
-from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.building.build import IMPORT_LOCK
+from deployments.engines.building.skeletons import SkeletonPool
+from deployments.engines.costs.node_threads import NodeThreads
 from deployments.engines.diffusion.image_prompts import build_image_prompter
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, layer_caches, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.footprints import step_bytes
-from deployments.engines.llm.kv_cache import free_memory
 from deployments.engines.llm.models.packed import compute_dtype
+from deployments.engines.llm.sequences.kv_cache import free_memory
 from deployments.engines.nn.streamed_blocks import end_streaming
-from deployments.engines.node_threads import NodeThreads
-from deployments.engines.protocol import EngineError
-from deployments.engines.skeletons import SkeletonPool
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.upscaling import build_upscaler
+from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder
 from deployments.modules.footprints import FootprintBook, structure_of
 from deployments.modules.parts import ROOM, beside_adapters, workspace_pieces
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
-from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
-from weights.adapters import parse_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_ADAPTER
 from weights.formats.upscaler import LIBRARY as UPSCALER
-from weights.loading.views import memory_form
-from weights.manifest import Component
 from weights.memory.block_plan import choose_way
 from weights.memory.devices import allocated_bytes, open_device
 from weights.memory.layer_plan import DecoderSizes, decoder_sizes, largest_caches, layer_of
 from weights.memory.rates import measured_rates
 from weights.memory.transfer import num_cores
-from weights.private_folder import private_folder, temporary_folder
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.operations.adapters import parse_adapter
+from weights.platform.private_folder import private_folder, temporary_folder
+from weights.platform.torch_dtypes import TORCH_DTYPES, memory_form
+from weights.records.manifest import Component
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]

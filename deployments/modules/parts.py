@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from deployments.engines.diffusion.lora_names import DENOISER, component_of, num_changed, part_of
-from deployments.engines.protocol import EngineError
-from weights.dtypes import ITEM_BYTES
-from weights.errors import BudgetExceeded, WeightsError
-from weights.manifest import Component, ExtentRef, Manifest
+from deployments.engines.records.protocol import EngineError
 from weights.memory.block_plan import BlockPlan, Share, block_of, plan_blocks
 from weights.memory.layer_plan import (
     AUTO,
@@ -25,6 +22,9 @@ from weights.memory.layer_plan import (
     layer_of,
     plan_layers,
 )
+from weights.records.dtypes import ITEM_BYTES
+from weights.records.errors import BudgetExceeded, WeightsError
+from weights.records.manifest import Component, ExtentRef, Manifest
 from weights.residency.sizes import Elsewhere
 
 # Of the budget, left for the weights of the VAE and adapters if they do not want more, and no guess of activations:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from deployments.engines.costs.memory_limits import forget_frames
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.memory_limits import forget_frames
 from deployments.modules.parts import HOST, Part, PartName, RequestParts, distinct_bytes
-from weights.errors import BudgetExceeded
-from weights.manifest import Component, ExtentRef
+from weights.records.errors import BudgetExceeded
+from weights.records.manifest import Component, ExtentRef
 from weights.residency.admission import Admission, Ticket
 from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.policy import rate_class

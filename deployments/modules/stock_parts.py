@@ -11,7 +11,7 @@ from typing import Final
 
 from deployments.engines.stock.known import is_stock_class, knows_class
 from deployments.engines.stock.text_parts import text_parts
-from weights.manifest import Component, Manifest
+from weights.records.manifest import Component, Manifest
 
 # Before the `parts_hash` of a component, which makes it a module of its own.
 _MARK: Final = "as diffusers' own pipelines have it"

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import Argument, parse_tensor_type
-from deployments.errors import InvalidRequest
 from deployments.pipelines.records import (
     NUMPY_DTYPES,
     Datatype,
@@ -26,6 +25,7 @@ from deployments.pipelines.records import (
     program_specs,
     text_tensor,
 )
+from deployments.records.errors import InvalidRequest
 
 Batch: TypeAlias = list[str] | list[tuple[int, ...]] | list[npt.NDArray[Any]] | npt.NDArray[Any]
 PADDING: Final = -1  # of token rows in a tensor; no token has this id

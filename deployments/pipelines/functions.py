@@ -100,7 +100,7 @@ def join_texts(first: str, second: str, separator: str = " ") -> str:
 
 def enlarge_image(image: Image, factor: float = 2.0) -> Image:
     """Enlarge an image by Lanczos' filter; its sides are rounded down to what pipelines take."""
-    from deployments.engines.diffusion.input_images import resize_pixels  # only who enlarges needs it
+    from deployments.engines.records.input_images import resize_pixels  # only who enlarges needs it
 
     if not 1 <= factor <= 4:
         raise ValueError(f"factor {factor:g}: expected 1 to 4")
@@ -112,7 +112,7 @@ def enlarge_image(image: Image, factor: float = 2.0) -> Image:
 
 def resize_image(image: Image, width: int, height: int) -> Image:
     """Resize an image by Lanczos' filter: an upscaler's, say, to the size of the next stage."""
-    from deployments.engines.diffusion.input_images import resize_pixels  # only who resizes needs it
+    from deployments.engines.records.input_images import resize_pixels  # only who resizes needs it
 
     if not 0 < min(height, width) <= max(height, width) <= _MAX_SIDE:
         raise ValueError(f"{width}x{height} pixels: expected sides of 1 to {_MAX_SIDE}")

@@ -9,13 +9,13 @@ import numpy as np
 from cluster.registry.directory import ModelRecord
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, nearest_name
-from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
 from deployments.pipelines.planning import DEFAULT_MAX_BATCH_SIZE, PipelineUnusable, plan_pipeline
 from deployments.pipelines.plans import PipelinePlan
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
 from deployments.pipelines.runner import ModelCalls, OnStage, PipelineRun
-from deployments.tasks import Deadline
+from deployments.records.errors import InvalidRequest, ModelUnavailable, UnknownModel
+from deployments.records.tasks import Deadline
 
 
 class Pipelines:
@@ -95,7 +95,7 @@ class Pipelines:
     async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
         """Run a pipeline; `on_stage` is called with its stages.
 
-        Raises the ServiceErrors of `deployments.errors`; those of a stage begin with its name.
+        Raises the ServiceErrors of `deployments.records.errors`; those of a stage begin with its name.
         """
         plan = self.plan(request.pipeline)
         inputs, num_items = self._inputs(plan, request)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from deployments.errors import DeadlineExceeded, InvalidRequest, named_failures, stage_warnings
 from deployments.pipelines.edge_types import IMAGE, Batch, items_of, stacked
 from deployments.pipelines.plans import (
     PIPELINE_INPUT,
@@ -32,6 +31,7 @@ from deployments.records import (
     as_record,
     warnings_by_item,
 )
+from deployments.records.errors import DeadlineExceeded, InvalidRequest, named_failures, stage_warnings
 
 
 class SegmentReply(Protocol):

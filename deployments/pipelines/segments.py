@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from deployments.engines.programs.rows import array_of, tensor_of
-from deployments.errors import GenerationFailed, named_failures, stage_warnings
 from deployments.pipelines.edge_types import TOKENS, Batch, EdgeType
 from deployments.pipelines.plans import WITH_TENSORS, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.stage_functions import find_function
+from deployments.records.errors import GenerationFailed, named_failures, stage_warnings
 
 
 class _ArenaPool:

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.pipeline import nearest_name
-from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.edge_types import (
     BOOL,
     FLOAT,
@@ -37,7 +36,8 @@ from deployments.pipelines.edge_types import (
     stacked,
 )
 from deployments.pipelines.functions import SHIPPED
-from weights.panics import panics_as_errors
+from deployments.records.errors import GenerationFailed, InvalidRequest
+from weights.platform.panics import panics_as_errors
 
 _ONLY_OUTPUT: Final = "output"
 _EDGES: Final[dict[Any, EdgeType]] = {

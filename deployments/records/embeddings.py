@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from configs.model import LongText
-from deployments.engines.protocol import InputType, Pooling
+from deployments.engines.records.protocol import InputType, Pooling
 from deployments.records.requests import CacheUse, Count, Name, ServedRequest, TimingsMs
 
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from pydantic import Field, PlainValidator
 
 from configs.model import LongText, PromptSyntax, TextPadding
-from deployments.engines.diffusion.input_images import why_no_pixels
-from deployments.engines.sounds import Sound, why_no_sound
+from deployments.engines.records.input_images import why_no_pixels
+from deployments.engines.records.sounds import Sound, why_no_sound
 from deployments.records.requests import (
     MAX_INT32,
     MAX_SEED,

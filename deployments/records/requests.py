@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema, PydanticKnownError
 
 from configs.batching import MAX_PRIORITY_LEVELS
 from configs.cluster import MAX_LORAS
-from deployments.errors import InvalidRequest
+from deployments.records.errors import InvalidRequest
 
 TimingsMs = dict[str, float]  # milliseconds by phase: queue, encode, switch, denoise, prefill, generate, decode, total
 

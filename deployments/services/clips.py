@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cluster.request_ids import part_id
-from deployments.engines.protocol import EngineError, StockRequest
+from cluster.ray_seam.request_ids import part_id
+from deployments.engines.records.protocol import EngineError, StockRequest
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import PipelineSource
 from deployments.records import ClipRequest, VideoFormat

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from cluster.request_ids import part_id
+from cluster.ray_seam.request_ids import part_id
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionOutput, DiffusionRequest, ImagePromptUse
+from deployments.engines.records.protocol import (
+    AdapterUse,
+    ControlUse,
+    DiffusionOutput,
+    DiffusionRequest,
+    ImagePromptUse,
+)
 from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.text.requests import Conditioning, ConditioningRequest
 

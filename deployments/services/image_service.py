@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from configs.cluster import WorkerConfig
+from deployments.engines.costs.step_costs import RememberedCosts, StepCosts
 from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
@@ -23,10 +24,8 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipel
 from deployments.engines.diffusion.rows import adapter_names
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
-from deployments.engines.step_costs import RememberedCosts, StepCosts
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 from deployments.engines.stock.known import is_stock_class
-from deployments.errors import as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.modules.parts import Merging
@@ -39,6 +38,9 @@ from deployments.records import (
     ImageResult,
     SwitchReport,
 )
+from deployments.records.errors import as_service_errors
+from deployments.records.tasks import in_thread, shared_task
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
 from deployments.services.image_requests import (
     OnProgress,
     conditioning_request,
@@ -48,12 +50,10 @@ from deployments.services.image_requests import (
     result_of,
 )
 from deployments.services.sequential_phases import SequentialPhases
-from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.services.stock_service import StockService, TextSource
 from deployments.services.upscale_service import UpscaleService
-from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
-from weights.manifest import Manifest
+from weights.records.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 _WithText = Callable[[], Awaitable[ConditionedRequest]]
@@ -144,7 +144,7 @@ class ImageService:
         it, for an encoder that takes room from the same cache. A request that is migrated returns the progress that
         says so instead. One that is cancelled ends when no step of it runs any more.
 
-        Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises; nothing is leased then.
+        Raises the ServiceErrors of `deployments.records.errors`, and what `encode_text` raises; nothing is leased then.
         """
         with as_service_errors():
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)

@@ -17,26 +17,26 @@ from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
 import ray
 import torch
 
-from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
-from cluster.logs import configure_logs
-from cluster.ray_calls import call_actor, get
+from cluster.process.logs import configure_logs
+from cluster.process.ray_calls import call_actor, get
+from cluster.process.tracing import begin_tracing
 from cluster.ray_seam.loopback import replica_calls_on_loopback
+from cluster.records.errors import ClusterError
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
 from cluster.registry.directory import Entry
 from cluster.registry.model_files import write_files
-from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
-from deployments.engines.build import import_class
-from deployments.engines.protocol import EngineError
-from deployments.engines.skeletons import SkeletonPool
-from deployments.errors import ServiceError, as_service_errors
+from deployments.engines.building.build import import_class
+from deployments.engines.building.skeletons import SkeletonPool
+from deployments.engines.records.protocol import EngineError
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
-from weights.errors import WeightsError
-from weights.manifest import Component, Manifest, ModelKind
+from deployments.records.errors import ServiceError, as_service_errors
 from weights.memory.devices import open_device
-from weights.store import WeightStore
+from weights.records.errors import WeightsError
+from weights.records.manifest import Component, Manifest, ModelKind
+from weights.storage.store import WeightStore
 
 MAX_PREPARED: Final = 64
 KEEPER_TIMEOUT_S: Final = 30.0

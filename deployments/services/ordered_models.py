@@ -16,13 +16,13 @@ from typing import Any, Final
 
 from ray.exceptions import RayError, RayTaskError
 
-from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
+from cluster.records.load_failures import LONGEST_RETRY_S
 from deployments.modules.cache import ModuleCache
 from deployments.modules.parts import RequestParts, Wants
-from deployments.tasks import shared_task
-from weights.manifest import Manifest
-from weights.panics import panics_as_errors
+from deployments.records.tasks import shared_task
+from weights.platform.panics import panics_as_errors
+from weights.records.manifest import Manifest
 
 __all__ = ["OrderedModels"]
 

@@ -15,16 +15,16 @@ from typing import Final
 from torch import nn
 
 from configs.cluster import WorkerConfig
+from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.graph.workspace import Workspace
-from deployments.engines.protocol import ConditionedRequest, DiffusionOutput
-from deployments.engines.skeletons import blank_module
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.modules.cache import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import ImageRequest, SwitchReport
-from deployments.services.step_loop import DeviceThread
-from weights.manifest import Component, Manifest
+from deployments.replicas.step_loop import DeviceThread
+from weights.records.manifest import Component, Manifest
 from weights.residency.recent import Recent
 
 MAX_BLANK: Final = 8  # a blank FLUX transformer takes about 5 MB

@@ -15,9 +15,9 @@ from typing import Final
 import torch
 from torch import nn
 
-from cluster.request_ids import part_id
+from cluster.ray_seam.request_ids import part_id
 from deployments.engines.graph.workspace import LendingMemory
-from deployments.engines.protocol import ComputationFailed, DiffusionOutput, StockRequest
+from deployments.engines.records.protocol import ComputationFailed, DiffusionOutput, StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import check_class
@@ -36,12 +36,12 @@ from deployments.records import (
     SwitchReport,
     TimingsMs,
 )
+from deployments.records.tasks import in_thread, shared_task
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
 from deployments.services.clips import MEDIA_TYPES, WAV, clip_request, encode_audio, encode_video, frame_rate
 from deployments.services.image_requests import OnProgress, progress_of
-from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
-from weights.manifest import Manifest
+from weights.records.manifest import Manifest
 from weights.residency.recent import Recent
 
 _NO_PREVIEWS = "partial_images: none were made: diffusers' own code runs this pipeline, which shows nothing on the way"

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from ray import serve
 
+from cluster.process.telemetry import RequestMetrics
 from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import Entry
-from cluster.telemetry import RequestMetrics
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from configs.model import LongText, ModelConfig
@@ -27,8 +27,8 @@ from deployments.engines.programs.rows import ProgramJob, answer_of, jobs_of, jo
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.tokens import TextPair
-from deployments.errors import as_service_errors
 from deployments.modules.cache import ComponentFactory, ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder, text_modules
 from deployments.modules.footprints import FootprintBook
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
@@ -42,8 +42,9 @@ from deployments.records import (
     ProgramResult,
     ScoringRequest,
 )
+from deployments.records.errors import as_service_errors
+from deployments.records.tasks import in_thread
 from deployments.services.model_replica import ModelReplica
-from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import (
     CachedEncoders,
@@ -55,9 +56,8 @@ from deployments.text.encode import (
     encode_batch,
     tokenize_items,
 )
-from deployments.text.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder, text_modules
 from deployments.text.requests import Conditioning, ConditioningRequest
-from weights.manifest import Manifest, ModelKind
+from weights.records.manifest import Manifest, ModelKind
 
 _RunRows = Callable[[Sequence[ProgramJob], int, float | None], Coroutine[Any, Any, list[dict[str, torch.Tensor]]]]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-from cluster.request_ids import part_id
+from cluster.ray_seam.request_ids import part_id
 from deployments.engines.llm.answer_forms import AnswerForm
 from deployments.engines.llm.answer_grammars import call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
@@ -17,10 +17,10 @@ from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.schemas import left_out_of, prepare_schema
 from deployments.engines.llm.template_forms import answer_form
 from deployments.engines.llm.tokenizer import token_text
-from deployments.engines.prompt_images import PromptImage
-from deployments.engines.protocol import EngineError, SamplingParams, TextRequest, TokenConstraint
-from deployments.errors import InvalidRequest
+from deployments.engines.records.prompt_images import PromptImage
+from deployments.engines.records.protocol import EngineError, SamplingParams, TextRequest, TokenConstraint
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, PromptTokens, TextRequestRecord
+from deployments.records.errors import InvalidRequest
 
 # Without bounds, small and quantized models draw nonsense; these are llama.cpp's.
 _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05})

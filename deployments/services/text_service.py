@@ -19,15 +19,8 @@ from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import whole_calls
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.tokenizer import token_text
-from deployments.engines.prompt_images import PromptImage
-from deployments.engines.protocol import (
-    EngineError,
-    TextDelta,
-    TextLora,
-    TextRequest,
-    TokenLogprob,
-)
-from deployments.errors import as_service_errors
+from deployments.engines.records.prompt_images import PromptImage
+from deployments.engines.records.protocol import EngineError, TextDelta, TextLora, TextRequest, TokenLogprob
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.records import (
@@ -44,7 +37,9 @@ from deployments.records import (
     TextResult,
     TokenText,
 )
-from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.records.errors import as_service_errors
+from deployments.records.tasks import outcome_of
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
 from deployments.services.text_prompts import (
     AnswerUse,
     embedding_requests,
@@ -53,7 +48,6 @@ from deployments.services.text_prompts import (
     prompt_tokens,
     text_requests,
 )
-from deployments.tasks import outcome_of
 
 INLINE_CHARACTERS: Final = 2000  # of the texts of a request: tokenized on the event loop, within about a millisecond
 _TEXT_CHARACTERS: Final = 100  # what a text or a turn of a chat takes beside its characters, in characters
@@ -81,7 +75,7 @@ class TextService:
         With `coalesces` the first piece comes at once, and all others at the end. A caller who is cancelled ends the
         request; this ends, however it ends, only when no step of it runs any more.
 
-        Raises the ServiceErrors of `deployments.errors`.
+        Raises the ServiceErrors of `deployments.records.errors`.
         """
         start = time.perf_counter()
         with as_service_errors():

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from configs.cluster import WorkerConfig
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.upscaling import (
     Tile,
     Upscaler,
@@ -24,10 +24,10 @@ from deployments.engines.upscaling import (
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
+from deployments.replicas.step_loop import DeviceThread, StepTime
 from deployments.services.image_requests import OnProgress
-from deployments.services.step_loop import DeviceThread, StepTime
 from weights.formats.upscaler import UpscalerNet
-from weights.manifest import Manifest
+from weights.records.manifest import Manifest
 
 _COMPONENT: Final = "model"
 

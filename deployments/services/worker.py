@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import ray
 from ray import serve
 
-from cluster.placement.actor import connect_controller
-from cluster.placement.link import ControllerLink
 from cluster.placement.reports import Orders
-from cluster.telemetry import RequestMetrics
+from cluster.placement.serving.actor import connect_controller
+from cluster.placement.serving.link import ControllerLink
+from cluster.process.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
-from deployments.errors import ModelUnavailable
 from deployments.modules.cache import ComponentFactory
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.records import (
@@ -38,17 +37,18 @@ from deployments.records import (
     merge_progress,
     merge_text_chunks,
 )
+from deployments.records.errors import ModelUnavailable
+from deployments.replicas.output_channel import OutputChannel
+from deployments.replicas.replica_calls import ReplicaCalls, ReplicaStates
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_requests import OnProgress
 from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.ordered_models import OrderedModels
-from deployments.services.output_channel import OutputChannel
-from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
-from deployments.services.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
 from deployments.text.client import EncoderDown, TextEncoderClient
 from deployments.text.fallback import FallbackEncoder
-from weights.manifest import ModelKind
+from weights.records.manifest import ModelKind
 
 
 class Worker(ModelReplica):

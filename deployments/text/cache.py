@@ -2,7 +2,7 @@
 
 It is a replica's own: bounded in bytes, the entry that is cheapest to do without is evicted first (`eviction.py`). A
 key that is being computed is waited for, not computed again. That holds over the cluster because equal texts go to the
-same replica (`cluster/text_routes.py`).
+same replica (`cluster/records/text_routes.py`).
 
 Encodings are handed out as they lie in the cache, to everybody the same tensors: READ-ONLY. Whoever wants to write
 makes a copy. A write by a torch operation is found at the next use, by the tensor's version counter, and the entry
@@ -22,7 +22,7 @@ from typing import Final, Literal
 
 import torch
 
-from deployments.tasks import shared_task
+from deployments.records.tasks import shared_task
 from deployments.text.eviction import CostAwareEviction
 
 Encoding = Mapping[str, torch.Tensor]

@@ -10,10 +10,10 @@ from typing import Final
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from cluster.text_routes import route_of
-from deployments.errors import CannotLoad, ModelUnavailable, NoReplica, ReplicaLost
-from deployments.services.replica_calls import ReplicaCalls
-from deployments.tasks import Deadline
+from cluster.records.text_routes import route_of
+from deployments.records.errors import CannotLoad, ModelUnavailable, NoReplica, ReplicaLost
+from deployments.records.tasks import Deadline
+from deployments.replicas.replica_calls import ReplicaCalls
 from deployments.text.requests import Conditioning, ConditioningRequest
 
 MAX_TRIES: Final = 2  # another replica may have outlived the one that was asked

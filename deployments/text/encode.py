@@ -16,26 +16,26 @@ from typing import Any
 import torch
 
 from configs.model import LongText, TextPadding
-from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.texts import EncodeItem, lacking_encoders
+from deployments.engines.libraries.config_files import read_config
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
-from deployments.engines.prompt_images import PromptImage
-from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
+from deployments.engines.records.prompt_images import PromptImage
+from deployments.engines.records.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.prompt_weights import from_compel, plain_texts, weights_lost
 from deployments.engines.text.sentence_layers import apply_stages
 from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
 from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.encoders import EncoderLora, EncoderLoras, ImageReaders, KeyedEncoder, text_modules, words_of
 from deployments.records import CacheUse
-from deployments.tasks import in_thread
+from deployments.records.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
-from deployments.text.encoders import EncoderLora, EncoderLoras, ImageReaders, KeyedEncoder, text_modules, words_of
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from deployments.text.stock_texts import StockTextJob, StockTexts
-from weights.manifest import Component
-from weights.panics import panics_as_errors
+from weights.platform.panics import panics_as_errors
+from weights.records.manifest import Component
 
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Final
 
 from deployments.modules.cache import ModuleCache
+from deployments.modules.encoders import is_part_of_text
 from deployments.modules.loading import is_denoise_component
-from deployments.services.step_loop import DeviceThread
+from deployments.replicas.step_loop import DeviceThread
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, TextJob, encode_batch_or_raise
-from deployments.text.encoders import is_part_of_text
 from deployments.text.requests import Conditioning, ConditioningRequest
-from weights.manifest import Component
+from weights.records.manifest import Component
 
 CACHE_BYTES: Final = 16 * 2**20
 WARNING: Final = "the worker encoded the text itself: the text encoder service does not answer"

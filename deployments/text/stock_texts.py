@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from deployments.engines.config_files import read_config
+from deployments.engines.libraries.config_files import read_config
 from deployments.engines.stock.texts import CalledEncoders, TextCall
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.stock_parts import is_stock_text
 from deployments.records import CacheUse
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
-from weights.manifest import Manifest
+from weights.records.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

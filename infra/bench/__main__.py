@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
-from deployments.cli.output import Json, print_json
+from deployments.console.output import Json, print_json
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure on this machine, beside the peers.", pretty_exceptions_enable=False

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from weights.externalize import externalize
-from weights.maintenance import totals
-from weights.manifest import Layout
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.maintenance import totals
+from weights.records.manifest import Layout
+from weights.storage.store import WeightStore
 
 PIPELINES = ("digits-flux", "digits-flux-inverted", "digits-sdxl")
 FINE_TUNE = "digits-flux-tuned"

@@ -40,17 +40,17 @@ from infra.bench.delta_families import (
     train,
     train_from_nothing,
 )
-from weights.externalize import externalize
-from weights.manifest import ExtentRef, Manifest
 from weights.memory.host_pool import ByteArray, HostBufferPool
+from weights.operations.compaction import compact
+from weights.operations.externalize import externalize
 from weights.reading.blocks import PackReader
+from weights.reading.delta_codec import Segment, chunk_sizes, encode_chunk
 from weights.reading.extents import ExtentReader
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
-from weights.storage.deltas.codec import Segment, chunk_sizes, encode_chunk
-from weights.storage.deltas.compaction import compact
-from weights.store import WeightStore
+from weights.records.manifest import ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 MEDIA_GBPS: Final = (0.1, 0.5, 1.0, 3.0)
 ZIPNN: Final = Path(".judges/zipnn")  # `make judge-zipnn`

@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 
 from deployments.engines.diffusion.state import DenoiseState
-from deployments.engines.protocol import AdapterUse
+from deployments.engines.records.protocol import AdapterUse
 from infra.bench.denoise_models import BenchModel
-from weights.adapters import LoraAdapter, LoraPair
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 _NUM_REQUESTS: Final = 8
 _NUM_HOT: Final = 32

@@ -16,7 +16,7 @@ import torch
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.graph.replay import Replays
 from deployments.engines.nn.batch_invariant import make_batch_invariant
-from deployments.engines.protocol import ConditionedRequest, DiffusionRequest
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionRequest
 
 SIDE_PX: Final = 32
 NUM_TOKENS: Final = 16

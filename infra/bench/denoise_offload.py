@@ -45,9 +45,9 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
     from configs.simulated import SimulatedConfig
     from deployments.modules.loading import is_denoise_component
     from infra.bench.denoise_models import make_model
-    from weights.externalize import externalize
     from weights.memory.simulated import simulate
-    from weights.store import WeightStore
+    from weights.operations.externalize import externalize
+    from weights.storage.store import WeightStore
 
     link = simulate(SimulatedConfig(memory_bytes=2**30)).memory_of()
     async with contextlib.AsyncExitStack() as stack:
@@ -88,8 +88,8 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
 
 async def _open(stack: contextlib.AsyncExitStack, store: Any, manifest: Any, budget_bytes: int) -> Any:
     """Return a pipeline on a device of so many bytes; its VAE is there if both have room."""
+    from deployments.engines.building.skeletons import blank_module
     from deployments.engines.diffusion.pipeline import create_pipeline
-    from deployments.engines.skeletons import blank_module
 
     _, lease = await lease_parts(stack, store, manifest, budget_bytes, {"transformer", "vae"})
     vae = {} if "vae" in lease.modules else {"vae": blank_module(manifest.components["vae"], lease.skeleton / "vae")}
@@ -103,7 +103,7 @@ async def lease_parts(
     from configs.cluster import WorkerConfig
     from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
     from deployments.modules.loading import ComponentBuilder, is_denoise_component
-    from weights.provider import LocalExtents
+    from weights.loading.provider import LocalExtents
 
     class Extents(LocalExtents):
         def release(self, extents: Sequence[Any]) -> None: ...

@@ -17,7 +17,7 @@ import torch
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.replay import Replays
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.records.protocol import DiffusionRequest
 
 MODELS: Final = Path(__file__).parents[1] / "demo/models"
 REQUESTS: Final = (1, 4, 8)

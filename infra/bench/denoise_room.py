@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from deployments.engines.memory_limits import MemoryLimits
+from deployments.engines.costs.memory_limits import MemoryLimits
 from infra.bench.denoise_offload import lease_parts, measure_apart
 
 FIXED_ROWS: Final = (1, 2, 3, 4, 6, 8)
@@ -48,15 +48,15 @@ def measure_room(num_steps: int, seconds: float, seed: int) -> list[dict[str, An
 
 
 async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, Any]]:
+    from deployments.engines.building.skeletons import blank_module
     from deployments.engines.diffusion.footprints import make_twin
     from deployments.engines.diffusion.pipeline import create_pipeline
     from deployments.engines.diffusion.rows import BatchBounds, decode_kind
     from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-    from deployments.engines.skeletons import blank_module
     from infra.bench.denoise_models import NUM_TOKENS, make_model
-    from weights.externalize import externalize
     from weights.memory.simulated import simulate
-    from weights.store import WeightStore
+    from weights.operations.externalize import externalize
+    from weights.storage.store import WeightStore
 
     memory = simulate().memory_of()
     async with contextlib.AsyncExitStack() as stack:

@@ -24,7 +24,7 @@ from ray import serve
 
 from configs.cluster import ClusterConfig
 from deployments.bench.peers import Peer
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.bench.door_figures import latency_figures
 from infra.bench.door_load import Ask, LoadGenerator, Outcome
 from infra.bench.door_overload import (

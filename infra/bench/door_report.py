@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from deployments.cli.output import Column, print_line, print_table
+from deployments.console.output import Column, print_line, print_table
 from infra.bench.door_figures import Target
 
 DOORS: Final = {"haproxy": "atelier", "serve": "Serve's proxy"}

@@ -23,8 +23,8 @@ import numpy as np
 from ray import serve
 
 from deployments.bench.figures import percentile, summary
-from deployments.cli.output import Column, print_line, print_table
-from deployments.cli.running import cluster_up
+from deployments.console.output import Column, print_line, print_table
+from deployments.console.running import cluster_up
 from infra.bench.encode_cache import live_entries, measure_lookups, measure_nodes
 from infra.bench.encode_load import (
     Load,

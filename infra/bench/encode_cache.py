@@ -18,12 +18,12 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 from deployments.bench.figures import summary
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
+from deployments.modules.encoders import KeyedEncoder
 from deployments.records import EmbeddingRequest
 from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, Encoding, EncodingCache, EncodingKey
 from deployments.text.encode import CachedEncoders, TextJob, encode_batch_or_raise
-from deployments.text.encoders import KeyedEncoder
 from infra.bench.encode_load import Texts, post_all
 from infra.bench.encode_servers import STORE_BYTES, cluster_config, encoder_counts
 

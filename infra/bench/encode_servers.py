@@ -24,7 +24,7 @@ import httpx
 from ray import serve
 
 from configs.cluster import ClusterConfig
-from deployments.cli.client import Client
+from deployments.console.client import Client
 from infra.ports import free_port
 
 STORE_BYTES: Final = 512 * 2**20

@@ -20,7 +20,7 @@ from typing import Any, Final
 import psutil
 
 from configs.cluster import ClusterConfig
-from deployments.cli.output import Column, print_json, print_line, print_table
+from deployments.console.output import Column, print_json, print_line, print_table
 from infra.bench.idle_clusters import running_cluster
 from infra.ports import free_port
 

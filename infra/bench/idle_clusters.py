@@ -39,7 +39,7 @@ def running_cluster(which: str, config: ClusterConfig) -> Iterator[psutil.Proces
 
 @contextlib.contextmanager
 def _ours(config: ClusterConfig) -> Iterator[None]:
-    from deployments.cli.running import cluster_up
+    from deployments.console.running import cluster_up
 
     with cluster_up(config, "none"):
         yield

@@ -19,10 +19,10 @@ import torch
 
 from deployments.bench.batch_decoder import BatchDecoder, BatchToken
 from deployments.bench.peers import LlamaCpp, llama_cpp_python
-from deployments.engines.llm.block_manager import blocks_for
 from deployments.engines.llm.models.registry import create_model, load_config
-from deployments.engines.nn.packed_linear import Arithmetic
-from deployments.errors import InvalidRequest
+from deployments.engines.llm.sequences.block_manager import blocks_for
+from deployments.engines.nn.packed_weights import Arithmetic
+from deployments.records.errors import InvalidRequest
 from infra.bench.llm_files import write_tokenizer
 from weights.loading.views import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint

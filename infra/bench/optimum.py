@@ -21,7 +21,7 @@ from cluster.placement.state import Components, SloClass
 from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
-from deployments.cli.output import Column, print_line, print_table
+from deployments.console.output import Column, print_line, print_table
 from infra.bench.oracle import best_over_time, best_together, late_cost, latency_cost
 
 PART: Final = 10**9

@@ -25,10 +25,10 @@ import psutil
 from pydantic_core import to_json
 
 from configs.cluster import ClusterConfig
-from deployments.cli.output import Column, print_line, print_table
-from deployments.cli.running import cluster_up
+from deployments.console.output import Column, print_line, print_table
+from deployments.console.running import cluster_up
 from deployments.ingress.admin.picture import Chronicle, Picture, changes_of, nearness_of, picture_of
-from deployments.ingress.responses import event_of
+from deployments.ingress.messages.responses import event_of
 from deployments.ingress.web_pages import FOLDER, PAGES, imports_of
 
 NUM_VIEWERS: Final = 10

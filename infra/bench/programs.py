@@ -32,11 +32,11 @@ from deployments.batching.batcher import Batcher
 from deployments.engines.programs.bound import BoundProgram, BoundPrograms, ServedProgram
 from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
 from infra.bench.onnx_bert import onnx_bytes
-from weights.intake import import_model
+from weights.operations.intake import import_model
 from weights.programs.exported import externalize_program
 from weights.programs.signature import COMPONENT
 from weights.programs.storing import program_tensors
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 MODELS: Final = Path(__file__).parents[1] / "demo/models"
 COMPILE_S: Final = 1800

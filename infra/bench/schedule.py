@@ -28,7 +28,7 @@ from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import least_workers, simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 from configs.admission import ScalingConfig
-from deployments.cli.output import Column, print_line, print_table
+from deployments.console.output import Column, print_line, print_table
 from infra.bench.oracle import oracle_mean_latency_s
 
 GB: Final = 10**9

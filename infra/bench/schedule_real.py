@@ -33,8 +33,8 @@ from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from configs.model import ModelConfig
 from deployments.bench.figures import percentile
-from deployments.cli.client import Client
-from deployments.cli.output import Column, print_table
+from deployments.console.client import Client
+from deployments.console.output import Column, print_table
 from deployments.records import ImageRequest, ImageResult
 
 SHARES: Final = {"digits-flux": 0.5, "digits-sdxl": 0.25, "digits-flux-inverted": 0.15, "tuned-0": 0.04,
@@ -91,7 +91,7 @@ def measure_real(
 
     What the simulator was given is written into the folder `record`, as trace files.
     """
-    from deployments.cli.running import cluster_up
+    from deployments.console.running import cluster_up
 
     chance = random.Random(seed)
     traces = {

@@ -22,12 +22,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from deployments.cli.output import Column, print_json, print_line, print_table
+from deployments.console.output import Column, print_json, print_line, print_table
 from infra.bench.original_names import unet_of_ldm, vae_of_ldm
-from weights.base_pipeline import open_base
-from weights.externalize import externalize
-from weights.maintenance import totals
-from weights.store import WeightStore
+from weights.operations.base_pipeline import open_base
+from weights.operations.externalize import externalize
+from weights.operations.maintenance import totals
+from weights.storage.store import WeightStore
 
 _TOKENIZER: Final = Path(__file__).parents[1] / "demo" / "models" / "digits-sdxl" / "tokenizer"
 _TEXT: Final = "cond_stage_model.transformer."

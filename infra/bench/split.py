@@ -124,9 +124,9 @@ async def _open(folder: Path) -> Any:
     from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
     from deployments.modules.loading import ComponentBuilder, is_denoise_component
     from infra.bench.llm_files import write_tokenizer
-    from weights.intake import import_model
-    from weights.provider import LocalExtents
-    from weights.store import WeightStore
+    from weights.loading.provider import LocalExtents
+    from weights.operations.intake import import_model
+    from weights.storage.store import WeightStore
 
     class Extents(LocalExtents):
         def release(self, extents: Sequence[Any]) -> None: ...
@@ -152,7 +152,7 @@ async def _open(folder: Path) -> Any:
 
 
 def _tokens_of_ours(link: Any, engine: Any) -> Iterator[_Token]:
-    from deployments.engines.protocol import SamplingParams, TextRequest
+    from deployments.engines.records.protocol import SamplingParams, TextRequest
 
     engine.add_request(TextRequest("one", _PROMPT, SamplingParams(_NUM_TOKENS, 0.0, ignore_eos=True)))
     while engine.has_work:

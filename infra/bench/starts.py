@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.loading import load_cluster_config
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 _WAYS: Final = (("templates", True), ("without", False))

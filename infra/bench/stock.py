@@ -23,21 +23,21 @@ import torch
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults
 from deployments.bench.figures import percentile
-from deployments.cli.output import Column, print_json, print_line, print_table
-from deployments.defaults import with_image_defaults
+from deployments.console.output import Column, print_json, print_line, print_table
 from deployments.engines.stock.inputs import FIELDS
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ClipRequest, CompletionRequest, ImageRequest
+from deployments.replicas.step_loop import DeviceThread
+from deployments.requests.defaults import with_image_defaults
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.services.text_service import TextService
-from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
 from infra.bench.stock_models import CLASSES, Sizes, build_pipeline, options_of, save_chat
-from weights.externalize import externalize
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 _COLUMNS: Final = ("ours", "diffusers", "ours / diffusers", "by processor time", "whole request", "ms beside steps")
 _MANY_STEPS: Final = 500  # more than a chat sees the end of

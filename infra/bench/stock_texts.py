@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
-from deployments.cli.output import Column, print_json, print_line, print_table
+from deployments.console.output import Column, print_json, print_line, print_table
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from infra.bench.stock_models import TEXT_CLASSES, save_text_model
 
 _COLUMNS: Final = ("ours, one", "generate, one", "ours / generate", "by processor time", "ours, several")

@@ -41,7 +41,7 @@ from adder_data import (
 )
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from weights.loading.views import mapped_tensors
 from weights.quantization.checkpoints import FORMS, Form, quantize_checkpoint
 

@@ -112,7 +112,7 @@ def demo_cluster() -> Iterator[str]:
     """The demo cluster on ports and a store of its own, for the length of the block."""
     from configs.cluster import ClusterConfig
     from configs.loading import load_cluster_config
-    from deployments.cli.running import cluster_up
+    from deployments.console.running import cluster_up
     from infra.ports import free_port
 
     with tempfile.TemporaryDirectory() as store:

@@ -28,9 +28,9 @@ from rich.text import Text
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.client import Client
-from deployments.cli.progress import StartDisplay
-from deployments.cli.running import cluster_up
+from deployments.console.client import Client
+from deployments.console.progress import StartDisplay
+from deployments.console.running import cluster_up
 from digits import WORDS, Judge, first_of_each, ink_of_images, load_split, outline, to_image
 from ink_statistics import ink_areas
 
@@ -314,7 +314,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Exception as error:
-        from cluster.errors import ClusterError
+        from cluster.records.errors import ClusterError
         from configs.errors import ConfigError
 
         if not isinstance(error, ClusterError | ConfigError):

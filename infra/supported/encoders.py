@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from deployments.engines.servable import why_unservable
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.engines.text.tokens import TextPair
-from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.classifier import SUFFIX
 from weights.loading.views import mapped_tensors
+from weights.records.errors import FormatError
 
 WORDS: Final = [
     "alpha",

@@ -29,7 +29,7 @@ from transformers.models.gemma3n import modeling_gemma3n
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.stock_classes import DRAFTS_FOR, OWN_CACHE, PAGED, RECURRENT, SEEING, TEXT_ALONE
-from deployments.engines.protocol import EngineError, SamplingParams, TextRequest
+from deployments.engines.records.protocol import EngineError, SamplingParams, TextRequest
 from weights.formats.language_models import CLASS_NAMES
 
 VOCABULARY: Final = 96

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.library_classes import version
-from deployments.engines.protocol import EngineError
+from deployments.engines.libraries.library_classes import version
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class, class_names
 from deployments.engines.stock.text_parts import text_parts
 

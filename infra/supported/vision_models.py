@@ -27,7 +27,7 @@ from transformers.models.smolvlm import processing_smolvlm
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.stock_classes import SEEING
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from infra.supported.language_models import MAX_ERROR, Answer, excess, run_apart
 
 WORDS: Final = 80

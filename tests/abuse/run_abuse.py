@@ -24,10 +24,10 @@ import httpx
 from abuse.attacks import ATTACKS
 from integration.harness import ROOT
 
-from cluster.session import ray_logs
+from cluster.start.session import ray_logs
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from infra.ports import free_port
 

@@ -16,19 +16,19 @@ pytest.importorskip("diffusers")
 from kit.captures import Card
 from kit.hosting import Host, demo_store
 
+from deployments.engines.costs.memory_limits import is_out_of_memory
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.graph.card_graphs import CardGraphs
 from deployments.engines.graph.replay import Replays
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.memory_limits import is_out_of_memory
 from deployments.engines.nn import few_rows
-from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, SamplingParams, TextRequest
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionRequest, SamplingParams, TextRequest
+from deployments.modules.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.pipelines.edge_types import TOKENS, EdgeType
 from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, StagePlan, form_units
 from deployments.pipelines.segments import SegmentRunner
-from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 HOST = torch.device("cpu")
 TEXTS = ("a handwritten two", "the", "x " * 40, "What is 12 + 7?", "a")

@@ -16,12 +16,12 @@ pytest.importorskip("diffusers")
 from kit.hosting import Host, demo_store
 
 from configs.cluster import WorkerConfig
-from deployments.errors import ServiceError
+from deployments.modules.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
-from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
-from weights.errors import BudgetExceeded, WeightsError
-from weights.manifest import Component
-from weights.store import WeightStore
+from deployments.records.errors import ServiceError
+from weights.records.errors import BudgetExceeded, WeightsError
+from weights.records.manifest import Component
+from weights.storage.store import WeightStore
 
 NAMES = ("digits-flux", "digits-flux-inverted", "digits-sdxl", "adder")
 NUM_SWITCHES = 120

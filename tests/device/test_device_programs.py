@@ -15,7 +15,7 @@ from deployments.engines.programs.rows import jobs_of, run_jobs
 from weights.programs.exported import externalize_program
 from weights.programs.signature import COMPONENT
 from weights.programs.storing import program_tensors
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 
 class Counting(nn.Module):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from kit.seeding import seeded_random
 
-from weights.errors import BudgetExceeded, WeightsError
 from weights.memory import device_space
 from weights.memory.device_arena import DeviceArena
 from weights.memory.device_space import _DeviceCopy
+from weights.records.errors import BudgetExceeded, WeightsError
 
 NUM_EVENTS = 10_000
 Tensors = dict[str, torch.Tensor]

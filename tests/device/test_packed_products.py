@@ -7,10 +7,10 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 
-from deployments.engines.nn.packed_linear import ARITHMETICS, Arithmetic, PackedLinear, product_path
-from deployments.engines.nn.packed_weights import packed_weight
-from weights.dtypes import BLOCK_SIZES
+from deployments.engines.nn.packed_linear import PackedLinear, product_path
+from deployments.engines.nn.packed_weights import ARITHMETICS, Arithmetic, packed_weight
 from weights.formats.ggml_values import unpack_blocks
+from weights.records.dtypes import BLOCK_SIZES
 
 LARGEST_ERROR = {"exact": 1e-5, "fast": 0.012, "deterministic": 0.012}
 

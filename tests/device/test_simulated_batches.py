@@ -18,19 +18,19 @@ pytest.importorskip("diffusers")
 from kit.hosting import Host, demo_store
 
 from configs.cluster import WorkerConfig
+from deployments.engines.building.skeletons import blank_module
+from deployments.engines.costs.memory_limits import MemoryLimits
 from deployments.engines.diffusion.footprints import make_twin
-from deployments.engines.memory_limits import MemoryLimits
-from deployments.engines.skeletons import blank_module
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import CompletionRequest, ControlNetUse, ImageRequest, ImageResult, TextChunk
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
 from deployments.text.fallback import FallbackEncoder
-from weights.errors import BudgetExceeded
 from weights.memory.device_arena import DeviceArena
-from weights.store import WeightStore
+from weights.records.errors import BudgetExceeded
+from weights.storage.store import WeightStore
 
 SIDE = 64
 BESIDE = 2**22  # latents, texts and what is computed ahead, of all requests

@@ -25,7 +25,7 @@ from unit.deployments.engines.diffusion.test_controlnets import make_net
 from unit.deployments.engines.diffusion.test_image_prompts import opened
 from unit.deployments.engines.upscaler_files import compact, rrdb
 
-from deployments.engines.build import build_skeleton
+from deployments.engines.building.build import build_skeleton
 from deployments.engines.diffusion.footprints import PipelineTwin
 from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
@@ -33,15 +33,15 @@ from deployments.engines.diffusion.rows import adapter_names, parts_of
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.recording import Recorder, fake_weights, record
 from deployments.engines.graph.workspace import Workspace
-from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.engine import plan_runner
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.footprints import StepTwin
 from deployments.engines.llm.models.registry import create_any_model, load_config
-from deployments.engines.llm.scheduler import Chunk
-from deployments.engines.llm.scheduler import Sequence as TokenSequence
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
+from deployments.engines.llm.sequences.sequence import Chunk
+from deployments.engines.llm.sequences.sequence import Sequence as TokenSequence
 from deployments.engines.nn.lora import fit_pairs
-from deployments.engines.protocol import ControlUse, DiffusionRequest, ImagePromptUse
+from deployments.engines.records.protocol import ControlUse, DiffusionRequest, ImagePromptUse
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.footprints import EncoderTwin, TextFootprints
 from deployments.engines.text.forward_plan import EncodeCounter, ForwardLimits
@@ -49,9 +49,9 @@ from deployments.engines.text.forwards import text_kind
 from deployments.engines.text.tokens import TokenizedText
 from deployments.engines.upscaling import build_upscaler, pixel_bytes
 from infra.supported.language_models import save_tiny, tiny_model
-from weights.adapters import LoraPair
 from weights.memory.device_arena import DeviceArena
-from weights.torch_seam import fake_mode
+from weights.operations.adapters import LoraPair
+from weights.platform.torch_seam import fake_mode
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 

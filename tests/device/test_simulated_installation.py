@@ -18,7 +18,7 @@ SCRIPT = """
 import json, os, sys
 import torch
 from configs.simulated import SimulatedConfig
-from weights.errors import WeightsError
+from weights.records.errors import WeightsError
 from weights.memory.devices import check_device, open_device
 from weights.memory.simulated import simulate
 

@@ -21,7 +21,7 @@ from configs.simulated import SimulatedConfig
 from kit.hosting import Host, demo_store
 from device.test_device_engines import conditioning, denoiser, encoder, generated, image_request
 from deployments.engines.diffusion.engine import DiffusionEngine
-from deployments.engines.protocol import ConditionedRequest
+from deployments.engines.records.protocol import ConditionedRequest
 from torch.utils._python_dispatch import TorchDispatchMode
 from weights.memory.simulated import simulate
 

@@ -20,13 +20,13 @@ from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 from unit.deployments.engines.stock.tiny_requests import MENDED, case_of, request_to
 
-from deployments.engines.protocol import StockRequest
+from deployments.engines.records.protocol import StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.footprints import METHODS, CallTwin, stretched
 from deployments.engines.stock.loading import pipeline_class
 from infra.supported.pipelines import COMPARED
-from weights.externalize import externalize
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 

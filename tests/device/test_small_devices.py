@@ -21,16 +21,16 @@ from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 
 from configs.cluster import ClusterConfig
 from deployments.engines.diffusion.families import family_of
-from deployments.errors import ServiceError
 from deployments.local import LocalModels
 from deployments.modules.loading import is_denoise_component
 from deployments.records import ImageProgress, ImagePromptUse, ImageRequest, ImageResult
+from deployments.records.errors import ServiceError
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
-from weights.externalize import externalize
+from weights.operations.externalize import externalize
 from weights.quantization.fp8_pipeline import export_fp8
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.usefixtures("learned_once")
 REQUEST = ImageRequest(

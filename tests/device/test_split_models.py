@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from deployments.engines.llm import native_decoder, split_layers
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.nn import packed_linear
-from deployments.engines.protocol import SamplingParams, TextLora, TextRequest
-from deployments.errors import ServiceError
+from deployments.engines.records.protocol import SamplingParams, TextLora, TextRequest
 from deployments.modules import loading
 from deployments.modules.loading import is_denoise_component
 from deployments.modules.parts import HOST, beside_adapters
-from weights.errors import BudgetExceeded, WeightsError
-from weights.intake import import_model
+from deployments.records.errors import ServiceError
 from weights.memory.block_plan import Rates
+from weights.operations.intake import import_model
 from weights.quantization.checkpoints import quantize_checkpoint
-from weights.store import WeightStore
+from weights.records.errors import BudgetExceeded, WeightsError
+from weights.storage.store import WeightStore
 
 CACHE = 2**18
 NUM_LAYERS = 6

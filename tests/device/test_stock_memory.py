@@ -15,18 +15,18 @@ pytest.importorskip("diffusers")
 from kit.hosting import Host
 from unit.deployments.engines.stock.tiny_pipelines import make
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.footprints import CallTwin
-from deployments.errors import Overloaded
 from deployments.modules.loading import is_denoise_component
 from deployments.modules.parts import ROOM, workspace_pieces
 from deployments.records import ImageRequest, ImageResult
+from deployments.records.errors import Overloaded
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
-from weights.externalize import externalize
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 MODEL = "PixArtSigmaPipeline"
 REQUEST = ImageRequest(

@@ -19,17 +19,17 @@ from kit.hosting import DEMO, Host, demo_store
 from kit.tiny_models import save_controlnet
 
 from deployments.engines.diffusion.families import family_of
-from deployments.errors import ServiceError
 from deployments.modules.loading import is_denoise_component
 from deployments.records import ImageRequest, ImageResult
+from deployments.records.errors import ServiceError
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
 from deployments.text.requests import Conditioning, ConditioningRequest
-from weights.externalize import externalize
-from weights.intake import import_model
+from weights.operations.externalize import externalize
+from weights.operations.intake import import_model
 from weights.quantization.fp8_pipeline import export_fp8
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.usefixtures("learned_once")
 FLUX, SDXL = "digits-flux", "digits-sdxl"

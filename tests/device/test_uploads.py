@@ -11,10 +11,10 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 
-from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena
 from weights.memory.device_space import DeviceKey, _DeviceCopy
 from weights.memory.transfer import Pair
+from weights.records.manifest import TensorRef
 
 MIB = 2**20
 SIZES = [1, 0, 3, 511, 512, 4097, MIB - 1, 3 * MIB + 5, 40 * MIB, *[300] * 500]

@@ -16,12 +16,12 @@ from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 from unit.deployments.engines.upscaler_files import enlarged, rrdb
 
-from deployments.defaults import as_upscale
 from deployments.records import ImageRequest, ImageResult
+from deployments.replicas.step_loop import DeviceThread
+from deployments.requests.defaults import as_upscale
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
-from weights.externalize import externalize
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 
 async def test_an_image_is_enlarged_where_the_weights_are(device: torch.device, tmp_path: Path) -> None:

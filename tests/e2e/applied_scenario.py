@@ -19,12 +19,12 @@ import yaml
 from integration.harness import DEMO_MODELS, ROOT, replica_processes
 from kit.waiting import wait_until
 
-from cluster.actor_names import NAMESPACE, controller_name, keeper_nodes, registry_name
-from cluster.ray_calls import named_actors
+from cluster.process.ray_calls import named_actors
 from cluster.ray_seam.serve_control import deployed_app
+from cluster.records.actor_names import NAMESPACE, controller_name, keeper_nodes, registry_name
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 ADDER = str(DEMO_MODELS / "adder")

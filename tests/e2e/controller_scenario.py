@@ -29,7 +29,7 @@ from configs.cluster import ClusterConfig
 from configs.http import HttpConfig
 from configs.loading import load_cluster_config
 from deployments.app import AppArgs, build_app
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 NUM_REQUESTS = 200

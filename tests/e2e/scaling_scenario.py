@@ -20,7 +20,7 @@ from e2e.templates_scenario import is_template
 from integration.harness import replica_processes
 from kit.waiting import wait_until
 
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 
 NUM_CALLERS = 60
 SCALING = {"min_workers": 0, "max_workers": 2, "drain_s": 1.0, "downscale_delay_s": 1.0, "to_zero_delay_s": 2.0}

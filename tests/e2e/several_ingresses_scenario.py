@@ -20,7 +20,7 @@ from integration.harness import DEMO_MODELS, ray_processes, replica_processes
 from kit.waiting import wait_until
 
 from configs.cluster import ClusterConfig
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 NUM_AT_ONCE = 48

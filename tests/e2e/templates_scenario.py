@@ -23,7 +23,7 @@ from integration.harness import DEMO_MODELS, replica_processes
 from kit.waiting import wait_until
 
 from configs.cluster import ClusterConfig
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 NUM_CALLERS = 4

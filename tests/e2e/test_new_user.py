@@ -39,13 +39,13 @@ from unit.deployments.engines.text.test_classifiers import make, pairs_of, stock
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.bench.original_names import open_clip, unet_of_ldm, vae_of_ldm
 from infra.ports import free_port
 from infra.supported import language_models, vision_models
 from infra.supported.language_models import TIE
 from infra.supported.vision_models import BANNED, stock_answer, stock_inputs, tokenizer
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 DEMO: Final = ROOT / "configs/clusters/demo.yaml"

@@ -22,7 +22,7 @@ from unit.deployments.engines.upscaler_files import compact, rrdb
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]

@@ -25,12 +25,12 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
-from deployments.errors import UnknownModel
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai.image_files import ImageDescription, encode_image
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.records.errors import UnknownModel
 
 pytestmark = pytest.mark.long
 

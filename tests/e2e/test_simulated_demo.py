@@ -13,8 +13,8 @@ from integration.harness import ROOT, pixels
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.client import Client as AtelierClient
-from deployments.cli.running import cluster_up
+from deployments.console.client import Client as AtelierClient
+from deployments.console.running import cluster_up
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
 from infra.ports import free_port

@@ -19,7 +19,7 @@ from unit.deployments.engines.stock.tiny_requests import BUILDERS, CASES, DERIVE
 
 from deployments.cli.models import read_table
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.protocol import StockRequest
+from deployments.engines.records.protocol import StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.known import OUTPUTS
 from deployments.engines.stock.loading import StockModel
@@ -28,8 +28,8 @@ from deployments.engines.stock.texts import CalledEncoders, TextPlanner, weightl
 from deployments.modules.stock_parts import is_stock_text, with_stock_parts
 from infra.supported.page import table
 from infra.supported.pipelines import COMPARED, Row, rows
-from weights.externalize import externalize
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.long
 

@@ -9,7 +9,7 @@ import pytest
 from integration.harness import ROOT
 
 from configs.cluster import ClusterConfig
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]

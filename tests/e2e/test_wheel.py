@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("configs", "weights", "cluster", "deployments")
 LIBRARY = """
 import configs, weights, cluster, deployments
-from atelier.cluster.session import join_ray
+from atelier.cluster.start.session import join_ray
 from atelier.deployments.app import build_app
 from atelier.deployments.records import ImageRequest
-from atelier.weights.externalize import externalize
-from atelier.weights.loader import load_model
-from atelier.weights.provider import LocalExtents
-from atelier.weights.store import WeightStore
+from atelier.weights.operations.externalize import externalize
+from atelier.weights.loading.loader import load_model
+from atelier.weights.loading.provider import LocalExtents
+from atelier.weights.storage.store import WeightStore
 print(configs.MINE, weights.MINE, cluster.MINE, deployments.MINE, WeightStore.__module__)
 """
 
@@ -89,7 +89,9 @@ def test_the_command_the_module_and_the_library_leave_a_users_folders_alone(proj
     version = project.atelier("--version")
     assert version.startswith("atelier ")
     assert project.run("-m", "atelier", "--version") == version
-    assert project.run("-c", LIBRARY) == "my configs my weights my cluster my deployments atelier.weights.store\n"
+    assert (
+        project.run("-c", LIBRARY) == "my configs my weights my cluster my deployments atelier.weights.storage.store\n"
+    )
 
 
 def test_the_wheel_serves_from_a_users_project(project: Project) -> None:

@@ -19,14 +19,14 @@ from kit.waiting import wait_until
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from cluster.actor_names import names_of_cluster
-from cluster.errors import SessionError
-from cluster.ray_calls import named_actors
+from cluster.process.ray_calls import named_actors
 from cluster.ray_seam.serve_control import running_serve
-from cluster.session import ray_session
+from cluster.records.actor_names import names_of_cluster
+from cluster.records.errors import SessionError
+from cluster.start.session import ray_session
 from configs.cluster import ClusterConfig
 from deployments.app import AppArgs, build_app
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 
 STORE_BYTES = 256 * 2**20

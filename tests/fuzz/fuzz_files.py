@@ -24,7 +24,7 @@ import atheris
 with atheris.instrument_imports(include=["weights", "deployments"]):
     from header_parsers import with_other_numbers
 
-    from weights.errors import WeightsError
+    from weights.records.errors import WeightsError
 
     kind = sys.argv[1]
     if kind == "headers":
@@ -36,7 +36,7 @@ with atheris.instrument_imports(include=["weights", "deployments"]):
         from model_parsers import MODELS as parsers
         from model_parsers import valid_models as valid_inputs
 
-        from deployments.engines.protocol import EngineError
+        from deployments.engines.records.protocol import EngineError
 
         expected = (WeightsError, EngineError)
 

@@ -13,15 +13,15 @@ import gguf
 import numpy as np
 import safetensors.numpy
 
-from weights.dtypes import tensor_nbytes
-from weights.feature_sizes import feature_sizes
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import KuiperHeader, read_kuiper
 from weights.formats.lora import METADATA_KEY, read_lora_configs
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import FileTensor, SourceTensor
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef, read_manifest
+from weights.operations.feature_sizes import feature_sizes
+from weights.records.dtypes import tensor_nbytes
+from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef, read_manifest
 
 Parse = Callable[[Path, bytes], None]
 ARRAYS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.int64), "c": np.zeros((), np.float16)}

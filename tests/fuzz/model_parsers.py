@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from weights.formats.kuiper import KuiperHeader
 from weights.loading.views import mapped_tensors
 

@@ -24,15 +24,15 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from unit.deployments.engines.text.test_classifiers import make
 
-from cluster import tracing
+from cluster.process import tracing
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
-from deployments.cli.running import cluster_up
+from deployments.console.running import cluster_up
 from infra.ports import free_port
 from infra.supported.encoders import Row, make_model
 from infra.supported.vision_models import save_tiny, tiny_model
-from weights.intake import import_model
-from weights.store import WeightStore
+from weights.operations.intake import import_model
+from weights.storage.store import WeightStore
 
 # The demo's adder has no tools. This is its template with them: <tool_call> as Qwen and Hermes have it.
 TOOLS_TEMPLATE = """\

@@ -17,12 +17,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from configs.cluster import LimitsConfig
-from deployments.ingress.catalog import Health, ModelCard
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
 from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.service.catalog import Health, ModelCard
 from deployments.pipelines.records import Datatype, PipelineRequest, PipelineResult, Signature, TensorSpec
 
 RANKS = range(6)

@@ -28,8 +28,8 @@ from cluster.keeper.actor import KeeperSettings, keeper_class
 from cluster.keeper.ray_extents import RayExtents
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.registry.extent_locations import ResidencyMap
-from weights.errors import BudgetExceeded
-from weights.manifest import ExtentRef
+from weights.records.errors import BudgetExceeded
+from weights.records.manifest import ExtentRef
 
 MIB = 2**20
 EXTENT_BYTES = 8 * MIB

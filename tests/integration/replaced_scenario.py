@@ -17,10 +17,10 @@ from kit.waiting import wait_until
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from cluster.actor_names import cluster_key
-from cluster.ray_calls import named_actors
+from cluster.process.ray_calls import named_actors
+from cluster.records.actor_names import cluster_key
 from cluster.registry.actor import connect_registry
-from cluster.session import ray_session
+from cluster.start.session import ray_session
 from configs.cluster import ClusterConfig
 from deployments.app import AppArgs, build_app
 from infra.ports import free_port

@@ -19,12 +19,12 @@ from integration.harness import ROOT
 from kit.waiting import wait_until
 from ray.cluster_utils import Cluster
 
-from cluster.node_checks import Wanted, node_problems
 from cluster.registry.actor import connect_registry, registry_class
-from cluster.session import ray_session
+from cluster.start.node_checks import Wanted, node_problems
+from cluster.start.session import ray_session
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from deployments.cli.running import _left_clean
+from deployments.console.running import _left_clean
 
 STORE_BYTES = 192 * 2**20
 

@@ -21,8 +21,8 @@ from kit.waiting import wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.actor_names import NAMESPACE, registry_name
-from weights.store import WeightStore
+from cluster.records.actor_names import NAMESPACE, registry_name
+from weights.storage.store import WeightStore
 
 PROMPT = "What is 4"
 IMAGE = {"model": "digits-flux", "prompt": "a handwritten seven", "seed": 3, "num_inference_steps": 3}

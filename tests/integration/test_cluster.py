@@ -18,11 +18,11 @@ import ray
 from integration.harness import Cluster
 from kit.waiting import until, wait_until
 
-from cluster.actor_names import NAMESPACE, registry_name
+from cluster.records.actor_names import NAMESPACE, registry_name
 from deployments.bench.figures import percentile
-from deployments.errors import InvalidRequest, UnknownModel
+from deployments.records.errors import InvalidRequest, UnknownModel
 from infra.bench.door_load import Ask, LoadGenerator
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 PROBE_S = 5.0  # on a machine whose cores all make images; behind the images it would be a minute
 

@@ -14,8 +14,8 @@ import ray
 from integration.harness import Cluster, ray_processes
 from kit.waiting import wait_until
 
-from deployments.cli.client import Client
 from deployments.cli.orders import _on_node
+from deployments.console.client import Client
 
 IMAGE = {"model": "digits-sdxl", "prompt": "a handwritten two", "num_inference_steps": 2, "seed": 5}
 SUM = {"model": "adder", "prompt": "What is 4", "max_tokens": 4, "temperature": 0}
@@ -81,7 +81,7 @@ def break_loading(cluster: Cluster) -> Iterator[Callable[[str, bool], None]]:
 
 def break_adder(replica: Any) -> None:
     from deployments.modules.filling import SlotFiller
-    from weights.errors import FormatError
+    from weights.records.errors import FormatError
 
     fill = SlotFiller._fill_slot
 

@@ -24,7 +24,7 @@ from integration.harness import Cluster, pixels, replica_processes
 from kit.waiting import wait_until
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from cluster.actor_names import NAMESPACE, cluster_key, keeper_name, registry_name
+from cluster.records.actor_names import NAMESPACE, cluster_key, keeper_name, registry_name
 
 NUM_CLIENTS = 6
 MARGIN_BYTES = 2**20  # of the object store: messages of Ray's own come and go

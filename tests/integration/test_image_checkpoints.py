@@ -25,10 +25,10 @@ from ray import serve
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
 from configs.admission import AdmissionConfig
-from deployments.ingress.retries import ResumedImages, RetriedCalls
-from deployments.ingress.terms import WORKER
+from deployments.ingress.messages.terms import WORKER
+from deployments.ingress.service.retries import ResumedImages, RetriedCalls
 from deployments.records import ImageProgress, ImageRequest, ImageResult
-from deployments.services.replica_calls import OnPiece, ReplicaCalls
+from deployments.replicas.replica_calls import OnPiece, ReplicaCalls
 
 NUM_REQUESTS = 16
 NUM_STEPS = 30

@@ -24,9 +24,9 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from cluster.ray_seam.handles import BY_GRPC, watch_replicas
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
 from cluster.ray_seam.serve_control import ServeReplicas
-from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
-from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
-from deployments.tasks import Deadline, shared_task
+from deployments.records.errors import DeadlineExceeded, InvalidRequest, NoReplica
+from deployments.records.tasks import Deadline, shared_task
+from deployments.replicas.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.text.cache import EncodingCache, EncodingKey
 from deployments.text.client import TextEncoderClient
 from deployments.text.requests import ConditioningRequest

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deployments.engines.graph.recording import tensors_in
-from weights.torch_seam import DispatchMode, is_written_to
+from weights.platform.torch_seam import DispatchMode, is_written_to
 
 MAIN = "the stream of the thread"
 

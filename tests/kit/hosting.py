@@ -11,10 +11,10 @@ from configs.cluster import WorkerConfig
 from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.modules.parts import no_working_memory
-from weights.externalize import externalize
-from weights.manifest import Component, ExtentRef, Manifest
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.records.manifest import Component, ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 DEMO = Path(__file__).parents[2] / "infra/demo/models"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deployments.services.output_channel import OutputChannel
+from deployments.replicas.output_channel import OutputChannel
 
 
 def stream_pieces(calls: Any, method: str, *arguments: Any, **options: Any) -> OutputChannel[Any]:

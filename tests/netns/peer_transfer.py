@@ -21,11 +21,11 @@ import xxhash
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from cluster.errors import PeerUnavailable  # noqa: E402
 from cluster.peers.client import PeerClient  # noqa: E402
 from cluster.peers.protocol import PeerAddress  # noqa: E402
 from cluster.peers.server import PeerServer  # noqa: E402
-from weights.manifest import ExtentRef  # noqa: E402
+from cluster.records.errors import PeerUnavailable  # noqa: E402
+from weights.records.manifest import ExtentRef  # noqa: E402
 
 SECRET = b"only of this test"
 SERVER, CLIENT = f"atelier-s-{os.getpid()}", f"atelier-c-{os.getpid()}"

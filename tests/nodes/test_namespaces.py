@@ -47,7 +47,7 @@ ASKING = """
 import asyncio, sys, grpc
 from cluster.ray_seam.handles import bound_connecting
 from cluster.ray_seam.placed_router import end_with_peers
-from deployments.services.replica_calls import _NOT_REACHED
+from deployments.replicas.replica_calls import _NOT_REACHED
 async def say_end(call):
     code = await call.code()
     print(code.name, bool(_NOT_REACHED.search(await call.details())), await call.details(), flush=True)

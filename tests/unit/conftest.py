@@ -50,7 +50,9 @@ def logs_of_this_process() -> Iterator[None]:
     root, serve = logging.getLogger(), logging.getLogger("ray.serve")
     before, filters = list(root.handlers), list(serve.filters)
     yield
-    for handler in [one for one in root.handlers if one not in before and type(one).__module__ == "cluster.logs"]:
+    for handler in [
+        one for one in root.handlers if one not in before and type(one).__module__ == "cluster.process.logs"
+    ]:
         root.removeHandler(handler)
     serve.filters[:] = filters
 

@@ -17,7 +17,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.cli.main import _app
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import PAGES
 
 ROOT = Path(__file__).parents[2]

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from cluster.ray_seam import shims
-from deployments.engines import library_seam
-from weights import torch_seam
-from weights.private_names import Shim, problems
+from deployments.engines.libraries import library_seam
+from weights.platform import torch_seam
+from weights.platform.private_names import Shim, problems
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("configs", "weights", "cluster", "deployments")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-SEAMS = ("cluster/ray_seam/", "weights/torch_seam.py", "deployments/engines/library_seam.py")
+SEAMS = ("cluster/ray_seam/", "weights/platform/torch_seam.py", "deployments/engines/libraries/library_seam.py")
 LISTED = (*shims.ALL, *torch_seam.SHIMS, *library_seam.SHIMS)
 # Of the standard library and its conventions, and of libraries that say they are for others to use.
 KNOWN = {

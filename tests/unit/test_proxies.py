@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cluster.process.telemetry import Exporter
 from cluster.ray_seam import handles
-from cluster.telemetry import Exporter
-from deployments.cli.client import Client
-from deployments.cli.running import _health
+from deployments.console.client import Client
+from deployments.console.running import _health
 from deployments.ingress.admin.metrics import NodeMetrics
 
 ROOT = Path(__file__).parents[2]

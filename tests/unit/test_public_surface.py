@@ -14,12 +14,12 @@ import deployments.records
 ROOT = Path(__file__).parents[2]
 IMPORT = re.compile(r"^\s*from ((?:configs|weights|cluster|deployments)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 SURFACE = {
-    "cluster.session": {"join_ray": ["address"]},
+    "cluster.start.session": {"join_ray": ["address"]},
     "deployments.app": {"build_app": ["args"]},
-    "weights.externalize": {"externalize": ["store"]},
-    "weights.loader": {"load_model": ["manifest", "provider", "stage"]},
-    "weights.provider": {"LocalExtents": []},
-    "weights.store": {"WeightStore": []},
+    "weights.operations.externalize": {"externalize": ["store"]},
+    "weights.loading.loader": {"load_model": ["manifest", "provider", "stage"]},
+    "weights.loading.provider": {"LocalExtents": []},
+    "weights.storage.store": {"WeightStore": []},
 }
 
 

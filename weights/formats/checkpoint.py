@@ -9,22 +9,19 @@ KuiperLLama `.bin`, and torch's pickles for who asks. Symlinks are followed, as 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from weights.errors import AdapterError, FormatError
 from weights.formats import classifier, dense_head
 from weights.formats.encoder_files import read_stages
 from weights.formats.float8 import read_as_plain
 from weights.formats.folder import (
     LORA_FILE,
     check_index,
-    files_below,
     is_plain_name,
     read_json,
     safetensors_files,
@@ -50,22 +47,21 @@ from weights.formats.lora import (
     read_lora_configs,
     read_peft_config,
 )
-from weights.formats.pipeline_parts import AdapterBase
 from weights.formats.published_quantization import read_quantized
 from weights.formats.safetensors import read_header
+from weights.formats.source import CONFIG_FILE, AdapterBase, Checkpoint, SourceComponent
 from weights.formats.tensors import SourceTensor, split_rows
 from weights.formats.untrusted import shown
 from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.formats.upscaler import is_upscaler, read_upscaler, upscaler_tensors
-from weights.manifest import ModelKind, WeightFormat
+from weights.records.errors import AdapterError, FormatError
+from weights.records.manifest import ModelKind, WeightFormat
 
 if TYPE_CHECKING:
-    from weights.base_pipeline import BasePipeline
+    from weights.formats.source import BasePipeline
 
-_CONFIG = "config.json"
 _ZIP_MAGIC = b"PK\3\4"
 _PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
-SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".spm", ".codes"})
 _CLASS_NAME = re.compile(r"_*[A-Z]")  # how it begins
 # Ends of the names of classes that have no weights, or none that are needed to serve a pipeline.
 _WEIGHTLESS = (
@@ -74,7 +70,6 @@ _WEIGHTLESS = (
 )
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "BertGenerationDecoder")  # ends of their class names, or a name
 _SEEING_MODELS = "ForConditionalGeneration"  # of those that see too, where the config has a vision tower
-_MAX_SKELETON_FILE_BYTES = 64 * 2**20
 
 
 def _is_pickle(path: Path) -> bool:
@@ -97,65 +92,9 @@ def _read_pickle(path: Path, *, allow_torch: bool) -> Mapping[str, SourceTensor]
             f"{path}: a pickle, which is only read where that is allowed (allow_torch); better: save it as safetensors"
         )
     # By name, so that only who reads a pickle imports torch: the control plane imports these modules.
-    module = importlib.import_module("weights.formats.torch_file")
+    module = importlib.import_module("weights.conversion.torch_file")
     tensors: Mapping[str, SourceTensor] = module.read_torch_file(path)
     return tensors
-
-
-@dataclass(frozen=True, slots=True)
-class SourceComponent:
-    """A module of a checkpoint, with its tensors; `folder` is relative to the checkpoint, `files` to `folder`."""
-
-    name: str
-    library: str
-    class_name: str | None
-    folder: str
-    tensors: dict[str, SourceTensor]
-    metadata: dict[str, str]
-    files: tuple[str, ...]
-    format: WeightFormat = "safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A recognised folder or file. `class_name` is the pipeline class, or the architecture of a single model.
-
-    `headers` are files that the skeleton gets beside those of the folder: what a weight file holds besides tensors
-    and what it takes to write the file again, or a config.json in the place of the folder's own. `skeleton` is the
-    folder of a single file's configs and tokenizers: those of the pipeline that it is like.
-    """
-
-    path: Path
-    kind: ModelKind
-    class_name: str | None
-    components: tuple[SourceComponent, ...]
-    headers: Mapping[str, bytes] = field(default_factory=dict)
-    skeleton: Path | None = None
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The config.json of a folder, as the skeleton has it. Raises FormatError."""
-        changed = self.headers.get(_CONFIG)
-        found: dict[str, Any] = read_json(self.root / _CONFIG) if changed is None else json.loads(changed)
-        return found
-
-    @property
-    def root(self) -> Path:
-        """Folder of the configs and tokenizers: `skeleton`, or the checkpoint's own."""
-        return self.skeleton or (self.path if self.path.is_dir() else self.path.parent)
-
-    def skeleton_files(self) -> Iterator[Path]:
-        """Yield all files needed beside the weights: configs, tokenizers, templates. Relative paths."""
-        return skeleton_files(self.skeleton or self.path)
-
-
-def skeleton_files(folder: Path) -> Iterator[Path]:
-    """Yield the skeleton files of a folder, relative to it; none of a file. Raises FormatError."""
-    if not folder.is_dir():
-        return
-    for file in files_below(folder):
-        if file.suffix in SKELETON_SUFFIXES and (folder / file).stat().st_size <= _MAX_SKELETON_FILE_BYTES:
-            yield file
 
 
 def read_checkpoint(
@@ -175,7 +114,7 @@ def read_checkpoint(
     whose metadata cannot be used.
     """
     if vae is not None:
-        found: Checkpoint = importlib.import_module("weights.formats.own_vae").with_vae(
+        found: Checkpoint = importlib.import_module("weights.conversion.own_vae").with_vae(
             read_checkpoint(path, allow_torch=allow_torch, like=like), vae
         )
         return _only(found, component)
@@ -185,7 +124,7 @@ def read_checkpoint(
             what = f"a file of {path.suffix!r}" if layout == "file" else f"a folder in the layout of {layout}"
             raise FormatError(f"{path}: {what}; `like` is for a single .safetensors or .gguf file")
         # By name: it takes torch and diffusers, which the control plane does without.
-        module = importlib.import_module("weights.formats.single_file")
+        module = importlib.import_module("weights.conversion.single_file")
         read = module.read_gguf_denoiser if path.suffix == ".gguf" else module.read_single_file
         return _only(read(path, like), component)
     if layout == "diffusers":
@@ -373,7 +312,7 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     if model is None:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
     if kind == "llm" and (plain := read_quantized(path, config, str(class_name), model.tensors)):
-        return Checkpoint(path, kind, class_name, (replace(model, tensors=plain.tensors),), {_CONFIG: plain.config})
+        return Checkpoint(path, kind, class_name, (replace(model, tensors=plain.tensors),), {CONFIG_FILE: plain.config})
     model = replace(model, tensors=split_rows(str(config.get("model_type")), model.tensors))
     return Checkpoint(path, kind, class_name, (model, *_dense_stages(path, allow_torch, kind)))
 
@@ -444,9 +383,9 @@ def _ip_adapter(path: Path) -> Checkpoint:
         tensors |= {f"{IP_ENCODER}.{name}": tensor for name, tensor in encoder.tensors.items()}
     check_encoder(files[0], {name: tensor.shape for name, tensor in tensors.items()})
     adapter = SourceComponent("ip_adapter", IP_LIBRARY, IP_CLASS, ".", tensors, dict(header.metadata), (files[0].name,))
-    config = (path / IP_ENCODER / _CONFIG).read_bytes()
+    config = (path / IP_ENCODER / CONFIG_FILE).read_bytes()
     # The encoder's config counts for the component's identity, so it stands beside it.
-    return Checkpoint(path, "ip_adapter", IP_CLASS, (adapter,), {_CONFIG: config})
+    return Checkpoint(path, "ip_adapter", IP_CLASS, (adapter,), {CONFIG_FILE: config})
 
 
 def _peft(path: Path) -> Checkpoint:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from weights.errors import FormatError
 from weights.formats.untrusted import shown
+from weights.records.errors import FormatError
 
 SUFFIX: Final = "ForSequenceClassification"  # of the classes that are classifiers
 _STOCK_CLASSES: Final = 2  # of a config that says nothing

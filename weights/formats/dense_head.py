@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weights.errors import FormatError
 from weights.formats.folder import read_json
 from weights.formats.untrusted import MAX_SIZE, shown
+from weights.records.errors import FormatError
 
 CLASS_NAME: Final = "Dense"
 LIBRARY: Final = "sentence_transformers"

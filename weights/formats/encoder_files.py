@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
-from weights.errors import FormatError
 from weights.formats.folder import is_plain_name, read_any_json
 from weights.formats.untrusted import shown
-from weights.manifest import ModelKind
+from weights.records.errors import FormatError
+from weights.records.manifest import ModelKind
 
 LIBRARY: Final = "transformers"
 STAGES_FILE: Final = "modules.json"

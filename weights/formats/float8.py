@@ -20,10 +20,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from weights.errors import FormatError
 from weights.formats.published_quantization import ComputedTensor
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import load_json, shown
+from weights.records.errors import FormatError
 
 _Array = npt.NDArray[Any]
 METADATA_KEY: Final = "_quantization_metadata"

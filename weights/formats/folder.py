@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from weights.errors import FormatError, SourceRefused
 from weights.formats.untrusted import load_json, shown
+from weights.records.errors import FormatError, SourceRefused
 
 MAX_DEPTH: Final = 6  # a pipeline has two levels
 MAX_ENTRIES: Final = 20_000  # the largest checkpoints have some hundred files
@@ -34,7 +34,7 @@ def check_inside(path: Path, roots: Roots) -> None:
     """Raise SourceRefused, naming the roots, unless `path` with symlinks resolved lies in one; None: anywhere.
 
     HAZARD: who may change the folder meanwhile may put something else there; what is read is told from what was
-    checked by its mark (`weights/source_mark.py`).
+    checked by its mark (`weights/operations/source_mark.py`).
     """
     if roots is None:
         return

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from weights.dtypes import BLOCK_SIZES
+from weights.records.dtypes import BLOCK_SIZES
 
 
 def unpack_blocks(kind: str, packed: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from weights.dtypes import tensor_nbytes
-from weights.errors import FormatError
 from weights.formats.tensors import FileTensor
 from weights.formats.untrusted import shown
+from weights.records.dtypes import tensor_nbytes
+from weights.records.errors import FormatError
 
 # The largest real headers (262k tokens with merges) have some 20 MB. Strings take several times their bytes in
 # memory, so a damaged file must not get to fill it.

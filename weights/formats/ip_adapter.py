@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from weights.errors import AdapterError
-from weights.formats.pipeline_parts import AdapterBase
+from weights.formats.source import AdapterBase
 from weights.formats.untrusted import shown
+from weights.records.errors import AdapterError
 
 IP_CLASS: Final = "IPAdapter"
 LIBRARY: Final = "ip_adapter"

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from weights.dtypes import tensor_nbytes
-from weights.errors import FormatError
 from weights.formats.tensors import FileTensor
+from weights.records.dtypes import tensor_nbytes
+from weights.records.errors import FormatError
 
 MAX_LAYERS = 1024  # a damaged number must not become millions of tensors
 _FIELDS_V3, _FIELDS_V0 = struct.Struct("<8i"), struct.Struct("<7i")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from weights.errors import FormatError
 from weights.formats.folder import read_any_json, read_json
 from weights.formats.untrusted import is_size
+from weights.records.errors import FormatError
 
 CLASS_NAMES: Final = {  # of transformers
     "llama": "LlamaForCausalLM",

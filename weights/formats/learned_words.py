@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from weights.errors import AdapterError
-from weights.formats.pipeline_parts import AdapterBase
+from weights.formats.source import AdapterBase
 from weights.formats.untrusted import shown
+from weights.records.errors import AdapterError
 
 WORDS_CLASS: Final = "TextualInversion"
 WORDS_FILE: Final = "learned_embeds.safetensors"

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from weights.errors import AdapterError, FormatError
 from weights.formats.folder import read_json
 from weights.formats.learned_words import is_words
-from weights.formats.pipeline_parts import AdapterBase
+from weights.formats.source import AdapterBase
 from weights.formats.untrusted import load_json, shown
+from weights.records.errors import AdapterError, FormatError
 
 METADATA_KEY: Final = "lora_adapter_metadata"
 MAX_METADATA_CHARS: Final = 4 * 2**20  # the config of a large model that names every module has some 100 KB

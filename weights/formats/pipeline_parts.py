@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from weights.dtypes import cast_target, config_name
-from weights.errors import FormatError
 from weights.formats.encoder_files import tokenizer_folder
 from weights.formats.folder import read_json
-from weights.manifest import ModelKind
+from weights.records.dtypes import cast_target, config_name
+from weights.records.errors import FormatError
 
 if TYPE_CHECKING:
-    from weights.formats.checkpoint import Checkpoint
+    from weights.formats.source import Checkpoint
 
 
 _SWITCHES: Final = (  # file of the pipeline's folder, key
@@ -150,23 +149,6 @@ def _is_before_0_9(config: Mapping[str, Any]) -> bool:
     return version is not None and (int(version[1]), int(version[2])) < (0, 9)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterBase:
-    """A model that an adapter is for: components by name, of its manifest or of its checkpoint, with their tensors.
-
-    `folder` has its configs. `fingerprint` is its version in the store, "" for one that is not there. `dtype` is what
-    `denoiser_dtype` tells.
-    """
-
-    model: str
-    kind: ModelKind
-    class_name: str | None
-    folder: Path
-    components: Mapping[str, Any]
-    fingerprint: str = ""
-    dtype: str = ""
-
-
 def denoiser_dtype(class_name: str | None, components: Mapping[str, Any], dtypes: Mapping[str, str]) -> str:
     """Return `float_dtype` of a pipeline's denoiser, "" for what has none. `dtypes` are those wanted, by component."""
     parts = PIPELINES.get(class_name or "")
@@ -178,7 +160,7 @@ def denoiser_dtype(class_name: str | None, components: Mapping[str, Any], dtypes
 def float_dtype(part: Any, wanted: str = "auto") -> str:
     """Return the config's name of the one floating type that a component's plain tensors have in the store.
 
-    "" where they have several or none. `wanted` is a dtype as `weights.dtypes.cast_target` takes it.
+    "" where they have several or none. `wanted` is a dtype as `weights.records.dtypes.cast_target` takes it.
     """
     types = {cast_target(tensor.dtype, wanted) for tensor in part.tensors.values()}
     names = {config_name(one) for one in types} - {""}

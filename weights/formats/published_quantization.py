@@ -33,10 +33,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from weights.dtypes import GROUP_INT8_METHOD, tensor_nbytes
-from weights.errors import FormatError
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
+from weights.records.dtypes import GROUP_INT8_METHOD, tensor_nbytes
+from weights.records.errors import FormatError
 
 _Array = npt.NDArray[Any]
 _Tensors = Mapping[str, SourceTensor]

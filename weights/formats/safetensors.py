@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weights.dtypes import ITEM_BYTES
-from weights.errors import FormatError
 from weights.formats.tensors import FileTensor
-from weights.formats.untrusted import MAX_RANK, is_shape, is_size, num_elements, shown
+from weights.formats.untrusted import is_shape, is_size, num_elements, shown
+from weights.records.dtypes import ITEM_BYTES
+from weights.records.errors import FormatError
+from weights.records.manifest import MAX_RANK
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit; keeps a damaged length from becoming an allocation
 _MAX_DIGITS = 19  # of 2^63 - 1

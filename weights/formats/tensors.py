@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from weights.errors import FormatError
 from weights.formats.untrusted import shown
+from weights.records.errors import FormatError
 
 _HEADS: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _FUSED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by model_type, of a module's name
@@ -25,7 +25,8 @@ _FUSED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by model_type,
 
 
 class ReadableTensor(Protocol):
-    """A tensor whose bytes can be read. `dtype` is a name of `weights.dtypes`; bytes are C order, little-endian."""
+    """A tensor whose bytes can be read. `dtype` is a name of `weights.records.dtypes`; bytes are C order,
+    little-endian."""
 
     @property
     def dtype(self) -> str: ...

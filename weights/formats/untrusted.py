@@ -11,7 +11,8 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, Final
 
-MAX_RANK: Final = 64  # numpy's and torch's own
+from weights.records.manifest import MAX_RANK
+
 MAX_SIZE: Final = 2**63 - 1
 MAX_SHOWN_CHARS: Final = 120
 

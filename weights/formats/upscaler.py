@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from weights.errors import FormatError
 from weights.formats.untrusted import shown
+from weights.records.errors import FormatError
 
 LIBRARY: Final = "upscaler"  # of the component, whose class is a `kind` below
 RRDB: Final = "RRDBNet"

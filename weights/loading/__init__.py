@@ -1,1 +1,1 @@
-"""Ways from bytes to tensors beside `weights.loader`: given memory, devices, transforms, mapped files."""
+"""Ways from bytes to tensors beside `weights.loading.loader`: given memory, devices, transforms, mapped files."""

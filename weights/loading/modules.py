@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from weights.errors import WeightsError
 from weights.loading.views import Setters, Views, setters_of
-from weights.torch_seam import buffers_of, children_of, is_persistent, parameters_of
+from weights.platform.torch_seam import buffers_of, children_of, is_persistent, parameters_of
+from weights.records.errors import WeightsError
 
 __all__ = [
     "Binding",

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weights.errors import WeightsError
+from weights.records.errors import WeightsError
 
 __all__ = [
     "Cast",

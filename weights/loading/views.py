@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from weights.dtypes import BLOCK_SIZES, ITEM_BYTES
-from weights.errors import ExtentCorrupt, FormatError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.tensors import FileTensor
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.memory.host_pool import ByteArray
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.platform.torch_dtypes import TORCH_DTYPES, memory_form
+from weights.records.dtypes import ITEM_BYTES
+from weights.records.errors import ExtentCorrupt, FormatError, WeightsError
+from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
 
 Tensors = dict[str, torch.Tensor]
 Setters = Mapping[torch.dtype, Mapping[str, Callable[..., torch.Tensor]]]  # `Tensor.set_` by the tensor's name
@@ -209,14 +209,6 @@ class Views(Mapping[str, torch.Tensor]):
                         put(storage, start + offset, shape)
                         num_set += 1
         return num_set == sum(map(len, setters.values()))
-
-
-def memory_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape of a stored tensor in memory: its own, or uint8 bytes of its blocks."""
-    if dtype in BLOCK_SIZES:
-        elements, nbytes = BLOCK_SIZES[dtype]
-        return torch.uint8, (*shape[:-1], shape[-1] // elements * nbytes)
-    return TORCH_DTYPES[dtype], shape
 
 
 def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:

@@ -22,7 +22,6 @@ from typing import Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream
 from weights.memory.device_space import (
@@ -37,6 +36,7 @@ from weights.memory.device_space import (
     tensor_of,
 )
 from weights.memory.transfer import Transfer
+from weights.records.errors import BudgetExceeded, WeightsError
 from weights.residency.admission import describe_holders, refusal_text
 from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.room_plan import plan_prefetch, plan_room, plan_shrink

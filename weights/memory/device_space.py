@@ -23,8 +23,6 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from weights.errors import BudgetExceeded, WeightsError
-from weights.loading.views import memory_form
 from weights.memory.devices import allocated_bytes, computes_on_host, open_device, pinned_buffers
 from weights.memory.host_pool import ByteArray
 from weights.memory.transfer import (
@@ -40,6 +38,8 @@ from weights.memory.transfer import (
     plan_chunks,
     run_all,
 )
+from weights.platform.torch_dtypes import memory_form
+from weights.records.errors import BudgetExceeded, WeightsError
 
 
 class DeviceKey(Protocol):

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from configs.simulated import SimulatedConfig
-from weights.errors import WeightsError
+from weights.records.errors import WeightsError
 
 DEVICES: Final = "cpu, cpu-private, cuda, cuda:<n>, sim, sim:<n>"
 _ALLOCATION_BYTES: Final = 512  # what the allocators of CUDA and of simulated devices round up to

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weights.errors import BudgetExceeded, StoreError
+from weights.records.errors import BudgetExceeded, StoreError
 
 PAGE_BYTES: Final = 4096
 

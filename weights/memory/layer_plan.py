@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weights.errors import BudgetExceeded, WeightsError
+from weights.records.errors import BudgetExceeded, WeightsError
 from weights.residency.sizes import shown_bytes
 
 GpuLayers = int | str  # "auto", so many of the last ones, or a regular expression of whole names

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from weights.memory.block_plan import Rates
 from weights.memory.devices import pinned_buffers
-from weights.private_folder import cache_folder, recall, remember
-from weights.processor import processor_name
+from weights.platform.private_folder import cache_folder, recall, remember
+from weights.platform.processor import processor_name
 
 _SIDE: Final = 2048  # of a float32 matrix of 16 MiB, more than most caches have
 _ROWS: Final = 64

@@ -16,8 +16,8 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from weights.errors import WeightsError
 from weights.memory.host_pool import ByteArray
+from weights.records.errors import WeightsError
 
 CHUNK_BYTES: Final = 16 * 2**20
 PIECE_ALIGNMENT: Final = 512  # what torch's CUDA allocator aligns to; copy engines are slower off 128 bytes

@@ -29,10 +29,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
+from weights.loading.provider import ExtentProvider
 from weights.loading.views import WARNINGS_LOCK
-from weights.manifest import Component, Layout, Manifest
+from weights.platform.torch_dtypes import DTYPE_NAMES
+from weights.platform.torch_seam import with_tensors
 from weights.programs.signature import (
     SERVED_DTYPES,
     SIGNATURE,
@@ -51,10 +52,9 @@ from weights.programs.storing import (
     store_program,
     stored_program,
 )
-from weights.provider import ExtentProvider
-from weights.store import WeightStore
-from weights.torch_dtypes import DTYPE_NAMES
-from weights.torch_seam import with_tensors
+from weights.records.errors import FormatError, WeightsError
+from weights.records.manifest import Component, Layout, Manifest
+from weights.storage.store import WeightStore
 
 
 def _read_signature(program: ExportedProgram, mutated: Iterable[str]) -> ProgramSignature:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from weights.dtypes import ITEM_BYTES
-from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import FileTensor, SourceTensor
-from weights.formats.untrusted import MAX_RANK, is_shape, num_elements, shown
-from weights.loader import windows
-from weights.manifest import Component, Layout, Manifest, TensorRef
+from weights.formats.untrusted import is_shape, num_elements, shown
+from weights.loading.loader import windows
+from weights.loading.provider import ExtentProvider, LocalExtents
+from weights.platform.torch_dtypes import DTYPE_NAMES
 from weights.programs.onnx_sessions import onnxruntime, open_session
 from weights.programs.signature import (
     COMPONENT,
@@ -37,9 +36,10 @@ from weights.programs.signature import (
     named_shapes,
 )
 from weights.programs.storing import MemoryTensor, checked_graph, published, store_program, stored_program
-from weights.provider import ExtentProvider, LocalExtents
-from weights.store import WeightStore
-from weights.torch_dtypes import DTYPE_NAMES
+from weights.records.dtypes import ITEM_BYTES
+from weights.records.errors import FormatError, WeightsError
+from weights.records.manifest import MAX_RANK, Component, Layout, Manifest, TensorRef
+from weights.storage.store import WeightStore
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from weights.errors import FormatError, WeightsError
+from weights.records.errors import FormatError, WeightsError
 
 # They make new weights of several: queries, keys and values in one matrix, a convolution and its norm in one.
 _COPYING: Final = ("AttentionFusion", "ConvBNFusion", "ConvMulFusion", "MatMulBNFusion")

@@ -12,8 +12,8 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from weights.errors import FormatError
-from weights.manifest import Component
+from weights.records.errors import FormatError
+from weights.records.manifest import Component
 
 COMPONENT: Final = "program"  # the only one of a program
 SIGNATURE: Final = "signature"  # metadata of a program that can be served: this, as JSON

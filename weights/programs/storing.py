@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from weights.errors import FormatError, StoreError, WeightsError
 from weights.formats.tensors import SourceTensor
-from weights.loader import load_model
-from weights.manifest import Component, Layout, Manifest, WeightFormat
+from weights.loading.loader import load_model
+from weights.loading.provider import ExtentProvider, LocalExtents
+from weights.platform.durable import disk_errors, replaced
 from weights.programs.signature import COMPONENT
-from weights.provider import ExtentProvider, LocalExtents
-from weights.storage.durable import disk_errors, replaced
+from weights.records.errors import FormatError, StoreError, WeightsError
+from weights.records.manifest import Component, Layout, Manifest, WeightFormat
 from weights.storage.hashing import hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish_draft
-from weights.store import WeightStore, check_model_name
+from weights.storage.store import WeightStore, check_model_name
 
 
 @dataclass(frozen=True, slots=True)

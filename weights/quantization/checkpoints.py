@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from weights.errors import WeightsError
 from weights.quantization.folders import Progress, QuantizationReport, read_model
 from weights.quantization.gguf_export import BlockKind, export_gguf
 from weights.quantization.group_int8 import export_group_int8, export_kuiper
+from weights.records.errors import WeightsError
 
 Form = Literal["kuiper-int8", "gguf-f32", "gguf-q8_0", "gguf-q4_0", "int8-group"]
 _BLOCK_KINDS: Final[dict[str, BlockKind]] = {"gguf-f32": "F32", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}

@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.folder import read_json
 from weights.formats.tensors import SourceTensor
-from weights.storage.durable import disk_errors, make_folder, move, remove_path, sync_tree
+from weights.platform.durable import disk_errors, make_folder, move, remove_path, sync_tree
+from weights.records.errors import FormatError
 
 _FLOATS: Final = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _SMALL_SUFFIXES: Final = (".json", ".jinja", ".model", ".txt")

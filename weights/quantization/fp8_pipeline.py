@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from weights.errors import FormatError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.safetensors import write_safetensors
 from weights.formats.tensors import SourceTensor
@@ -31,6 +30,7 @@ from weights.quantization.folders import (
     read_array,
     staged_target,
 )
+from weights.records.errors import FormatError, WeightsError
 
 Scales = Literal["row", "tensor"]
 _FLOATS: Final = ("F32", "F16", "BF16")

@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weights.dtypes import tensor_nbytes
-from weights.errors import FormatError, WeightsError
 from weights.formats.ggml_values import unpack_blocks
 from weights.formats.gguf import GgufValue, encode_gguf_header, write_gguf
 from weights.formats.gguf_names import EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
@@ -35,6 +33,8 @@ from weights.quantization.folders import (
     staged_target,
 )
 from weights.quantization.gguf_vocabulary import vocabulary_metadata
+from weights.records.dtypes import tensor_nbytes
+from weights.records.errors import FormatError, WeightsError
 
 BlockKind = Literal["Q8_0", "Q4_0", "F32"]
 

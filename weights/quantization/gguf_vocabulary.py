@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from weights.errors import FormatError
 from weights.formats.folder import read_json
 from weights.formats.gguf import GgufValue
 from weights.formats.gguf_names import BYTE, CONTROL, NORMAL, TEXT_SPLITS, UNKNOWN, UNUSED, USER_DEFINED
 from weights.formats.untrusted import shown
+from weights.records.errors import FormatError
 
 # llama.cpp wants merges, and GGUF writers no empty array: a vocabulary without any gets one that leads to no token.
 _NO_MERGES: Final = ("\u0100 \u0101",)

@@ -15,8 +15,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from weights.dtypes import GROUP_INT8_METHOD
-from weights.errors import FormatError, WeightsError
 from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, write_kuiper
 from weights.formats.safetensors import write_safetensors
 from weights.formats.tensors import SourceTensor
@@ -33,6 +31,8 @@ from weights.quantization.folders import (
     read_array,
     staged_target,
 )
+from weights.records.dtypes import GROUP_INT8_METHOD
+from weights.records.errors import FormatError, WeightsError
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _ROUTER: Final = ".gate.weight"

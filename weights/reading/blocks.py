@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from weights.errors import ExtentCorrupt, StoreError
-from weights.manifest import ExtentRef
 from weights.memory.host_pool import PAGE_BYTES, ByteArray
 from weights.reading.strategy import BLOCK_ALIGNMENT
+from weights.records.errors import ExtentCorrupt, StoreError
+from weights.records.manifest import ExtentRef
 
 _CACHESTAT: Final = 451  # cachestat(2), the same number on every architecture, since Linux 6.5
 CACHED_BLOCK_BYTES: Final = 2 * 2**20  # what is copied should be in the processor's cache when it is verified

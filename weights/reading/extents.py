@@ -19,14 +19,14 @@ from typing import Final, TypeVar
 import numpy as np
 from xxhash import xxh3_128
 
-from weights.errors import ExtentCorrupt
-from weights.manifest import DeltaRef, ExtentRef
 from weights.memory.host_pool import ByteArray, HostBufferPool, allocate_pages
 from weights.reading.blocks import PackReader, resolve_pack
+from weights.reading.delta_codec import ByteSource, ChunkDecoder, DeltaDamaged, chunk_sizes, read_header
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import LoadReport, StageClock
 from weights.reading.strategy import ReadStrategy
-from weights.storage.deltas.codec import ByteSource, ChunkDecoder, DeltaDamaged, chunk_sizes, read_header
+from weights.records.errors import ExtentCorrupt
+from weights.records.manifest import DeltaRef, ExtentRef
 
 __all__ = [
     "ASSUMED_DECODE_BYTES_PER_S",

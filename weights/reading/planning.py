@@ -15,7 +15,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weights.memory.host_pool import ByteArray, allocate_pages
-from weights.private_folder import cache_folder, recall, remember
+from weights.platform.private_folder import cache_folder, recall, remember
 from weights.reading.blocks import cached_pages
 from weights.reading.strategy import (
     DIRECT,

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weights.errors import WeightsError
+from weights.records.errors import WeightsError
 
 MediumKind = Literal["local", "nfs", "fuse", "tmpfs", "network", "unknown"]
 MOUNTINFO: Final = Path("/proc/self/mountinfo")

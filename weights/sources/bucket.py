@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final, NoReturn
 
-from weights.errors import StoreError, WeightsError
+from weights.records.errors import StoreError, WeightsError
 from weights.sources.remote import MAX_OBJECTS, ObjectChanged, RemoteObject, is_inside
 
 KNOWN_OPTIONS: Final = ("endpoint", "region", "anonymous", "verify_md5")

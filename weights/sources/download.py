@@ -14,11 +14,11 @@ from typing import Self
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from weights.errors import FormatError, StoreError
 from weights.formats.safetensors import MAX_HEADER_BYTES, read_header
-from weights.manifest import InsidePath
+from weights.platform.durable import dead_ranges, punch
+from weights.records.errors import FormatError, StoreError
+from weights.records.manifest import InsidePath
 from weights.sources.remote import RemoteFolder, RemoteObject
-from weights.storage.durable import dead_ranges, punch
 
 _LINES_PER_SYNC = 64
 _LINE_BYTES = 100  # of a part in the journal, beside the file's name

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
-from weights.errors import StoreError, listed
+from weights.records.errors import StoreError, listed
 from weights.sources.remote import MAX_OBJECTS, ObjectChanged, RemoteObject, is_inside
 
 SCHEME: Final = "hf://"

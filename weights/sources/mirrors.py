@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
+from weights.platform.durable import remove_path
 from weights.sources.bucket import split_url
 from weights.sources.hub import SCHEME, HubName
-from weights.storage.durable import remove_path
 
 SOURCES_FOLDER: Final = "sources"  # in the store
 _LOCK = ".mirror.lock"

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, Final
 
-from weights.errors import StoreError
+from weights.records.errors import StoreError
 from weights.sources.bucket import OWN_FILES, Bucket
 from weights.sources.download import Download, Journal
 from weights.sources.hub import SCHEME, HubRepository

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from weights.manifest import InsidePath
+from weights.records.manifest import InsidePath
 
 MAX_OBJECTS: Final = 10_000  # a checkpoint has hundreds at most; more is a whole bucket given by mistake
 _NAME: TypeAdapter[str] = TypeAdapter(InsidePath)

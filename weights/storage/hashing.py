@@ -16,9 +16,9 @@ from typing import Final
 
 import xxhash
 
-from weights.dtypes import cast, cast_target
-from weights.errors import FormatError
 from weights.formats.tensors import SourceTensor
+from weights.records.dtypes import cast, cast_target
+from weights.records.errors import FormatError
 
 HASH_THREADS: Final = 4  # hashlib lets go of the interpreter lock; memory is bounded by this many tensors
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

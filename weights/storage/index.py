@@ -22,9 +22,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from weights.errors import DiskFull, StoreError, StoreVersionError
-from weights.manifest import ExtentRef, Hex128, Hex256, InsidePath, Manifest, Size
-from weights.storage.durable import remove_path
+from weights.platform.durable import remove_path
+from weights.records.errors import DiskFull, StoreError, StoreVersionError
+from weights.records.manifest import ExtentRef, Hex128, Hex256, InsidePath, Manifest, Size
 
 STORE_VERSION: Final = 2
 

@@ -20,12 +20,12 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from weights.dtypes import ITEM_BYTES
-from weights.errors import ExtentCorrupt, FormatError, StoreError
 from weights.formats.tensors import FileTensor
-from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, ExtentRef, extent_id
+from weights.platform.durable import sync
 from weights.reading.extents import read_extent
-from weights.storage.durable import sync
+from weights.records.dtypes import ITEM_BYTES
+from weights.records.errors import ExtentCorrupt, FormatError, StoreError
+from weights.records.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, ExtentRef, extent_id
 from weights.storage.hashing import HASH_THREADS, HashedTensor, changed
 from weights.storage.index import StoreMeta
 

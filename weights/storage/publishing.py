@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from weights.errors import StoreError
 from weights.formats.tensors import FileTensor
-from weights.manifest import Component, ExtentRef, Layout, Manifest, ModelKind, TensorRef
-from weights.storage.durable import disk_errors, sync_tree
+from weights.platform.durable import disk_errors, sync_tree
+from weights.records.errors import StoreError
+from weights.records.manifest import Component, ExtentRef, Layout, Manifest, ModelKind, TensorRef
 from weights.storage.hashing import HashedTensor
 from weights.storage.index import StoredExtent, StoreIndex, StoreMeta
 from weights.storage.packs import FileExtent, SharedExtents, copy_file, file_extents, write_combined, write_separate
 from weights.storage.stock import WRITABLE_FORMATS, tensor_offsets, writable, write_files
-from weights.store import WeightStore, manifest_text
+from weights.storage.store import WeightStore, manifest_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Final
 
-from weights.errors import StoreError
-from weights.storage.durable import disk_errors, make_folder, remove_path
+from weights.platform.durable import disk_errors, make_folder, remove_path
+from weights.records.errors import StoreError
 
 _WORK_PATH: Final = "ATELIER_WORK_PATH"
 _TEMPORARY: Final = "tmp_weight_*"

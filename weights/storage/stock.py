@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from weights.errors import FormatError, StoreError
 from weights.formats.folder import read_json
 from weights.formats.gguf import encode_gguf_header, read_gguf, write_gguf
 from weights.formats.kuiper import parse_kuiper, read_kuiper, write_kuiper
 from weights.formats.safetensors import read_header, write_safetensors
 from weights.formats.tensors import FileTensor, ReadableTensor
-from weights.manifest import Component, WeightFormat
+from weights.records.errors import FormatError, StoreError
+from weights.records.manifest import Component, WeightFormat
 
 WRITABLE_FORMATS = ("safetensors", "gguf", "kuiper")
 _INDEX_FILES = "*.safetensors.index*.json"  # with a variant: model.safetensors.index.fp16.json

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final, Literal
 
-from cluster.ray_seam.process_starts import TemplateStats
+from cluster.ray_seam.template_records import TemplateStats
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, PROBLEMS
 
 Kind = Literal["template", "copy"]

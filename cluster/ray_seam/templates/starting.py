@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from cluster.ray_seam.process_starts import Template, say_ordinary
 from cluster.ray_seam.ray_files import setup_script, worker_script
+from cluster.ray_seam.template_records import Template, say_ordinary
 from cluster.ray_seam.templates import launch, setup_worker
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE
-from weights.private_folder import private_folder, temporary_folder
+from weights.platform.private_folder import private_folder, temporary_folder
 
 _BACKLOG: Final = 64
 _END_TIMEOUT_S: Final = 5.0

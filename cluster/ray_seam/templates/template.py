@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from cluster.ray_seam.process_starts import Template
+from cluster.ray_seam.template_records import Template
 from cluster.ray_seam.templates.messages import (
     FOLDER_VARIABLE,
     NAME_VARIABLE,

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from deployments.engines.step_costs import StepCosts
+from deployments.engines.costs.step_costs import StepCosts
 
 RECENT: Final = (4, 16)  # arrivals that say how many are to come
 MAX_SHARING: Final = 1024

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from deployments.engines.diffusion.state import DenoiseState, numeric_failure
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 _PLAIN = (type(None), bool, int, float, str)
 _PARTS = frozenset({"step_index", "latents", "generator", "solver", "conditioning"})

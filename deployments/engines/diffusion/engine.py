@@ -17,15 +17,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
+from deployments.engines.costs.step_costs import StepCosts
 from deployments.engines.diffusion.batch_selection import ArrivingLoad, Candidate, FairOrder, select_batch
 from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
-from deployments.engines.memory_limits import forget_frames, is_out_of_memory
-from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError, StepAborted
-from deployments.engines.step_costs import StepCosts
+from deployments.engines.records.protocol import (
+    ConditionedRequest,
+    DenoiseTimes,
+    DiffusionOutput,
+    EngineError,
+    StepAborted,
+)
 
 T = TypeVar("T")
 _MAX_AHEAD: Final = 2  # turns that the host may have begun and the device has not ended: later choices know more

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from deployments.engines.diffusion.families.base import Family, ImageSize
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
 from deployments.engines.diffusion.solvers import add_noise
-from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.records.protocol import DiffusionRequest, EngineError
 
 _MASKED_FROM = 128  # of 255, as stock's 0.5
 

@@ -20,21 +20,20 @@ from typing import Final, TypeVar
 import torch
 from torch import nn
 
-from deployments.engines.build import build_blank
+from deployments.engines.building.build import build_blank
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.lora_kinds import Parts, Product, product_of
 from deployments.engines.diffusion.lora_names import DENOISER, NamedLayer, component_of, layer_names, part_of
 from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, check_targets, fit_pairs, merge_pairs
 from deployments.engines.nn.streamed_blocks import is_streamed
-from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter, LoraPair, parse_adapter
-from weights.errors import AdapterError
-from weights.formats.checkpoint import Checkpoint
+from deployments.engines.records.protocol import AdapterUse, DiffusionRequest, EngineError
 from weights.formats.lora import LoraConfig
-from weights.formats.pipeline_parts import AdapterBase
+from weights.formats.source import AdapterBase, Checkpoint
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.operations.adapters import LoraAdapter, LoraPair, parse_adapter
+from weights.platform.torch_dtypes import TORCH_DTYPES
+from weights.records.errors import AdapterError
 
 _MAX_NAMES: Final = 5  # that a message has
 _Fitted = TypeVar("_Fitted")

@@ -12,10 +12,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family, Rows
+from deployments.engines.diffusion.families.prompted import ImagePrompt, PromptedSpan
 from deployments.engines.diffusion.image_codec import ImageCodec
-from deployments.engines.diffusion.image_prompts import ImagePrompt, PromptedSpan, blank_image_prompt
+from deployments.engines.diffusion.image_prompts import blank_image_prompt
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
 from deployments.engines.diffusion.pipeline import AdapterShapes, DenoisePipeline
 from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, workspace_kind
@@ -24,12 +26,11 @@ from deployments.engines.graph.footprint import Footprint, fit_footprint
 from deployments.engines.graph.recording import Recorder, Recording, fake_copy, fake_weights, record
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import FittedPairs, check_targets
-from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
-from deployments.engines.skeletons import blank_module
-from weights.adapters import LoraPair
-from weights.manifest import Manifest
+from deployments.engines.records.protocol import AdapterUse, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
-from weights.torch_seam import fake_mode
+from weights.operations.adapters import LoraPair
+from weights.platform.torch_seam import fake_mode
+from weights.records.manifest import Manifest
 
 _DECODED: Final = 16  # images at once, at most: some VAEs take them one after the other, and recordings last as long
 

@@ -18,9 +18,9 @@ from diffusers import AutoencoderTiny
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
+from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.graph.recording import planned_peak
-from deployments.engines.memory_limits import forget_frames, is_out_of_memory
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 _RECORDED_SIDE: Final = 32  # latents of the decode that tells what a pixel takes
 

@@ -8,7 +8,6 @@ diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0` and `m
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deployments.engines.build import build_module
-from deployments.engines.config_files import read_config
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families.base import Family
-from deployments.engines.protocol import DiffusionRequest, EngineError
-from weights.errors import AdapterError
+from deployments.engines.diffusion.families.prompted import ImagePrompt, PromptedLayer, PromptedSpan
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.records.protocol import DiffusionRequest, EngineError
 from weights.formats.ip_adapter import (
     ENCODER,
     ENCODER_CLASS,
@@ -36,6 +35,7 @@ from weights.formats.ip_adapter import (
     read_ip_adapter,
     why_unlike,
 )
+from weights.records.errors import AdapterError
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -104,36 +104,6 @@ class ImagePrompter:
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight, bias = (self.tensors[f"image_proj.{name}.{half}"] for half in ("weight", "bias"))
         return F.layer_norm(x, weight.shape, weight, bias)
-
-
-class PromptedLayer(NamedTuple):
-    """A cross-attention, and the keys and values (1, heads, T, D) that it reads beside those of its text."""
-
-    attention: Any
-    key: torch.Tensor
-    value: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ImagePrompt:
-    """An IP-Adapter at work in a request: the layers of each branch, in the order of `DenoiseState.branches`."""
-
-    name: str
-    branches: tuple[tuple[PromptedLayer, ...], ...]
-    scale: float
-
-
-class PromptedSpan(NamedTuple):
-    """Additions of images to the rows `start` to `stop` of a batch: layers, each list with its strength."""
-
-    uses: Sequence[tuple[Sequence[PromptedLayer], float]]
-    start: int = 0
-    stop: int = sys.maxsize
-
-    def part(self, start: int, stop: int) -> PromptedSpan | None:
-        """Return the span as the rows `start` to `stop` have it, counted from there; None for one outside of them."""
-        first, last = max(self.start, start), min(self.stop, stop)
-        return PromptedSpan(self.uses, first - start, last - start) if first < last else None
 
 
 def build_image_prompter(folder: Path, tensors: Mapping[str, torch.Tensor]) -> ImagePrompter:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deployments.engines.library_classes import has_part_class
-from deployments.engines.protocol import EngineError
+from deployments.engines.libraries.library_classes import has_part_class
+from deployments.engines.records.protocol import EngineError
 
 REFUSED: Final = {
     "DPMSolverSDEScheduler": "draws its noise without the request's seed; DPMSolverMultistepScheduler with the "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from deployments.engines.diffusion.lora_names import ALPHA, DOWN, LENGTHS, OF_LYCORIS, UP
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from weights.formats.lora import is_finite
 
 Parts = Mapping[str, tuple[str, torch.Tensor]]  # what it is -> its name in the file, and the tensor

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from weights.formats.untrusted import shown
 
 DENOISER: Final = "denoiser"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deployments.engines.config_files import read_config
+from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
@@ -58,13 +58,13 @@ from deployments.engines.diffusion.state import (
 from deployments.engines.graph.card_graphs import replays_on
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.libraries.config_files import read_config
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import Batch, applied_adapters
-from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter, LoraPair
+from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 Adapter = LoraAdapter | nn.Module | ImagePrompter
 # What each adapter of a request adds to its forwards, with its name: the pairs of a LoRA by module, a ControlNet, or

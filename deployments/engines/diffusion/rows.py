@@ -19,10 +19,10 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 
 from deployments.engines.diffusion.families.base import Branch, ControlRows, Family, Rows
-from deployments.engines.diffusion.image_prompts import PromptedSpan
+from deployments.engines.diffusion.families.prompted import PromptedSpan
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.lora import AdaptedSpan
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.records.protocol import DiffusionRequest
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ import diffusers
 import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
-from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.known_solvers import REFUSED, check_solver
-from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.records.protocol import DiffusionRequest, EngineError
 
 Schedule = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> arguments of its set_timesteps
 Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> what takes the place of its values

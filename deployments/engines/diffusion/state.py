@@ -17,14 +17,14 @@ from torch import nn
 
 from deployments.engines.diffusion.families.base import MAX_SIDE_PX, Branch, Family, ImageSize
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
-from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import FittedPairs, MergedLayers
-from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
+from deployments.engines.records.input_images import find_bad_image
+from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 
 if TYPE_CHECKING:
+    from deployments.engines.diffusion.families.prompted import ImagePrompt
     from deployments.engines.diffusion.first_latents import KeptImage
-    from deployments.engines.diffusion.image_prompts import ImagePrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

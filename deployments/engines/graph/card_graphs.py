@@ -27,7 +27,7 @@ from deployments.engines.graph.recording import Recorder, Recording, tensors_in
 from deployments.engines.graph.replay import Forward, Inputs, NotReplayable, Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from weights.memory.devices import with_index
-from weights.torch_seam import buffers_of, parameters_of
+from weights.platform.torch_seam import buffers_of, parameters_of
 
 MAX_POOL_BYTES: Final = 2**29  # of a module's graphs: where it is more, kernels take the time, not their launches
 _WAITS: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})

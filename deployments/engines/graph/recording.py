@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from weights.memory.devices import allocated_bytes, with_index
 from weights.memory.lifetimes import Lifetime
-from weights.torch_seam import (
+from weights.platform.torch_seam import (
     UNSAFE_VIEW,
     DispatchMode,
     buffers_of,

@@ -19,8 +19,8 @@ import torch
 
 from deployments.engines.graph.recording import Call, Listener, Node, Recorder, Recording, Slot, record, tensors_in
 from weights.memory.lifetimes import place
+from weights.platform.torch_seam import is_written_to, out_form
 from weights.residency.recent import Recent
-from weights.torch_seam import is_written_to, out_form
 
 MIN_FORWARDS: Final = 16  # equal ones, before one is recorded: to record and to try costs as much as some five
 MAX_RECORDINGS: Final = 16  # of a model

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 Syntax = Literal["object", "named", "tagged", "python", "braces", "channels"]
 

@@ -13,7 +13,7 @@ from deployments.engines.llm.answer_forms import ReasoningForm, ToolForm
 from deployments.engines.llm.call_arguments import types_of
 from deployments.engines.llm.chat import AnswerGrammar, Function
 from deployments.engines.llm.schemas import prepare_schema
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 _AS_TEMPLATES_WRITE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE: Final = {"whitespace_pattern": r"[ \n\t]{0,24}"}

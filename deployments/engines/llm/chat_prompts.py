@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
-from deployments.engines.chat_rendering import render_chat_template
+from deployments.engines.libraries.chat_rendering import render_chat_template
 from deployments.engines.llm.template_forms import wants_text_arguments
 from deployments.engines.llm.tokenizer import chat_template, checked_characters
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # What families call the switch of reasoning; a template passes over what it does not know.

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from deployments.engines.llm.loras import SequenceLora, scope_of
-from deployments.engines.llm.pooling import PooledStates
-from deployments.engines.llm.prompt_logprobs import PromptLogprobs
-from deployments.engines.llm.sampler import SampledToken
-from deployments.engines.llm.scheduler import Sequence
-from deployments.engines.llm.token_picker import TokenPicker
+from deployments.engines.llm.loras import scope_of
+from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
+from deployments.engines.llm.sampling.sampler import SampledToken
+from deployments.engines.llm.sampling.token_picker import TokenPicker
+from deployments.engines.llm.sequences.pooled_states import PooledStates
+from deployments.engines.llm.sequences.sequence import Sequence, SequenceLora
 from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
-from deployments.engines.protocol import EngineError, PromptTooLong, SamplingParams, TextDelta, TextRequest
+from deployments.engines.records.protocol import EngineError, PromptTooLong, SamplingParams, TextDelta, TextRequest
 
 _SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
 MAX_BIAS = 100.0  # OpenAI's

@@ -18,15 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deployments.engines.build import converted_bytes
+from deployments.engines.building.build import converted_bytes
+from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, encode_rendered, render_chat
 from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
-from deployments.engines.llm.kv_cache import CachePlan, KvDtype, cache_tensors, plan_blocks, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner, OwnCacheRunner
 from deployments.engines.llm.models.llama import DecoderSpec
@@ -45,9 +44,12 @@ from deployments.engines.llm.models.registry import (
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
-from deployments.engines.llm.prompt_logprobs import PromptLogprobs
-from deployments.engines.llm.sampler import SampledToken, sample
-from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
+from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
+from deployments.engines.llm.sampling.sampler import SampledToken, sample
+from deployments.engines.llm.scheduler import Scheduler
+from deployments.engines.llm.sequences.block_manager import BlockPool
+from deployments.engines.llm.sequences.kv_cache import CachePlan, KvDtype, cache_tensors, plan_blocks, plan_cache
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from deployments.engines.llm.tokenizer import (
     encode_text,
@@ -55,12 +57,11 @@ from deployments.engines.llm.tokenizer import (
     load_generation_defaults,
     load_tokenizer,
 )
-from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.prompt_images import PromptImage, PromptImages
-from deployments.engines.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
+from deployments.engines.records.prompt_images import PromptImage, PromptImages
+from deployments.engines.records.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
-from weights.panics import panics_as_errors
+from weights.platform.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 if TYPE_CHECKING:
     import torch
 
-    from deployments.engines.llm.kv_cache import KvDtype
-    from deployments.engines.nn.packed_linear import Arithmetic
-    from deployments.engines.node_threads import NodeThreads
+    from deployments.engines.costs.node_threads import NodeThreads
+    from deployments.engines.llm.sequences.kv_cache import KvDtype
+    from deployments.engines.nn.packed_weights import Arithmetic
 
 STEP_KIND: Final = "step"  # of forwards, to the workspace: one row is the largest step
 

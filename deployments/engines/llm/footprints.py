@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from deployments.engines.graph.recording import Recorder, Recording, record
-from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.engine import plan_runner
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.registry import create_any_model, load_config
-from deployments.engines.llm.scheduler import Chunk
-from deployments.engines.llm.scheduler import Sequence as TokenSequence
-from weights.torch_seam import fake_mode
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
+from deployments.engines.llm.sequences.sequence import Chunk
+from deployments.engines.llm.sequences.sequence import Sequence as TokenSequence
+from weights.platform.torch_seam import fake_mode
 
 logger = logging.getLogger("atelier.replica")
 

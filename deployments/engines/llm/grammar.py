@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from deployments.engines.llm.answer_grammars import LarkGrammar
 from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, prepare_schema
 from deployments.engines.llm.tokenizer import special_tokens
-from deployments.engines.protocol import ComputationFailed, EngineError
-from weights.panics import panics_as_errors
+from deployments.engines.records.protocol import ComputationFailed, EngineError
+from weights.platform.panics import panics_as_errors
 
 # Room between the parts of a document is bounded, so that no model fills its answer with spaces.
 _OPTIONS: Final[Any] = {"whitespace_pattern": r"[ \n\t]{0,24}"}

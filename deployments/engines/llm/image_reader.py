@@ -15,13 +15,13 @@ import transformers
 from PIL import Image
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from deployments.engines.library_seam import process_image
+from deployments.engines.libraries.library_seam import process_image
+from deployments.engines.libraries.processors import load_image_processor
 from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, render_chat
 from deployments.engines.llm.tokenizer import checked_characters
-from deployments.engines.processors import load_image_processor
-from deployments.engines.prompt_images import PromptImage
-from deployments.engines.protocol import EngineError
-from weights.panics import panics_as_errors
+from deployments.engines.records.prompt_images import PromptImage
+from deployments.engines.records.protocol import EngineError
+from weights.platform.panics import panics_as_errors
 
 # Its own processor wants a package that spells numbers, for videos alone. Images are told in the same words.
 _STAND_INS: Final = {"SmolVLMProcessor": "Idefics3Processor"}

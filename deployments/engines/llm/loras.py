@@ -6,44 +6,19 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from deployments.engines.llm.models.llama import renamed_experts
 from deployments.engines.llm.models.registry import AnyModel, LoadedModel, decoder_name
 from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.sequences.sequence import FittedLora, SequenceLora
 from deployments.engines.nn.lora import Pairs, check_targets
-from deployments.engines.protocol import EngineError, TextLora
-from weights.adapters import LoraAdapter, LoraPair
+from deployments.engines.records.protocol import EngineError, TextLora
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 _HEAD = "lm_head"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fitted:
-    """One adapter's pairs: those of the layers, and those of the head, which has other rows.
-
-    No other adapter ever has its `serial`.
-    """
-
-    serial: int
-    layers: Pairs
-    head: Pairs
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceLora:
-    """A LoRA that a sequence is computed with, and its strength. Equal ones change a token alike."""
-
-    key: str
-    fitted: _Fitted
-    scale: float
-
-    @property
-    def place(self) -> tuple[str, float, int]:
-        """Return its place among the LoRAs of a row: sums are rounded, so they are always added in one order."""
-        return self.key, self.scale, self.fitted.serial
 
 
 class DecoderLoras:
@@ -51,7 +26,7 @@ class DecoderLoras:
 
     def __init__(self, model: AnyModel) -> None:
         self._model = model
-        self._fitted: weakref.WeakKeyDictionary[LoraAdapter, _Fitted] = weakref.WeakKeyDictionary()
+        self._fitted: weakref.WeakKeyDictionary[LoraAdapter, FittedLora] = weakref.WeakKeyDictionary()
         self._serials = itertools.count()
 
     def fit(self, loras: Iterable[TextLora]) -> tuple[SequenceLora, ...]:
@@ -59,12 +34,12 @@ class DecoderLoras:
         found = [SequenceLora(lora.key, self._fit(lora.adapter), lora.scale) for lora in loras]
         return tuple(sorted((lora for lora in found if lora.scale), key=lambda lora: lora.place))
 
-    def _fit(self, adapter: LoraAdapter) -> _Fitted:
+    def _fit(self, adapter: LoraAdapter) -> FittedLora:
         if adapter not in self._fitted:
             pairs = self._checked(adapter)
             head = {path: pair for path, pair in pairs.items() if path == _HEAD}
             layers = {path: pair for path, pair in pairs.items() if path != _HEAD}
-            self._fitted[adapter] = _Fitted(next(self._serials), layers, head)
+            self._fitted[adapter] = FittedLora(next(self._serials), layers, head)
         return self._fitted[adapter]
 
     def _checked(self, adapter: LoraAdapter) -> Pairs:

@@ -8,25 +8,24 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.llm.kv_cache import KVCache, KvDtype
-from deployments.engines.llm.loras import SequenceLora
-from deployments.engines.llm.models.own_cache import OwnCacheModel, SequenceState
+from deployments.engines.llm.models.own_cache import OwnCacheModel
 from deployments.engines.llm.models.recurrent import StateStore, StepStates, plan_batches
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.models.step_rows import StepRows
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
-from deployments.engines.llm.paged_attention import StepAttention, Visible, plan_attention
-from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
-from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.llm.sampling.prompt_logprobs import ROWS_AT_ONCE
+from deployments.engines.llm.sequences.kv_cache import KVCache, KvDtype
+from deployments.engines.llm.sequences.paged_attention import StepAttention, Visible, plan_attention
+from deployments.engines.llm.sequences.sequence import Chunk, SequenceLora, SequenceState
 from deployments.engines.llm.split_layers import SplitLayers, SplitStep
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.lora import AdaptedRows, RowAdapter
-from deployments.engines.prompt_images import PromptImages
-from deployments.engines.protocol import EngineError
-from weights.adapters import LoraPair
+from deployments.engines.records.prompt_images import PromptImages
+from deployments.engines.records.protocol import EngineError
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import computes_on_host
+from weights.operations.adapters import LoraPair
 
 
 class ModelRunner:

@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import nn
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE
-from deployments.engines.llm.kv_cache import KVCache, LayerSlots
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
+from deployments.engines.llm.sequences.kv_cache import KVCache, LayerSlots
 from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 _WINDOW_TOKENS = 512
 

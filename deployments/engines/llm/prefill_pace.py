@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from deployments.engines.step_costs import StepCosts
+from deployments.engines.costs.step_costs import StepCosts
 
 FEWEST: Final = 4  # tokens; a prompt may be cut anywhere, but products of fewer rows are padded
 MAX_HELD_STEPS: Final = 2.0  # of another engine, which a step with prompts may hold up

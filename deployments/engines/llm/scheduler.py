@@ -4,134 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
 from deployments.engines.llm.prefill_pace import PrefillPace
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, BlockPool, blocks_for
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence, SequenceStatus, StepPlan
 from deployments.engines.llm.state_slots import StateSlots
-
-if TYPE_CHECKING:
-    from deployments.engines.llm.loras import SequenceLora
-    from deployments.engines.llm.models.own_cache import SequenceState
-    from deployments.engines.llm.paged_attention import SlotTable
-    from deployments.engines.llm.pooling import PooledStates
-    from deployments.engines.llm.prompt_logprobs import PromptLogprobs
-    from deployments.engines.prompt_images import PromptImages
 
 MAX_PREFILLING: Final = 4  # prompts that share a step when each could fill it
 MIN_SHARE: Final = 16  # tokens of a prompt's share of a step
-
-
-class SequenceStatus(Enum):
-    """The state of a sequence. A preempted sequence is WAITING again."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """Mutable state of one completion.
-
-    `token_ids` is the prompt followed by the completion. The keys and values of its first
-    `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order; of `num_cached_tokens` they were
-    there already when the sequence came. `scope` is what they depend on beside the tokens: the `loras`. `num_siblings`
-    sequences will be forked from this one when its prompt is computed: their seats are kept. With `prompt_logprobs`, or
-    where its hidden states are `pooled` and all count, every token of the prompt is computed, whatever is in the cache.
-    A model with a cache of its own keeps its `state` here, for as long as the sequence has its blocks. One with
-    recurrent layers has that behind the computed tokens in `state_slot`, and those that the next chunk will leave in
-    `next_states`; it keeps one at `state_cut`. Some of the prompt's tokens stand for its `images`.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    scope: bytes = b""
-    loras: tuple[SequenceLora, ...] = ()
-    prompt_logprobs: PromptLogprobs | None = None
-    pooled: PooledStates | None = None
-    images: PromptImages | None = None
-    num_siblings: int = 0
-    status: SequenceStatus = SequenceStatus.WAITING
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
-    block_keys: list[bytes] = field(default_factory=list)  # of the full blocks
-    known_keys: list[bytes] = field(default_factory=list)  # of all blocks that were asked for: tokens stay as they are
-    state: SequenceState | None = None
-    slots: SlotTable | None = None  # what attention knows of its blocks
-    state_slot: int | None = None
-    state_cut: int = 0
-    next_states: tuple[tuple[int, int], ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def keys_of(self, count: int) -> list[bytes]:
-        """Return the identities of its first `count` blocks, which are full. Each is computed once."""
-        for place in range(len(self.known_keys), count):
-            before = self.known_keys[-1] if place else self.scope
-            start, end = place * BLOCK_SIZE, (place + 1) * BLOCK_SIZE
-            if self.images is not None:
-                before += self.images.identity(start, end)
-            self.known_keys.append(block_key(before, self.token_ids[start:end]))
-        return self.known_keys[:count]
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Number of tokens drawn so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Number of tokens whose keys and values are still to be computed."""
-        return len(self.token_ids) - self.num_computed_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a step: tokens `start` to `end` of a sequence, whose earlier tokens are in the KV cache.
-
-    `is_last` tells that it reaches the end of what was known when it was made: then a token is sampled after it, unless
-    its hidden states were all that was wanted. Recurrent layers begin with the `state` in a slot, None for the first
-    token, and leave others: each the place in the sequence that it is behind, and its slot.
-    """
-
-    sequence: Sequence
-    start: int
-    end: int
-    is_last: bool
-    state: int | None = None
-    kept_states: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def has_logits(self) -> bool:
-        """Return whether a token is sampled after it."""
-        return self.is_last and self.sequence.pooled is None
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """The work of a step: first whole blocks are copied, each (from, to) in this order, then the chunks are run.
-
-    The first `num_decoding` chunks are tokens of sequences that decode, the others are parts of prompts.
-    """
-
-    chunks: tuple[Chunk, ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
-    num_decoding: int = 0
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return how many tokens of prompts the step computes."""
-        return sum(chunk.num_tokens for chunk in self.chunks[self.num_decoding :])
 
 
 class Scheduler:

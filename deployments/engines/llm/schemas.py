@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 MAX_SCHEMA_CHARS: Final = 2**16
 _FORMATS: Final = frozenset(

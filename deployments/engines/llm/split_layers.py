@@ -15,11 +15,11 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from deployments.engines.llm.kv_cache import KVCache
 from deployments.engines.llm.models.llama import Rotary, RotaryAngles
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
-from deployments.engines.llm.paged_attention import LayerAttention, StepAttention
+from deployments.engines.llm.sequences.kv_cache import KVCache
+from deployments.engines.llm.sequences.paged_attention import LayerAttention, StepAttention
 from weights.memory.block_plan import Rates, choose_way
 from weights.memory.block_stream import BlockStream
 from weights.memory.layer_plan import layer_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, BlockPool
 
 if TYPE_CHECKING:
-    from deployments.engines.llm.scheduler import Chunk, Sequence
+    from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 
 SLOTS_PER_SEQUENCE = 3  # for each that runs: its state, its next one, and one at a place where a prompt was cut
 

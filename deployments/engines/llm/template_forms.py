@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
-from deployments.engines.chat_rendering import render_chat_template
+from deployments.engines.libraries.chat_rendering import render_chat_template
 from deployments.engines.llm.answer_forms import (
     REASONING_FORMS,
     TOOL_FORMS,
@@ -27,7 +27,7 @@ from deployments.engines.llm.answer_forms import (
 from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import Function, whole_calls
 from deployments.engines.llm.tokenizer import chat_template
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 _FUNCTION: Final = Function(
     name="look_up", parameters={"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}

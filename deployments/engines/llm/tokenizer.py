@@ -13,13 +13,13 @@ from typing import Any, Final
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engines.chat_rendering import prepare_chat_template
-from deployments.engines.config_files import read_config
+from deployments.engines.libraries.chat_rendering import prepare_chat_template
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.libraries.tokenizer_files import check_tokenizer, check_tokenizer_files
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
-from deployments.engines.protocol import EngineError
-from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
-from weights.panics import panics_as_errors
+from deployments.engines.records.protocol import EngineError
+from weights.platform.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import torch
 
 from deployments.engines.native.building import VARIANTS, BuildFailed, built_library
-from weights.private_folder import cache_folder, check_cache_folder
-from weights.processor import processor_flags
+from weights.platform.private_folder import cache_folder, check_cache_folder
+from weights.platform.processor import processor_flags
 
 logger = logging.getLogger(__name__)
 

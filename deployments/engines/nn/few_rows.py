@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from deployments.engines.library_seam import has_hooks
+from deployments.engines.libraries.library_seam import has_hooks
 from deployments.engines.native.library import load_kernels
 
 MOST_ROWS: Final = 32

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deployments.engines.library_seam import QUICK_ATTENTION, QUICK_POSITIONS, has_known_forward
+from deployments.engines.libraries.library_seam import QUICK_ATTENTION, QUICK_POSITIONS, has_known_forward
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from deployments.engines.library_seam import scaled_product
+from deployments.engines.libraries.library_seam import scaled_product
 from deployments.engines.nn.batch_invariant import linear
 
 SCALE_NAME: Final = "weight_scale"

@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
-from deployments.engines.protocol import EngineError
-from weights.adapters import LoraPair
-from weights.torch_seam import forward_hooks_of
+from deployments.engines.records.protocol import EngineError
+from weights.operations.adapters import LoraPair
+from weights.platform.torch_seam import forward_hooks_of
 
 Pairs = Mapping[str, LoraPair]
 FittedPairs = Mapping[nn.Module, LoraPair]  # by the layers that an adapter changes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -25,16 +25,15 @@ from deployments.engines.nn.batch_invariant import linear
 from deployments.engines.nn.packed_weights import (
     DENSE_KINDS,
     WITHOUT_TRITON,
+    Arithmetic,
     PackedWeight,
     fits_kernel,
     packed_weight,
     unpack_rows,
 )
-from deployments.engines.protocol import EngineError
-from weights.loading.views import memory_form
+from deployments.engines.records.protocol import EngineError
+from weights.platform.torch_dtypes import memory_form
 
-Arithmetic = Literal["fast", "deterministic", "exact"]
-ARITHMETICS: Final = get_args(Arithmetic)
 _TILE_BYTES: Final = 8 * 2**20  # of unpacked float32 rows
 
 

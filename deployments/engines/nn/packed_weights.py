@@ -6,14 +6,20 @@ ggml-common.h.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 
 from deployments.engines.native.library import PackedMatrix, load_kernels
-from deployments.engines.protocol import EngineError
-from weights.dtypes import BLOCK_SIZES
+from deployments.engines.records.protocol import EngineError
 from weights.formats.ggml_values import UNPACKED_KINDS, unpack_blocks
+from weights.records.dtypes import BLOCK_SIZES
+
+Arithmetic = Literal["fast", "deterministic", "exact"]
+
+
+ARITHMETICS: Final = get_args(Arithmetic)
+
 
 DENSE_KINDS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 GROUP_INT8: Final = "GROUP_INT8"

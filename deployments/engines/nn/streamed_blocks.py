@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weights.memory.block_stream import BlockStream
-from weights.torch_seam import buffers_of, parameters_of
+from weights.platform.torch_seam import buffers_of, parameters_of
 
 _ATTRIBUTE: Final = "_atelier_streaming"
 

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deployments.engines.nn.packed_linear import Arithmetic
-from deployments.engines.nn.packed_weights import PackedWeight
+from deployments.engines.nn.packed_weights import Arithmetic, PackedWeight
 
 _FEW_ROWS: Final = 16  # the least that a tensor core multiplies
 _MOST_ROWS: Final = 64

@@ -20,15 +20,15 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
-from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.building.build import IMPORT_LOCK
 from deployments.engines.programs.compiling import CompiledGraph, begin_compiling, has_traced_strides, is_output
-from weights.errors import FormatError
-from weights.manifest import Component
-from weights.private_folder import cache_folder
+from weights.platform.private_folder import cache_folder
 from weights.programs.exported import bound_tensors, open_graph
 from weights.programs.onnx_models import graph_for_session
 from weights.programs.onnx_sessions import error_text, onnxruntime, open_session, run_options
 from weights.programs.signature import ProgramSignature, signature_of
+from weights.records.errors import FormatError
+from weights.records.manifest import Component
 
 MAX_GRAPHS: Final = 32
 

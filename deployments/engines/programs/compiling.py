@@ -36,12 +36,12 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from weights.manifest import Component
-from weights.private_folder import private_folder
-from weights.processor import processor_flags
+from weights.platform.private_folder import private_folder
+from weights.platform.processor import processor_flags
+from weights.platform.torch_seam import compile_graph, open_compiled
 from weights.programs.exported import open_graph
 from weights.programs.signature import ProgramSignature, signature_of
-from weights.torch_seam import compile_graph, open_compiled
+from weights.records.manifest import Component
 
 COMPILE_TIMEOUT_S: Final = 1800
 MAX_PACKAGES: Final = 64  # of a node, a few MB each

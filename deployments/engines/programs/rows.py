@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deployments.engines.memory_limits import is_out_of_memory
+from deployments.engines.costs.memory_limits import is_out_of_memory
 from deployments.engines.programs.bound import ServedProgram
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.forward_plan import plan_forwards
+from weights.platform.torch_dtypes import TORCH_DTYPES
 from weights.programs.signature import BATCH, ProgramTensor
-from weights.torch_dtypes import TORCH_DTYPES
 
 Tensors = Mapping[str, torch.Tensor]
 # What torch raises for values that a graph cannot take: an index beyond a table, a size that an assertion forbids.

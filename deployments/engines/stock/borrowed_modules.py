@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deployments.engines.nn.streamed_blocks import is_streamed
-from weights.torch_seam import buffers_of, forward_hooks_of
+from weights.platform.torch_seam import buffers_of, forward_hooks_of
 
 _EMPTY: Final[dict[Any, Any]] = {}  # most modules have no hooks
 _LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -18,10 +18,16 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.graph.workspace import LendingMemory
-from deployments.engines.memory_limits import forget_frames, is_out_of_memory
-from deployments.engines.protocol import ComputationFailed, DenoiseTimes, DiffusionOutput, EngineError, StockRequest
+from deployments.engines.records.protocol import (
+    ComputationFailed,
+    DenoiseTimes,
+    DiffusionOutput,
+    EngineError,
+    StockRequest,
+)
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
 from deployments.engines.stock.footprints import METHODS
 from deployments.engines.stock.inputs import CallInputs

@@ -25,14 +25,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from deployments.engines.graph.recording import Recorder, fake_copy, record, tensors_in
-from deployments.engines.protocol import EngineError, StockRequest
+from deployments.engines.records.protocol import EngineError, StockRequest
 from deployments.engines.stock.borrowed_modules import BorrowedModules
 from deployments.engines.stock.inputs import CallInputs
 from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.outputs import audio_channels, sample_rate
 from deployments.engines.stock.texts import weightless, with_own
-from weights.manifest import Component
-from weights.torch_seam import TO_COPY, DispatchMode, fake_mode, is_fake, is_written_to, without_modes
+from weights.platform.torch_seam import TO_COPY, DispatchMode, fake_mode, is_fake, is_written_to, without_modes
+from weights.records.manifest import Component
 
 METHODS: Final = ("forward", "encode", "decode")  # of a module, that pipelines call
 _HOST: Final = torch.device("cpu")  # where rehearsals run

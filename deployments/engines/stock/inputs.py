@@ -22,7 +22,7 @@ import PIL.Image
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from deployments.engines.protocol import EngineError, StockRequest
+from deployments.engines.records.protocol import EngineError, StockRequest
 from weights.memory.devices import host_generator
 
 _ATOMS: Final = (bool, int, float, str, type(None))

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.library_classes import (
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.libraries.library_classes import (
     LIBRARIES,
     has_model_class,
     has_part_class,
@@ -25,8 +25,8 @@ from deployments.engines.library_classes import (
     library_folder,
     version,
 )
-from deployments.engines.protocol import EngineError
-from deployments.engines.tokenizer_files import check_tokenizer
+from deployments.engines.libraries.tokenizer_files import check_tokenizer
+from deployments.engines.records.protocol import EngineError
 
 _CLASS: Final = re.compile(r"^class (\w+Pipeline)\b", re.MULTILINE)
 _OUTPUT: Final = re.compile(r"Output$")

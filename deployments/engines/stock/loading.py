@@ -14,15 +14,15 @@ from typing import Any, Final
 from torch import nn
 from transformers import AutoTokenizer, ProcessorMixin
 
-from deployments.engines.build import IMPORT_LOCK
-from deployments.engines.config_files import read_config
+from deployments.engines.building.build import IMPORT_LOCK
 from deployments.engines.diffusion.solvers import SolverFactory
-from deployments.engines.library_classes import LIBRARIES, is_pipeline_folder
-from deployments.engines.library_seam import pipeline_arguments
-from deployments.engines.processors import load_image_processor
-from deployments.engines.protocol import EngineError
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.libraries.library_classes import LIBRARIES, is_pipeline_folder
+from deployments.engines.libraries.library_seam import pipeline_arguments
+from deployments.engines.libraries.processors import load_image_processor
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts
-from weights.panics import panics_as_errors
+from weights.platform.panics import panics_as_errors
 
 _ONLY_IN_TILES: Final = ("AutoencoderKLAllegro",)  # diffusers has no other way for it, and leaves this one off
 

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from deployments.engines.build import build_module
-from deployments.engines.protocol import ComputationFailed, EngineError, StockRequest
+from deployments.engines.building.build import build_module
+from deployments.engines.records.protocol import ComputationFailed, EngineError, StockRequest
 from deployments.engines.stock.inputs import CallInputs
 from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.text_parts import ENCODE, asks_once
-from weights.loading.views import memory_form
-from weights.manifest import Component
+from weights.platform.torch_dtypes import memory_form
+from weights.records.manifest import Component
 
 _FORM: Final = "form"  # the tensor that has the structure of a result, as JSON
 _PLACE: Final = "device"  # the parameter that every process fills in itself

@@ -20,14 +20,15 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from configs.model import TextPadding
-from deployments.engines.build import IMPORT_LOCK, build_module
-from deployments.engines.config_files import read_config
-from deployments.engines.embedding_rules import Prompts, check_dimensions, read_prompts
+from deployments.engines.building.build import IMPORT_LOCK, build_module
+from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.libraries.embedding_rules import Prompts, check_dimensions, read_prompts
+from deployments.engines.libraries.tokenizer_files import check_tokenizer, check_tokenizer_files
 from deployments.engines.native.library import load_kernels
-from deployments.engines.prompt_images import PromptImage
-from deployments.engines.protocol import (
+from deployments.engines.records.prompt_images import PromptImage
+from deployments.engines.records.protocol import (
     LAST,
     PENULTIMATE,
     ClipLayer,
@@ -51,10 +52,9 @@ from deployments.engines.text.forwards import (
 from deployments.engines.text.known import ScoringRule, encoder_class, read_scoring_rule
 from deployments.engines.text.sentence_layers import Pooling, load_pooling, scores_of
 from deployments.engines.text.tokens import LearnedWords, TextPair, TextTokenizer, TokenizedText
-from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import SentenceStage
-from weights.panics import panics_as_errors
+from weights.platform.panics import panics_as_errors
 
 _Outputs = Mapping[str, torch.Tensor]
 

@@ -13,15 +13,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from deployments.engines.building.skeletons import blank_module
 from deployments.engines.graph.footprint import ROUNDING_BYTES, Footprint, fit_footprint
 from deployments.engines.graph.recording import Recorder, Recording, fake_weights, record
-from deployments.engines.protocol import PENULTIMATE
-from deployments.engines.skeletons import blank_module
+from deployments.engines.records.protocol import PENULTIMATE
 from deployments.engines.text.encoder import OPTIONAL_PARTS, position_limit
 from deployments.engines.text.forwards import encoder_family_of, run_layers
 from deployments.engines.text.known import PROMPT_READERS
-from weights.manifest import Component
-from weights.torch_seam import fake_mode
+from weights.platform.torch_seam import fake_mode
+from weights.records.manifest import Component
 
 _TEXTS: Final = (1, 2, 16)  # of the recordings of a length: from two on, a forward's peak is linear in its texts
 _LEAST_TOKENS: Final = 16

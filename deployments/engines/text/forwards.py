@@ -24,14 +24,14 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.library_seam import attends_by_sdpa, has_known_layers
+from deployments.engines.libraries.library_seam import attends_by_sdpa, has_known_layers
 from deployments.engines.nn.few_rows import multiply_few
-from deployments.engines.protocol import LAST, PENULTIMATE, ClipLayer, EngineError
+from deployments.engines.records.protocol import LAST, PENULTIMATE, ClipLayer, EngineError
 from deployments.engines.text.forward_plan import ForwardLimits
 from deployments.engines.text.known import PROMPT_READERS
 from deployments.engines.text.sentence_layers import Pooling
 from weights.formats.classifier import SUFFIX
-from weights.torch_seam import is_fake
+from weights.platform.torch_seam import is_fake
 
 PER_TEXT = ("pooled", "embedding")  # outputs with one vector per text; the others have a row per token
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from deployments.engines.config_files import read_config
-from deployments.engines.protocol import EngineError
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.records.protocol import EngineError
 from weights.formats.classifier import SUFFIX, read_labels
 from weights.formats.dense_head import POOLED, DenseConfig
 

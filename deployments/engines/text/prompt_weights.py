@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 ROUND: Final = 1.1
 MAX_WEIGHT: Final = 10.0

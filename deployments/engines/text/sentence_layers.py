@@ -13,13 +13,13 @@ from typing import Final
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.embedding_rules import read_pooling_rule
-from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.engines.libraries.embedding_rules import read_pooling_rule
+from deployments.engines.records.protocol import ComputationFailed, EngineError
 from deployments.engines.text.known import ACTIVATIONS, POOLINGS, SOFTMAX, ScoringRule, check_head
-from weights.errors import FormatError
 from weights.formats.dense_head import DenseConfig, check_dense_tensors, read_dense_config
 from weights.formats.encoder_files import SentenceStage
-from weights.torch_dtypes import DTYPE_NAMES
+from weights.platform.torch_dtypes import DTYPE_NAMES
+from weights.records.errors import FormatError
 
 _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = dict(
     zip(ACTIVATIONS, (lambda scores_BC: scores_BC, torch.tanh, torch.relu, F.gelu, torch.sigmoid), strict=True)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from deployments.engines.chat_rendering import render_chat_template
-from deployments.engines.prompt_images import PromptImage
-from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
+from deployments.engines.libraries.chat_rendering import render_chat_template
+from deployments.engines.records.prompt_images import PromptImage
+from deployments.engines.records.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.prompt_weights import WeightedText, parse_weights
 from weights.formats.learned_words import pattern_of
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Self
 
 from configs.access import AccessConfig
-from deployments.errors import NotAllowed, NotAuthenticated, RateLimited
 from deployments.ingress.access.keys import KeyEntry, KeysFile
+from deployments.records.errors import NotAllowed, NotAuthenticated, RateLimited
 
 # What a request needs: nothing, any key, or an admin key.
 Need = Literal["nothing", "key", "admin"]

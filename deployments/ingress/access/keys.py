@@ -30,7 +30,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from configs.access import MaxConcurrent, MaxPriority, RequestRate
 from configs.errors import Problem
 from configs.model import ModelId
-from weights.storage.durable import move
+from weights.platform.durable import move
 
 _PREFIX: Final = "atl_"  # so that a leaked key is found by programs that look for secrets
 _KEY_BYTES: Final = 32

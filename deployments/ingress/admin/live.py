@@ -17,21 +17,14 @@ from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from cluster.placement.link import QueuesAway
-from deployments.errors import Overloaded, ServiceError
-from deployments.ingress.admin.metrics import Queues
-from deployments.ingress.admin.operations import Operations, Page
-from deployments.ingress.admin.picture import (
-    MAX_REQUESTS,
-    Chronicle,
-    Nearness,
-    Picture,
-    changes_of,
-    nearness_of,
-    picture_of,
-)
-from deployments.ingress.responses import EventStream, documented, event_of
-from deployments.tasks import shared_task
+from cluster.placement.serving.link import QueuesAway
+from deployments.ingress.admin.picture import MAX_REQUESTS, Chronicle, Picture, changes_of, nearness_of, picture_of
+from deployments.ingress.messages.responses import EventStream, documented, event_of
+from deployments.ingress.service.model_answers import Nearness
+from deployments.ingress.service.operations import Operations, Page
+from deployments.ingress.service.queues import Queues
+from deployments.records.errors import Overloaded, ServiceError
+from deployments.records.tasks import shared_task
 
 PERIOD_S: Final = 1.0
 MAX_VIEWERS: Final = 32

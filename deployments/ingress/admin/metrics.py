@@ -18,14 +18,14 @@ import httpx
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import AdmissionSnapshot
-from cluster.placement.link import QueuesAway, SlotLink
-from cluster.telemetry import Exporter, with_measured_sums
+from cluster.placement.serving.link import QueuesAway
+from cluster.process.telemetry import Exporter, with_measured_sums
 from configs.admission import AdmissionConfig
-from deployments.errors import NoReplica
-from deployments.ingress.responses import Answer, call_aside, documented, json_response
-from deployments.tasks import shared_task
+from deployments.ingress.messages.responses import Answer, call_aside, documented, json_response
+from deployments.ingress.service.queues import AdmissionAnswer, Queues, describe_admission
+from deployments.records.errors import NoReplica
+from deployments.records.tasks import shared_task
 
 _Labels = dict[str, str]
 _LOOK_S: Final = 5.0  # Prometheus gives up after 10 s
@@ -36,7 +36,6 @@ _MAX_CONNECTIONS: Final = 16
 _UP: Final = "atelier_node_metrics_up"
 _HEAD: Final = f"# HELP {_UP} Whether the node's exporter answered for this page.\n# TYPE {_UP} gauge\n"
 _AWAY = "the controller is restarting; try again"
-Queues = Dispatcher | SlotLink  # the queue of the only ingress, or those of several together
 
 
 class _Metric(NamedTuple):
@@ -186,19 +185,6 @@ class NodeMetrics:
         return await call_aside(len(found), with_measured_sums, text if text.endswith("\n") else f"{text}\n")
 
 
-class AdmissionAnswer(Answer):
-    """The settings, and the queue of the cluster: by model, by replica of each pool, waiting by tenant.
-
-    `shares` have what waits, started and was refused of a tenant for a model, those with most of it.
-    """
-
-    admission: AdmissionConfig
-    models: list[dict[str, Any]]
-    replicas: dict[str, list[dict[str, Any]]]
-    tenants: dict[str, int]
-    shares: list[dict[str, Any]]
-
-
 class EndedAnswer(Answer):
     """Requests that have ended, oldest first, with the seconds of their arrival, start and end."""
 
@@ -246,18 +232,6 @@ def _as_unavailable() -> Iterator[None]:
         yield
     except QueuesAway as error:
         raise NoReplica(str(error)) from None
-
-
-async def describe_admission(queue: Queues) -> AdmissionAnswer:
-    """Return the queue as it is. Raises QueuesAway."""
-    snapshot = await queue.snapshot()
-    return AdmissionAnswer(
-        admission=AdmissionConfig(**queue.config.model_dump()),
-        models=[asdict(load) for load in snapshot.models],
-        replicas={pool: [asdict(load) for load in loads] for pool, loads in snapshot.replicas.items()},
-        tenants=dict(snapshot.tenants),
-        shares=[asdict(load) for load in snapshot.shares],
-    )
 
 
 def admission_metrics(snapshot: AdmissionSnapshot) -> str:

@@ -7,27 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic_core import to_json
 
+from deployments.ingress.service.model_answers import Nearness, NearTier
+
 Picture = dict[str, dict[str, Any]]
-NearTier = Literal["resident", "memory", "disk"]
 MAX_REQUESTS: Final = 400  # that have ended, in a picture
 MAX_SWITCHES: Final = 100
 _WHOLE: Final = 0.98  # of a model's bytes: what lies between them in an extent is not the model's
-
-
-@dataclass(frozen=True, slots=True)
-class Nearness:
-    """The nearness of a model: ready in a replica, in a node's memory, or on disk.
-
-    `ready_in_s` is what the controller reckons until a worker could start it; None where it plans nothing.
-    """
-
-    tier: NearTier
-    ready_in_s: float | None = None
 
 
 def nearness_of(cluster: Mapping[str, Any], decisions: Mapping[str, Any]) -> dict[str, Nearness]:

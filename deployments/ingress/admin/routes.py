@@ -19,16 +19,18 @@ from ray.exceptions import RayActorError, RayTaskError
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from cluster.errors import OverrideRefused
-from cluster.placement.actor import Controller
-from cluster.placement.link import QueuesAway
-from cluster.placement.overrides import OverrideChange, Overrides
-from cluster.ray_calls import call_actor
-from cluster.telemetry import node_exporters
+from cluster.placement.serving.actor import Controller
+from cluster.placement.serving.link import QueuesAway
+from cluster.process.ray_calls import call_actor
+from cluster.process.telemetry import node_exporters
+from cluster.records.errors import OverrideRefused
+from cluster.records.overrides import OverrideChange, Overrides
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig, ModelId
-from deployments.errors import Conflict, InvalidRequest, NoReplica
-from deployments.ingress.admin.answers import (
+from deployments.ingress.admin.metrics import NodeMetrics, ResidencyMetrics, add_admission_routes, admission_metrics
+from deployments.ingress.messages.bodies import JsonRoute
+from deployments.ingress.messages.responses import Answer, documented, json_response
+from deployments.ingress.service.answers import (
     BatchingAnswer,
     ClusterAnswer,
     HealthAnswer,
@@ -40,14 +42,12 @@ from deployments.ingress.admin.answers import (
     Tier,
     UnregisteredAnswer,
 )
-from deployments.ingress.admin.metrics import NodeMetrics, ResidencyMetrics, add_admission_routes, admission_metrics
-from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.catalog import Health
-from deployments.ingress.openai.models import ModelAnswer
-from deployments.ingress.responses import Answer, documented, json_response
-from deployments.ingress.service import PROBE_TIMEOUT_S, Service
+from deployments.ingress.service.catalog import Health
+from deployments.ingress.service.model_answers import ModelAnswer
+from deployments.ingress.service.operations import MAX_MODELS, MAX_NODES, Operations, Page
+from deployments.ingress.service.service import PROBE_TIMEOUT_S, Service
 from deployments.records import RequestModel
+from deployments.records.errors import Conflict, InvalidRequest, NoReplica
 
 MAX_DECISIONS: Final = 500
 _CALL_S: Final = 10.0

@@ -18,10 +18,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from configs.cluster import ClusterConfig, LimitsConfig
-from deployments.errors import InvalidRequest, UnknownModel
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.compat.a1111_bodies import (
     AUTOMATIC,
     NONE,
@@ -46,12 +43,15 @@ from deployments.ingress.compat.a1111_bodies import (
     resized,
     upscalers,
 )
+from deployments.ingress.messages.bodies import JsonRoute
+from deployments.ingress.messages.responses import INFERENCE_ERRORS, Answer, documented_as, json_response, server_timing
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import describe_image, encode_image
-from deployments.ingress.responses import INFERENCE_ERRORS, Answer, documented_as, json_response, server_timing
-from deployments.ingress.service import Service
+from deployments.ingress.service.catalog import ModelCard
+from deployments.ingress.service.service import Service
 from deployments.pipelines.runner import run_together
 from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.records.errors import InvalidRequest, UnknownModel
 from weights.residency.recent import Recent
 
 # Lists that clients fetch with the others.

@@ -18,14 +18,14 @@ from pydantic import Field
 from starlette.responses import Response
 
 from configs.cluster import LimitsConfig
-from deployments.engines.diffusion.input_images import resize_pixels
-from deployments.errors import InvalidRequest
+from deployments.engines.records.input_images import resize_pixels
+from deployments.ingress.messages.responses import Answer, Failure, json_response
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.image_files import SAMPLER_NAMES
 from deployments.ingress.openai.uploads import decode_base64_within
-from deployments.ingress.responses import Answer, Failure, json_response
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import NO_PROMPT, Count, ImageRequest, Name, RequestModel, as_record
+from deployments.records.errors import InvalidRequest
 
 LANCZOS: Final = "Lanczos"
 NONE: Final = "None"

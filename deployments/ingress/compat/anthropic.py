@@ -19,10 +19,8 @@ from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
-from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
-from deployments.ingress.openai.chat_images import ChatImages, ImageSource, content_of
-from deployments.ingress.responses import (
+from deployments.ingress.messages.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     Answer,
     Failure,
@@ -34,8 +32,10 @@ from deployments.ingress.responses import (
     server_timing,
     stream_events,
 )
-from deployments.ingress.service import Service
+from deployments.ingress.openai.chat_images import ChatImages, ImageSource, content_of
+from deployments.ingress.service.service import Service
 from deployments.records import MAX_INT32, MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, TextResult
+from deployments.records.errors import InvalidRequest
 
 StopReason = Literal["end_turn", "max_tokens", "tool_use"]
 _STOP_REASONS: Final[dict[str, StopReason]] = {"length": "max_tokens", "tool_calls": "tool_use"}

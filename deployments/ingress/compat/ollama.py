@@ -19,9 +19,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import FunctionName, Tool
-from deployments.errors import GenerationFailed, InvalidRequest
-from deployments.ingress.admin.operations import Page
-from deployments.ingress.bodies import AnyTypeRoute
 from deployments.ingress.compat.ollama_answers import (
     SPOKEN_VERSION,
     ChatLine,
@@ -37,8 +34,8 @@ from deployments.ingress.compat.ollama_answers import (
     running_model,
     shown_model,
 )
-from deployments.ingress.openai.chat_images import SCHEMES, ChatImages, ImageSource, content_of
-from deployments.ingress.responses import (
+from deployments.ingress.messages.bodies import AnyTypeRoute
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     call_aside,
     documented_as,
@@ -49,7 +46,9 @@ from deployments.ingress.responses import (
     server_timing,
     stream_events,
 )
-from deployments.ingress.service import Service
+from deployments.ingress.openai.chat_images import SCHEMES, ChatImages, ImageSource, content_of
+from deployments.ingress.service.operations import Page
+from deployments.ingress.service.service import Service
 from deployments.records import (
     LEAST_TOP_P,
     ChatRequest,
@@ -62,6 +61,7 @@ from deployments.records import (
     TextChunk,
     as_record,
 )
+from deployments.records.errors import GenerationFailed, InvalidRequest
 
 _LATEST: Final = ":latest"  # the tag that Ollama's clients add to names
 _OPTIONS: Final = {

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 from starlette.responses import Response
 
 from deployments.engines.llm.chat import CalledTool, whole_calls
-from deployments.ingress.catalog import ModelCard
+from deployments.ingress.messages.responses import Answer, Failure, json_response
 from deployments.ingress.openai.text_answers import ChatToken, chat_tokens
-from deployments.ingress.responses import Answer, Failure, json_response
+from deployments.ingress.service.catalog import ModelCard
 from deployments.records import TextChunk, TextResult, TokenText
 
 # Clients compare it with what they need: that of the Ollama whose API this is.

@@ -15,15 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import Tool
-from deployments.errors import InvalidRequest, ModelUnavailable
-from deployments.ingress.bodies import JsonRoute, LenientBody, warning_header
 from deployments.ingress.kserve.models import is_any_answering
 from deployments.ingress.kserve.tensors import server_metadata
+from deployments.ingress.messages.bodies import JsonRoute, LenientBody, warning_header
+from deployments.ingress.messages.responses import INFERENCE_ERRORS, Answer, documented, json_response
 from deployments.ingress.openai.chat_images import ChatImages
 from deployments.ingress.openai.text import ChatMessage
-from deployments.ingress.responses import INFERENCE_ERRORS, Answer, documented, json_response
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, as_record
+from deployments.records.errors import InvalidRequest, ModelUnavailable
 
 _UNDER_V1: Final = frozenset(
     {"chat", "classify", "completions", "embeddings", "images", "models", "rerank", "responses", "score"}

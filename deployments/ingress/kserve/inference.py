@@ -12,8 +12,6 @@ from typing import Final
 import numpy as np
 
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.models import (
     EMBEDDING,
     PIPELINE,
@@ -48,8 +46,9 @@ from deployments.ingress.kserve.tensors import (
     server_metadata,
     texts,
 )
-from deployments.ingress.service import Service
-from deployments.ingress.terms import current_terms, with_fields
+from deployments.ingress.messages.terms import current_terms, with_fields
+from deployments.ingress.service.catalog import ModelCard
+from deployments.ingress.service.service import Service
 from deployments.pipelines.records import PipelineRequest, Signature, TensorValue, text_tensor
 from deployments.pipelines.runner import run_together
 from deployments.records import (
@@ -68,8 +67,9 @@ from deployments.records import (
     as_record,
     warnings_by_item,
 )
-from deployments.services.output_channel import OutputChannel
-from deployments.tasks import Deadline
+from deployments.records.errors import InvalidRequest
+from deployments.records.tasks import Deadline
+from deployments.replicas.output_channel import OutputChannel
 from weights.programs.signature import BATCH
 
 MAX_ID_CHARS: Final = 1024
@@ -80,7 +80,7 @@ _NO_LABELS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
 
 
 class Inference:
-    """The answering side of every transport. All methods raise the ServiceErrors of `deployments.errors`.
+    """The answering side of every transport. All methods raise the ServiceErrors of `deployments.records.errors`.
 
     `statistics` count every request for a model that exists, answered or not.
     """

@@ -13,11 +13,11 @@ from typing import Final, NotRequired
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.batching import BatchingConfig
-from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.tensors import VERSION, ModelMetadata
-from deployments.ingress.service import PROBE_TIMEOUT_S, Service
+from deployments.ingress.service.catalog import ModelCard
+from deployments.ingress.service.service import PROBE_TIMEOUT_S, Service
 from deployments.pipelines.records import Signature, TensorSpec, TensorValue, fits_shape, program_specs
+from deployments.records.errors import InvalidRequest, ModelUnavailable, UnknownModel
 
 
 def _option(name: str, datatype: str) -> TensorSpec:

@@ -32,10 +32,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, Literal
 
-from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.tensors import VERSION, Parameters
-from deployments.ingress.service import Service
+from deployments.ingress.service.catalog import ModelCard
+from deployments.ingress.service.service import Service
+from deployments.records.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from weights.residency.recent import Recent
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
@@ -57,7 +57,7 @@ class ModelIndex:
 
 
 class Repository:
-    """The model repository of the cluster. All methods raise the ServiceErrors of `deployments.errors`."""
+    """The model repository of the cluster. All methods raise the ServiceErrors of `deployments.records.errors`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

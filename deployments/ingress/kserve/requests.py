@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from configs.batching import MAX_PRIORITY_LEVELS
 from configs.cluster import MAX_LORAS
-from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.tensors import Parameters, shown, texts
 from deployments.pipelines.records import TensorSpec, TensorValue
 from deployments.records import (
@@ -25,6 +24,7 @@ from deployments.records import (
     ScoringRequest,
     as_record,
 )
+from deployments.records.errors import InvalidRequest
 
 _PARAMETER_TYPES: Final[dict[str, tuple[tuple[type, ...], str]]] = {
     "BYTES": ((str,), "text"),

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from configs.cluster import SharedMemoryConfig
-from deployments.errors import InvalidRequest, NotAllowed, Overloaded
 from deployments.ingress.kserve.tensors import (
     InferRequest,
     InferResponse,
@@ -30,6 +29,7 @@ from deployments.ingress.kserve.tensors import (
     from_bytes,
     to_bytes,
 )
+from deployments.records.errors import InvalidRequest, NotAllowed, Overloaded
 
 _FOLDER: Final = Path("/dev/shm")  # noqa: S108  # where POSIX keeps shared memory
 _KEY: Final = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9._-]{0,250})")
@@ -110,7 +110,7 @@ class _Region:
 class SharedMemory:
     """The regions of all clients of one ingress replica, each seen by its owner only. Lives on one event loop.
 
-    Without `config` it is switched off. All methods raise the ServiceErrors of `deployments.errors`.
+    Without `config` it is switched off. All methods raise the ServiceErrors of `deployments.records.errors`.
     """
 
     def __init__(self, config: SharedMemoryConfig | None, folder: Path = _FOLDER) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.distribution import installed_version
-from deployments.errors import InvalidRequest
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, bytes_data, text_tensor
+from deployments.records.errors import InvalidRequest
 
 MAX_RANK: Final = 32
 MAX_ELEMENTS: Final = 2**31 - 1

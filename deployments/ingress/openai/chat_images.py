@@ -22,14 +22,14 @@ import numpy.typing as npt
 
 from cluster.admission.fair_slots import FairSlots, SlotsFull
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest, QueueFull, RequestTooLarge
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.bodies import body_bytes
+from deployments.ingress.messages.bodies import body_bytes
+from deployments.ingress.messages.terms import within_request_time
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.uploads import decode_base64_image, decode_image
-from deployments.ingress.service import Service
-from deployments.ingress.terms import within_request_time
+from deployments.ingress.service.service import Service
 from deployments.records import ChatRequest, as_record
+from deployments.records.errors import InvalidRequest, QueueFull, RequestTooLarge
 
 SCHEMES: Final = ("http://", "https://")
 _FETCH_S: Final = 10.0  # for one image

@@ -21,10 +21,9 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from deployments.engines.protocol import Pooling
-from deployments.errors import GenerationFailed, InvalidRequest
-from deployments.ingress.bodies import ClientPart, JsonRoute, warning_header
-from deployments.ingress.responses import (
+from deployments.engines.records.protocol import Pooling
+from deployments.ingress.messages.bodies import ClientPart, JsonRoute, warning_header
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     Answer,
     TimesMs,
@@ -35,7 +34,7 @@ from deployments.ingress.responses import (
     rounded,
     server_timing,
 )
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import (
     CacheUse,
     Count,
@@ -46,6 +45,7 @@ from deployments.records import (
     UserName,
     as_record,
 )
+from deployments.records.errors import GenerationFailed, InvalidRequest
 
 EncodingFormat = Literal["float", "base64"]
 

@@ -9,9 +9,8 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import from_json
 
 from configs.cluster import LimitsConfig
-from deployments.engines.diffusion.input_images import resize_pixels
-from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import ClientPart, Seed
+from deployments.engines.records.input_images import resize_pixels
+from deployments.ingress.messages.bodies import ClientPart, Seed
 from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.openai.uploads import DecodedImage, decode_base64_within, decode_image, decode_named
 from deployments.records import (
@@ -26,6 +25,7 @@ from deployments.records import (
     UserName,
     as_record,
 )
+from deployments.records.errors import InvalidRequest
 
 IMAGE: Final = "a PNG, JPEG or WebP file in base64, or a data URL of one"
 NAMED: Final = f"images by the names of the class's parameters, a list where it takes several: {IMAGE}"

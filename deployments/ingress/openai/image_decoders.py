@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from cluster.admission.fair_slots import FairSlots, SlotsFull
-from cluster.processes import start_connected
-from deployments.errors import InvalidRequest, Overloaded, QueueFull
+from cluster.process.processes import start_connected
 from deployments.ingress.access.callers import current_tenant
+from deployments.ingress.messages.terms import within_request_time
 from deployments.ingress.openai.image_decoder import MODULE, PIXELS_OF_CPU_S, DecodeJob, DecodeReply
-from deployments.ingress.terms import within_request_time
+from deployments.records.errors import InvalidRequest, Overloaded, QueueFull
 
 MAX_READERS: Final = 2  # processes that decode at once; they have a low priority
 MAX_WAITING: Final = 64  # requests whose images nobody reads yet: their bodies take memory

@@ -27,11 +27,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
 from configs.cluster import ImageLinksConfig
-from deployments.errors import Overloaded
-from deployments.ingress.responses import Failure, documented, failure_response
+from deployments.ingress.messages.responses import Failure, documented, failure_response
 from deployments.records import ImageRequest, ImageResult
-from weights.private_folder import private_folder, temporary_folder
-from weights.storage.durable import replaced
+from deployments.records.errors import Overloaded
+from weights.platform.durable import replaced
+from weights.platform.private_folder import private_folder, temporary_folder
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 _SOFTWARE: Final = "Atelier"

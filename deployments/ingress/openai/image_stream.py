@@ -25,11 +25,8 @@ from starlette.responses import Response
 
 from cluster.admission.fair_slots import release_read_slot
 from configs.cluster import ImageStreamsConfig
-from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.openai.image_bodies import ImagesBody
-from deployments.ingress.openai.image_files import ImageDescription, ImageFormat, describe_image, encode_image
-from deployments.ingress.responses import (
+from deployments.ingress.messages.responses import (
     Answer,
     EventStream,
     Failure,
@@ -43,10 +40,13 @@ from deployments.ingress.responses import (
     json_text,
     rounded,
 )
-from deployments.ingress.terms import Terms, current_terms
+from deployments.ingress.messages.terms import Terms, current_terms
+from deployments.ingress.openai.image_bodies import ImagesBody
+from deployments.ingress.openai.image_files import ImageDescription, ImageFormat, describe_image, encode_image
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
-from deployments.services.output_channel import OutputChannel
-from deployments.tasks import shared_task
+from deployments.records.errors import InvalidRequest, Overloaded
+from deployments.records.tasks import shared_task
+from deployments.replicas.output_channel import OutputChannel
 
 ImagePieces = OutputChannel[ImageProgress | ImageResult]
 Task = Literal["image_generation", "image_edit"]

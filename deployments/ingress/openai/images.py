@@ -16,7 +16,16 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.cluster import LimitsConfig
-from deployments.ingress.bodies import JsonRoute, warning_header
+from deployments.ingress.messages.bodies import JsonRoute, warning_header
+from deployments.ingress.messages.responses import (
+    INFERENCE_ERRORS,
+    documented,
+    error_event,
+    json_response,
+    json_with_list,
+    server_timing,
+    stream_events,
+)
 from deployments.ingress.openai.image_bodies import EditBody, GenerationBody, ImagesBody, VariationBody
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import ImageFormat, ImageLinks, describe_image, encode_image
@@ -29,16 +38,7 @@ from deployments.ingress.openai.image_stream import (
     origin_of,
 )
 from deployments.ingress.openai.uploads import read_form, validated
-from deployments.ingress.responses import (
-    INFERENCE_ERRORS,
-    documented,
-    error_event,
-    json_response,
-    json_with_list,
-    server_timing,
-    stream_events,
-)
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import ImageRequest, ImageResult
 
 # With `stream`, events as in image_stream.py.

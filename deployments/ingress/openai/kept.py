@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from configs.cluster import StoredResponsesConfig, VideosConfig
-from deployments.errors import QueueFull
-from weights.private_folder import private_folder, temporary_folder
-from weights.storage.durable import replaced
+from deployments.records.errors import QueueFull
+from weights.platform.durable import replaced
+from weights.platform.private_folder import private_folder, temporary_folder
 
 _DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _BUSY_S: Final = 2.0  # to wait for another replica's write

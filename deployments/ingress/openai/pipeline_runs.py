@@ -16,12 +16,8 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, StageConfig, is_optional, plain_type
-from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.image_files import encode_image
-from deployments.ingress.openai.uploads import decode_base64_within
-from deployments.ingress.responses import (
+from deployments.ingress.messages.bodies import JsonRoute
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     Answer,
     call_aside,
@@ -33,7 +29,10 @@ from deployments.ingress.responses import (
     rounded,
     stream_events,
 )
-from deployments.ingress.service import Service
+from deployments.ingress.openai.image_decoders import ImageReaders
+from deployments.ingress.openai.image_files import encode_image
+from deployments.ingress.openai.uploads import decode_base64_within
+from deployments.ingress.service.service import Service
 from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
 from deployments.pipelines.records import (
     NUMPY_DTYPES,
@@ -45,7 +44,8 @@ from deployments.pipelines.records import (
 )
 from deployments.pipelines.runner import StageProgress
 from deployments.records import RequestModel
-from deployments.services.output_channel import OutputChannel
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.output_channel import OutputChannel
 
 _MAX_SHOWN: Final = 4096  # numbers of an output; a tensor of more is for /v2
 _Pieces = OutputChannel[StageProgress | PipelineResult]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 from deployments.engines.llm.chat import CalledTool
-from deployments.ingress.responses import Answer, TimesMs, event_of, failure_of, json_text, rounded
+from deployments.ingress.messages.responses import Answer, TimesMs, event_of, failure_of, json_text, rounded
 from deployments.records import TextChunk, TextResult
 
 _ITEM_ID: Final = re.compile(r"(?:msg|fc|rs)_([0-9a-f]{32})_[0-9]{1,4}")

@@ -22,18 +22,16 @@ from deployments.engines.llm.chat import (
     ToolCall,
     ToolChoice,
 )
-from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import ClientPart, JsonRoute, MaxTokens, NoneOrTokens, TextSeed, TopP, warning_header
-from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
-from deployments.ingress.openai.text_answers import (
-    Calls,
-    ChatAnswer,
-    ChatForm,
-    CompletionAnswer,
-    CompletionForm,
-    TextForm,
+from deployments.ingress.messages.bodies import (
+    ClientPart,
+    JsonRoute,
+    MaxTokens,
+    NoneOrTokens,
+    TextSeed,
+    TopP,
+    warning_header,
 )
-from deployments.ingress.responses import (
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     documented,
     error_response,
@@ -43,7 +41,16 @@ from deployments.ingress.responses import (
     server_timing,
     stream_events,
 )
-from deployments.ingress.service import Service
+from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
+from deployments.ingress.openai.text_answers import (
+    Calls,
+    ChatAnswer,
+    ChatForm,
+    CompletionAnswer,
+    CompletionForm,
+    TextForm,
+)
+from deployments.ingress.service.service import Service
 from deployments.records import (
     MAX_INT32,
     MAX_STOPS,
@@ -57,6 +64,7 @@ from deployments.records import (
     UserName,
     as_record,
 )
+from deployments.records.errors import InvalidRequest
 
 
 class StreamOptions(ClientPart):

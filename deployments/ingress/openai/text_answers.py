@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from deployments.engines.llm.chat import CalledTool
-from deployments.ingress.responses import Answer, TimesMs, rounded
+from deployments.ingress.messages.responses import Answer, TimesMs, rounded
 from deployments.records import TextChoice, TextChunk, TextResult, TokenText
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]

@@ -19,13 +19,9 @@ from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES, LimitsConfig
 from deployments.engines.llm.chat import FunctionName, ReasoningEffort
-from deployments.errors import InvalidRequest, RequestTooLarge
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.bodies import ClientPart, JsonRoute, LeftOut, TopP, warning_header
-from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
-from deployments.ingress.openai.kept import StoredResponse, StoredResponses
-from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm, response_id_of
-from deployments.ingress.responses import (
+from deployments.ingress.messages.bodies import ClientPart, JsonRoute, LeftOut, TopP, warning_header
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     Answer,
     Failure,
@@ -35,8 +31,12 @@ from deployments.ingress.responses import (
     server_timing,
     stream_events,
 )
-from deployments.ingress.service import Service
+from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
+from deployments.ingress.openai.kept import StoredResponse, StoredResponses
+from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm, response_id_of
+from deployments.ingress.service.service import Service
 from deployments.records import MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, UserName
+from deployments.records.errors import InvalidRequest, RequestTooLarge
 
 _MAX_CHAIN: Final = 1024  # responses that follow on each other
 

@@ -22,11 +22,11 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from configs.cluster import LimitsConfig
-from deployments.engines.sounds import Sound, why_no_form
-from deployments.errors import InvalidRequest
+from deployments.engines.records.sounds import Sound, why_no_form
+from deployments.ingress.messages.responses import call_aside
 from deployments.ingress.openai.image_decoder import DecodeReply
 from deployments.ingress.openai.image_decoders import DECODERS
-from deployments.ingress.responses import call_aside
+from deployments.records.errors import InvalidRequest
 
 _MAX_FILES: Final = 8
 _MAX_FIELDS: Final = 64

@@ -18,22 +18,9 @@ from starlette.responses import FileResponse, Response
 
 from cluster.admission.fair_slots import release_read_slot
 from configs.cluster import LimitsConfig, VideosConfig
-from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_max_concurrent, current_tenant
-from deployments.ingress.bodies import ClientPart, Seed, warning_header
-from deployments.ingress.openai.image_bodies import NAMED, NamedFiles, Size, from_form, sides_of
-from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.kept import KeptVideo, KeptVideos, Status
-from deployments.ingress.openai.uploads import (
-    AudioFile,
-    decode_audio,
-    decode_named,
-    is_wav,
-    read_form,
-    split_extra,
-    validated,
-)
-from deployments.ingress.responses import (
+from deployments.ingress.messages.bodies import ClientPart, Seed, warning_header
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     Answer,
     Failure,
@@ -46,8 +33,20 @@ from deployments.ingress.responses import (
     rounded,
     server_timing,
 )
-from deployments.ingress.service import Service
-from deployments.ingress.terms import Terms, current_terms
+from deployments.ingress.messages.terms import Terms, current_terms
+from deployments.ingress.openai.image_bodies import NAMED, NamedFiles, Size, from_form, sides_of
+from deployments.ingress.openai.image_decoders import ImageReaders
+from deployments.ingress.openai.kept import KeptVideo, KeptVideos, Status
+from deployments.ingress.openai.uploads import (
+    AudioFile,
+    decode_audio,
+    decode_named,
+    is_wav,
+    read_form,
+    split_extra,
+    validated,
+)
+from deployments.ingress.service.service import Service
 from deployments.records import (
     MAX_NAMED_IMAGES,
     ClipOptions,
@@ -59,8 +58,9 @@ from deployments.records import (
     VideoOptions,
     as_record,
 )
-from deployments.tasks import shared_task
-from weights.panics import panics_as_errors
+from deployments.records.errors import InvalidRequest, Overloaded
+from deployments.records.tasks import shared_task
+from weights.platform.panics import panics_as_errors
 
 _REFERENCE: Final = "input_reference"
 _FIRST_IMAGE, _VIDEO = "image", "video"  # the parameters of diffusers' classes for it

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actor_names import (
+from cluster.records.actor_names import (
     cluster_key,
     clusters_of,
     controller_name,

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from cluster.actor_names import names_of_cluster
-from cluster.errors import SessionError
-from cluster.ray_calls import end_actors
+from cluster.process.ray_calls import end_actors
+from cluster.records.actor_names import names_of_cluster
+from cluster.records.errors import SessionError
 
 OF_ONE = partial(names_of_cluster, "one")
 
@@ -46,7 +46,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> NamedActors:
     monkeypatch.setattr("ray.util.list_named_actors", made.listed)
     monkeypatch.setattr("ray.get_actor", made.get)
     monkeypatch.setattr("ray.kill", made.kill)
-    monkeypatch.setattr("cluster.ray_calls._POLL_S", 0.001)
+    monkeypatch.setattr("cluster.process.ray_calls._POLL_S", 0.001)
     return made
 
 

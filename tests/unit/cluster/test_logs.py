@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cluster.logs import _AccessLogFilter, _without_texts, bound_access_log, configure_logs
+from cluster.process.logs import _AccessLogFilter, _without_texts, bound_access_log, configure_logs
 
 
 class Lines(logging.Handler):
@@ -112,7 +112,7 @@ def test_an_exception_is_written_without_what_it_quotes(fail: Callable[[], Any],
 
 SCRIPT = """
 import logging
-from cluster.logs import configure_logs
+from cluster.process.logs import configure_logs
 configure_logs(FORM)
 configure_logs(FORM)
 logging.getLogger("atelier.keeper").warning("%s extents", 3)

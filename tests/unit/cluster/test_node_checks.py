@@ -15,7 +15,7 @@ import pytest
 import ray
 from kit.clock import Clock
 
-from cluster.node_checks import (
+from cluster.start.node_checks import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     LOOK_S,
@@ -43,7 +43,7 @@ def config(**more: Any) -> ClusterConfig:
 
 def code_of(tree: Path) -> list[str]:
     """Return the code that a process runs whose rooms are those of another tree."""
-    program = "from cluster.node_checks import running_code; print(*running_code(), sep='\\n')"
+    program = "from cluster.start.node_checks import running_code; print(*running_code(), sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tree,
@@ -180,7 +180,7 @@ def test_each_node_is_asked_and_what_does_not_answer_or_breaks_is_told_with_the_
     nodes = Nodes({"10.0.0.1": look_at_node, "10.0.0.2": other_code, "10.0.0.3": broken, "10.0.0.4": None})
     for name in ("remote", "wait", "get"):
         monkeypatch.setattr(ray, name, getattr(nodes, name))
-    monkeypatch.setattr("cluster.registry.node_keepers.node_addresses", lambda: nodes.addresses)
+    monkeypatch.setattr("cluster.process.ray_calls.node_addresses", lambda: nodes.addresses)
     found = sorted(node_problems(Wanted({"grpc.port": ("127.0.0.1", free_port())}, needs_haproxy=False)))
     assert [line.split()[1] for line in found] == ["10.0.0.2", "10.0.0.3", "10.0.0.4"]
     assert "has Atelier 0 (0), and this cluster Atelier" in found[0]

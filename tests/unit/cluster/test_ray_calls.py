@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.ray_calls import get
-from weights.errors import BudgetExceeded
+from cluster.process.ray_calls import get
+from weights.records.errors import BudgetExceeded
 
 
 class View:
@@ -31,7 +31,7 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 raise value
         return values
 
-    monkeypatch.setattr("cluster.ray_calls.ray.get", ray_get)
+    monkeypatch.setattr("cluster.process.ray_calls.ray.get", ray_get)
     gc.collect()
     gc.disable()
     yield

@@ -15,10 +15,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from cluster.errors import RayIncompatible
 from cluster.ray_seam.replica_http import put_before_serve
 from cluster.ray_seam.request_context import current_request_id, set_request_id
-from cluster.request_ids import RequestIds, accepted, part_id
+from cluster.ray_seam.request_ids import RequestIds, accepted, part_id
+from cluster.records.errors import RayIncompatible
 from infra.ports import free_port
 
 

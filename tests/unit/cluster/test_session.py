@@ -20,9 +20,9 @@ import ray
 from ray._private.services import find_bootstrap_address
 from ray._private.utils import check_version_info, compute_version_info
 
-from cluster import session
-from cluster.errors import SessionError
-from cluster.session import (
+from cluster.records.errors import SessionError
+from cluster.start import session
+from cluster.start.session import (
     SessionFile,
     SessionRecord,
     _check_port_free,
@@ -36,7 +36,7 @@ from cluster.session import (
 from configs.cluster import ClusterConfig
 from configs.http import HttpConfig
 from infra.ports import free_port
-from weights.private_folder import private_folder
+from weights.platform.private_folder import private_folder
 
 SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -53,7 +53,7 @@ def mine() -> SessionRecord:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.session._ray_processes", list)
+    monkeypatch.setattr("cluster.start.session._ray_processes", list)
 
 
 def write(folder: Path, record: SessionRecord, **changes: Any) -> Path:
@@ -300,7 +300,7 @@ def test_an_environment_that_decides_about_tokens_is_left_alone(
 
 def test_clusters_are_found_without_importing_ray() -> None:
     """Ray takes most of a second, and every command that asks a cluster begins here."""
-    code = "import sys, deployments.cli.client, cluster.session; sys.exit('ray' in sys.modules)"
+    code = "import sys, deployments.console.client, cluster.start.session; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, get_args
 import pytest
 from unit.counting import operations
 
-from cluster import telemetry
 from cluster.admission.records import AdmissionSnapshot, ModelLoad
-from cluster.telemetry import ControllerMetrics, EdgeMetrics, LoadMetrics, RequestMetrics, with_measured_sums
+from cluster.process import telemetry
+from cluster.process.telemetry import ControllerMetrics, EdgeMetrics, LoadMetrics, RequestMetrics, with_measured_sums
 from deployments.ingress.admin.metrics import admission_metrics
 from weights.reading.report import Stage, StageFigures
 

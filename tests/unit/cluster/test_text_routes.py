@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 from kit.seeding import seeded_random
 
-from cluster.text_routes import FEW_TEXTS, SPREAD, TextCalls, encoder_for, is_route, route_of
+from cluster.records.text_routes import FEW_TEXTS, SPREAD, TextCalls, encoder_for, is_route, route_of
 
 NUM_TEXTS = 4000
 

@@ -12,14 +12,14 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cluster import tracing
-from cluster.tracing import NO_SPAN, begin_tracing, called, link, serve_tracing, span, tracing_environment
+from cluster.process import tracing
+from cluster.process.tracing import NO_SPAN, begin_tracing, called, link, serve_tracing, span, tracing_environment
 from configs.cluster import ClusterConfig, TracingConfig
 from configs.errors import ConfigError
-from deployments.engines.protocol import TextDelta, TextRequest
-from deployments.services.replica_calls import ReplicaCalls
-from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.tasks import Deadline
+from deployments.engines.records.protocol import TextDelta, TextRequest
+from deployments.records.tasks import Deadline
+from deployments.replicas.replica_calls import ReplicaCalls
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
 
 SETTINGS = TracingConfig(endpoint="http://127.0.0.1:4318/v1/traces")
 
@@ -143,7 +143,7 @@ def test_serve_is_told_what_the_config_says(monkeypatch: pytest.MonkeyPatch) -> 
     told = serve_tracing(SETTINGS.model_copy(update={"sampling_ratio": 0.5}))["tracing_config"]
     checked = schema.TracingConfig(**told)
     assert (checked.enabled, checked.sampling_ratio) == (True, 0.5)
-    assert checked.exporter_import_path == "cluster.tracing.span_processors"
+    assert checked.exporter_import_path == "cluster.process.tracing.span_processors"
     assert tracing_environment(SETTINGS) == {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": SETTINGS.endpoint}
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
-from weights.externalize import externalize
-from weights.manifest import ExtentRef, Manifest
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.records.manifest import ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 
 class CountedExtents(LocalExtents):

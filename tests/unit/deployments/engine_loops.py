@@ -8,9 +8,9 @@ from typing import Any
 
 from deployments.local import LocalModels
 from deployments.records import ImageRequest, ImageResult, TextChunk, TextRequestRecord
+from deployments.replicas.output_channel import OutputChannel
+from deployments.replicas.step_loop import EngineLoop
 from deployments.services.image_service import EncodeText, ImagePiece, ImageService
-from deployments.services.output_channel import OutputChannel
-from deployments.services.step_loop import EngineLoop
 from deployments.services.text_service import TextService
 
 

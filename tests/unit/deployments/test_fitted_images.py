@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from configs.model import GenerationDefaults
-from deployments.defaults import with_image_defaults
-from deployments.engines.diffusion.input_images import resize_pixels
-from deployments.fitted_images import with_fitting_images
+from deployments.engines.records.input_images import resize_pixels
 from deployments.records import ControlNetUse, ImageRequest
+from deployments.requests.defaults import with_image_defaults
+from deployments.requests.fitted_images import with_fitting_images
 
 FLUX, SDXL, SD = "FluxPipeline", "StableDiffusionXLPipeline", "StableDiffusionPipeline"
 
@@ -90,7 +90,7 @@ def test_a_resize_needs_no_more_memory_than_its_images() -> None:
     """PIL's own way from 16x32768 to 32768x16 pixels is by 32768x32768: 3 GiB."""
     code = """
 import resource, numpy as np
-from deployments.engines.diffusion.input_images import resize_pixels
+from deployments.engines.records.input_images import resize_pixels
 pixels = np.zeros((32768, 16, 3), np.uint8)
 held = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_DATA, (held + 2**28, -1))

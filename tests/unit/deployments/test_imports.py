@@ -21,9 +21,9 @@ def modules(package: str) -> list[str]:
 
 CONFIGS = ("configs", modules("configs"), ["ray", "torch", "numpy", "fastapi"])
 CLI = ("cli", ["deployments.cli.main"], ["torch", "ray", "transformers", "diffusers", "fastapi"])
-CLIENT = ("client", ["deployments.cli.client", "deployments.records"], ["torch", "ray"])
+CLIENT = ("client", ["deployments.console.client", "deployments.records"], ["torch", "ray"])
 CONTROL_PLANE = ("cluster", modules("cluster"), ["torch", "transformers", "diffusers", "deployments"])
-DRIVER = ("driver", ["deployments.app", "deployments.cli.running"], ["torch", "transformers", "diffusers", "scipy"])
+DRIVER = ("driver", ["deployments.app", "deployments.console.running"], ["torch", "transformers", "diffusers", "scipy"])
 INGRESS = ("ingress", ["deployments.ingress.http"], ["torch", "transformers", "diffusers", "scipy"])
 FOR_CUDA = ("deployments.engines.nn.triton_products",)  # triton comes with CUDA builds of torch
 ENGINES = (

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from configs.cluster import ClusterConfig
-from deployments.errors import InvalidRequest
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
+from deployments.records.errors import InvalidRequest
 
 pytestmark = pytest.mark.slow  # imports diffusers
 

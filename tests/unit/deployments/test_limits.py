@@ -9,10 +9,10 @@ import pytest
 
 from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
-from deployments.defaults import with_image_defaults
-from deployments.errors import InvalidRequest
-from deployments.limits import check_clip, check_head, check_image, check_text
 from deployments.records import ClipRequest, CompletionRequest, HeadRequest, ImageRequest
+from deployments.records.errors import InvalidRequest
+from deployments.requests.defaults import with_image_defaults
+from deployments.requests.limits import check_clip, check_head, check_image, check_text
 from deployments.services.image_requests import conditioning_request, denoise_request
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from configs.cluster import ClusterConfig
-from deployments.errors import InvalidRequest, ModelUnavailable
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
+from deployments.records.errors import InvalidRequest, ModelUnavailable
 
 pytestmark = pytest.mark.slow  # imports diffusers
 

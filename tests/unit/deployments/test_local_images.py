@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 from configs.cluster import ClusterConfig
-from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.local import LocalModels
 from deployments.records import ControlNetUse, ImageRequest
+from deployments.records.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from infra.bench.original_names import unet_of_ldm, vae_of_ldm
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.slow  # imports diffusers
 

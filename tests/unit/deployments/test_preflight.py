@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from cluster.registry.importing import import_checkpoint
 from configs.model import ModelConfig
 from deployments.preflight import check_config
-from weights.intake import import_model
-from weights.store import WeightStore
+from weights.operations.intake import import_model
+from weights.storage.store import WeightStore
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "infra" / "demo" / "models"

@@ -14,21 +14,10 @@ import pytest
 from kit.panics import Panic
 from pydantic import ValidationError
 
-from cluster.errors import KeeperFailed
+from cluster.records.errors import KeeperFailed
 from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
-from deployments.defaults import with_image_defaults, with_text_defaults
-from deployments.engines.protocol import ComputationFailed, EngineError
-from deployments.errors import (
-    GenerationFailed,
-    InvalidRequest,
-    ModelUnavailable,
-    Overloaded,
-    ServiceError,
-    UnknownModel,
-    as_service_errors,
-)
-from deployments.limits import check_image
+from deployments.engines.records.protocol import ComputationFailed, EngineError
 from deployments.records import (
     MAX_SEED,
     ChatRequest,
@@ -39,8 +28,19 @@ from deployments.records import (
     TextOptions,
     as_record,
 )
+from deployments.records.errors import (
+    GenerationFailed,
+    InvalidRequest,
+    ModelUnavailable,
+    Overloaded,
+    ServiceError,
+    UnknownModel,
+    as_service_errors,
+)
+from deployments.requests.defaults import with_image_defaults, with_text_defaults
+from deployments.requests.limits import check_image
 from deployments.services.image_requests import ignored_inputs
-from weights.errors import BudgetExceeded, ExtentCorrupt
+from weights.records.errors import BudgetExceeded, ExtentCorrupt
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
 IMAGE = {"model": "m", "prompt": "p"}

@@ -8,8 +8,8 @@ import threading
 import pytest
 from kit.panics import Panic
 
-from deployments.tasks import in_thread
-from weights.panics import Panicked
+from deployments.records.tasks import in_thread
+from weights.platform.panics import Panicked
 
 
 async def test_results_and_errors_come_through() -> None:

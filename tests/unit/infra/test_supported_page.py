@@ -12,7 +12,7 @@ from deployments.cli.main import _app
 from deployments.cli.models import read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, RECURRENT, SEEING
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class
 from deployments.engines.stock.text_parts import text_parts
 from infra.supported import encoders, pipelines

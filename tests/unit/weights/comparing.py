@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from weights.manifest import Manifest, TensorRef
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.platform.torch_dtypes import TORCH_DTYPES
+from weights.records.manifest import Manifest, TensorRef
 
 
 def raw(tensor: torch.Tensor) -> bytes:

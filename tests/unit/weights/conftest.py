@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from unit.weights.small_disk import NUM_PAGES, PAGE_BYTES
 
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 Tensors = Mapping[str, torch.Tensor]
 WriteModel = Callable[..., Path]

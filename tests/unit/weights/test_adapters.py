@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
-from weights.adapters import load_adapter
-from weights.errors import AdapterError
-from weights.externalize import externalize
 from weights.formats.folder import LORA_FILE
 from weights.formats.lora import METADATA_KEY, LoraConfig, read_lora_configs
-from weights.store import WeightStore
+from weights.operations.adapters import load_adapter
+from weights.operations.externalize import externalize
+from weights.records.errors import AdapterError
+from weights.storage.store import WeightStore
 
 PATH = "transformer.blocks.0.to_q"
 

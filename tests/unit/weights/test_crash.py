@@ -18,12 +18,12 @@ import torch
 from kit.seeding import seeded_random
 from safetensors.torch import load_file
 
-from weights.externalize import externalize
-from weights.loader import load_from_store
-from weights.maintenance import gc
-from weights.manifest import Layout
-from weights.repair import verify
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.maintenance import gc
+from weights.operations.repair import verify
+from weights.records.manifest import Layout
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +34,10 @@ NUM_WRITERS = 6
 WRITER = """
 import sys
 from pathlib import Path
-from weights.externalize import externalize
-from weights.layouts import convert
-from weights.maintenance import gc
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert
+from weights.operations.maintenance import gc
+from weights.storage.store import WeightStore
 store = WeightStore(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()

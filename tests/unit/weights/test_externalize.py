@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.weights.comparing import files, random_tensors, same
 
-from weights.errors import FormatError, StoreError
-from weights.externalize import externalize
 from weights.formats.folder import LORA_FILE
 from weights.formats.safetensors import read_header
-from weights.loader import load_from_store
-from weights.maintenance import gc, remove_model
-from weights.manifest import Layout
-from weights.repair import verify
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.maintenance import gc, remove_model
+from weights.operations.repair import verify
+from weights.records.errors import FormatError, StoreError
+from weights.records.manifest import Layout
 from weights.storage.hashing import hash_tensors
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 
@@ -82,7 +82,7 @@ def test_an_unchanged_source_needs_no_writable_store(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    monkeypatch.setattr("weights.externalize.hash_tensors", None)
+    monkeypatch.setattr("weights.operations.externalize.hash_tensors", None)
     assert externalize(store, "m", source) == first
     monkeypatch.undo()
     (store.path / ".lock").unlink()
@@ -222,7 +222,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
         write_model("m", {"a": torch.rand(1000)})
         return hashed
 
-    monkeypatch.setattr("weights.externalize.hash_tensors", hash_slowly)
+    monkeypatch.setattr("weights.operations.externalize.hash_tensors", hash_slowly)
     with pytest.raises(FormatError, match="changed while it was read"):
         externalize(store, "m", source, layout=layout)
     assert store.model_names() == []

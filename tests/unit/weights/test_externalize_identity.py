@@ -13,13 +13,13 @@ from kit.seeding import seeded_rng
 from safetensors.torch import load_file, save_file
 from unit.weights.comparing import random_tensors, same
 
-from weights.errors import StoreVersionError
-from weights.externalize import externalize
 from weights.formats.folder import LORA_FILE
 from weights.formats.lora import METADATA_KEY
-from weights.loader import load_from_store
-from weights.manifest import Component, TensorRef
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.records.errors import StoreVersionError
+from weights.records.manifest import Component, TensorRef
+from weights.storage.store import WeightStore
 
 
 def test_a_shared_component_is_the_same_module(store: WeightStore, write_pipeline) -> None:

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from unit.weights.comparing import files, random_tensors, raw, refs, same
 
-from weights.dtypes import ITEM_BYTES
-from weights.externalize import externalize
-from weights.loader import load_from_store
-from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.repair import verify
 from weights.reading.extents import read_extent
-from weights.repair import verify
-from weights.store import WeightStore
+from weights.records.dtypes import ITEM_BYTES
+from weights.records.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout
+from weights.storage.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 

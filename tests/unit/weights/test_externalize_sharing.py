@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.weights.comparing import same
 
-from weights.externalize import externalize
-from weights.loader import load_from_store
-from weights.manifest import ExtentRef, Layout, Manifest
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.repair import verify
 from weights.reading.extents import read_extent
-from weights.repair import verify
+from weights.records.manifest import ExtentRef, Layout, Manifest
 from weights.storage.index import StoreMeta
 from weights.storage.packs import SharedExtents
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 
 def flip_bit(store: WeightStore, manifest: Manifest, component: str, name: str) -> None:

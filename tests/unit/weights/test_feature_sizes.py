@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from weights.errors import FormatError
-from weights.externalize import externalize
-from weights.feature_sizes import FeatureSizes, feature_sizes
 from weights.formats.safetensors import read_header
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.feature_sizes import FeatureSizes, feature_sizes
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 

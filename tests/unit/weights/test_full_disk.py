@@ -16,14 +16,14 @@ import pytest
 import torch
 from unit.weights.small_disk import PAGE_BYTES, fill, free_pages
 
-from weights.errors import DiskFull
-from weights.externalize import externalize
-from weights.layouts import convert
-from weights.maintenance import Moment, gc, remove_model
-from weights.repair import repair, verify
-from weights.storage.durable import allocated_bytes, remove_path
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert
+from weights.operations.maintenance import Moment, gc, remove_model
+from weights.operations.repair import repair, verify
+from weights.platform.durable import allocated_bytes, remove_path
+from weights.records.errors import DiskFull
 from weights.storage.index import StoreMeta
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 WRITERS: dict[str, Callable[[WeightStore, Path], Any]] = {
     "combined": lambda store, source: externalize(store, "new", source),
@@ -157,7 +157,7 @@ class _Full:
 
         patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Connection))
         patch.setattr(Path, "write_bytes", functools.partialmethod(_Full._write, self, Path.write_bytes))
-        patch.setattr("weights.maintenance.remove_path", self._remove)
+        patch.setattr("weights.operations.maintenance.remove_path", self._remove)
 
     @staticmethod
     def _write(path: Path, full: _Full, write: Callable[[Path, bytes], int], data: bytes) -> int:

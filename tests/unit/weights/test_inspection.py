@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from weights.errors import ModelNotStored
-from weights.externalize import externalize
-from weights.maintenance import StoreTotals, summarize, totals
-from weights.manifest import Layout
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.maintenance import StoreTotals, summarize, totals
+from weights.records.errors import ModelNotStored
+from weights.records.manifest import Layout
+from weights.storage.store import WeightStore
 
 
 @pytest.mark.parametrize("layout", ["combined", "separate", "inline"])

@@ -13,9 +13,9 @@ from onnx.helper import make_graph, make_model, make_node, make_tensor_value_inf
 from onnx.numpy_helper import from_array, to_array
 from safetensors.torch import load_file
 
-from weights.errors import StoreError, WeightsError
-from weights.intake import import_model, write_back
-from weights.store import WeightStore
+from weights.operations.intake import import_model, write_back
+from weights.records.errors import StoreError, WeightsError
+from weights.storage.store import WeightStore
 
 
 @pytest.fixture

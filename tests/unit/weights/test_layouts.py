@@ -14,14 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from unit.weights.comparing import files
 
-from weights.errors import ExtentCorrupt, ModelNotStored, StoreError
-from weights.externalize import externalize
-from weights.layouts import convert, write_inline
-from weights.loader import load_from_store
-from weights.maintenance import gc, remove_model
-from weights.manifest import Layout
-from weights.repair import verify
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert, write_inline
+from weights.operations.maintenance import gc, remove_model
+from weights.operations.repair import verify
+from weights.records.errors import ExtentCorrupt, ModelNotStored, StoreError
+from weights.records.manifest import Layout
+from weights.storage.store import WeightStore
 
 DEMO_MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")

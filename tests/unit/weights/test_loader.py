@@ -11,14 +11,14 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 
-from weights.errors import WeightsError
-from weights.externalize import externalize
-from weights.loader import LoadedFiles, load_model, windows
+from weights.loading.loader import LoadedFiles, load_model, windows
+from weights.loading.provider import LocalExtents
 from weights.loading.views import attach
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef
-from weights.provider import LocalExtents
-from weights.store import WeightStore
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.operations.externalize import externalize
+from weights.platform.torch_dtypes import TORCH_DTYPES
+from weights.records.errors import WeightsError
+from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
+from weights.storage.store import WeightStore
 
 
 class CountedExtents(LocalExtents):

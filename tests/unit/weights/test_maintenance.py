@@ -13,16 +13,16 @@ import pytest
 import torch
 from unit.weights.comparing import files
 
-from weights.errors import ModelNotStored, StoreError
-from weights.externalize import externalize
-from weights.layouts import convert
-from weights.loader import load_from_store
-from weights.maintenance import Moment, gc, remove_model, this_moment
-from weights.manifest import Layout
-from weights.repair import verify
-from weights.storage.durable import allocated_bytes
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert
+from weights.operations.maintenance import Moment, gc, remove_model, this_moment
+from weights.operations.repair import verify
+from weights.platform.durable import allocated_bytes
+from weights.records.errors import ModelNotStored, StoreError
+from weights.records.manifest import Layout
 from weights.storage.index import StoreIndex, StoreMeta
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 
@@ -278,7 +278,7 @@ def test_indices_are_published_before_bytes_go(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("weights.maintenance.remove_path", remove_one)
+        patch.setattr("weights.operations.maintenance.remove_path", remove_one)
         for _ in range(4):
             with pytest.raises(KeyboardInterrupt):
                 gc(store)
@@ -297,7 +297,7 @@ def test_where_holes_are_refused_the_bytes_are_reported(
     externalize(store, "b", write_model("b", {"z": shared}))
     remove_model(store, "a")
     with monkeypatch.context() as patch:
-        patch.setattr("weights.maintenance.punch", lambda path, ranges: False)
+        patch.setattr("weights.operations.maintenance.punch", lambda path, ranges: False)
         report = gc(store)
     assert (report.removed[1:], report.freed_bytes >= 0) == ((), True)
     assert report.unfreed_bytes == 36_864

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kit.panics import Panic
 
-from weights.panics import Panicked, as_error, panics_as_errors, telling
+from weights.platform.panics import Panicked, as_error, panics_as_errors, telling
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError()])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weights.private_folder import private_folder
+from weights.platform.private_folder import private_folder
 
 
 def test_it_is_made_for_this_user_alone_whatever_the_umask_and_taken_again(tmp_path: Path) -> None:

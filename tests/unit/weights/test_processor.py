@@ -14,9 +14,9 @@ from unit.weights.formats.test_published_quantization import save
 
 from cluster.registry.importing import import_checkpoint
 from configs.model import AdapterConfig, ModelConfig
-from weights.externalize import externalize, unpacked_bytes
-from weights.processor import auto_dtype
-from weights.store import WeightStore
+from weights.operations.externalize import externalize, unpacked_bytes
+from weights.platform.processor import auto_dtype
+from weights.storage.store import WeightStore
 
 MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 NO_F16, NEITHER = "auto without F16", "auto without BF16 and F16"
@@ -112,7 +112,7 @@ def test_an_import_says_which_types_were_widened(tmp_path: Path) -> None:
 
 def test_the_line_at_start_names_the_models_and_the_way_out() -> None:
     from cluster.registry.directory import ModelRecord
-    from deployments.cli.running import widened_line
+    from deployments.console.running import widened_line
 
     records = [ModelRecord("plain", "ready"), ModelRecord("sd15", "ready", widened=("F16",))]
     assert widened_line(records[:1]) is None
@@ -127,7 +127,7 @@ def test_the_line_at_start_names_the_models_and_the_way_out() -> None:
 
 def test_the_line_about_unpacked_weights_says_their_bytes(store: WeightStore, tmp_path: Path) -> None:
     from cluster.registry.directory import ModelRecord
-    from deployments.cli.running import unpacked_line, widened_line
+    from deployments.console.running import unpacked_line, widened_line
 
     parts = {"qweight": np.zeros((4, 8), np.int32), "qzeros": np.zeros((2, 1), np.int32)}
     parts |= {"scales": np.ones((2, 8), np.float16), "g_idx": np.arange(32, dtype=np.int32) % 2}

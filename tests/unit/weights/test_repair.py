@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weights.errors import ModelNotStored
-from weights.externalize import externalize
-from weights.layouts import convert
-from weights.loader import load_from_store
-from weights.maintenance import Moment, gc, remove_model
-from weights.manifest import Layout, Manifest
-from weights.repair import repair, verify
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert
+from weights.operations.maintenance import Moment, gc, remove_model
+from weights.operations.repair import repair, verify
+from weights.records.errors import ModelNotStored
+from weights.records.manifest import Layout, Manifest
 from weights.storage.index import StoreMeta
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 

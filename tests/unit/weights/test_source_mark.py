@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weights.externalize import externalize
 from weights.formats.tensors import FileTensor
-from weights.loader import load_from_store
-from weights.source_mark import HEAD_BYTES, NUM_SAMPLES, SAMPLE_BYTES, source_mark
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.source_mark import HEAD_BYTES, NUM_SAMPLES, SAMPLE_BYTES, source_mark
+from weights.storage.store import WeightStore
 
 EPOCH_NS = 10**18
 

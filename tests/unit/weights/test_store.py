@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weights.errors import ModelNotStored, StoreError, StoreVersionError, WeightsError
-from weights.externalize import externalize
-from weights.loader import load_from_store
-from weights.maintenance import gc
-from weights.manifest import Layout
-from weights.repair import verify
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.maintenance import gc
+from weights.operations.repair import verify
+from weights.records.errors import ModelNotStored, StoreError, StoreVersionError, WeightsError
+from weights.records.manifest import Layout
 from weights.storage.index import StoreMeta
-from weights.store import WeightStore, manifest_text
+from weights.storage.store import WeightStore, manifest_text
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_manifest_that_could_not_be_read_is_not_published(
 ) -> None:
     """It would stop `gc` for the whole store."""
     limit = (store.models / "m" / "manifest.json").stat().st_size + 100
-    for module in ("weights.manifest", "weights.store"):
+    for module in ("weights.records.manifest", "weights.storage.store"):
         monkeypatch.setattr(f"{module}.MAX_MANIFEST_BYTES", limit)
     gc(store)
     before = {path: path.read_bytes() for path in store.path.rglob("*") if path.is_file()}

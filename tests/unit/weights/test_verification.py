@@ -6,11 +6,11 @@ import pytest
 import torch
 from unit.weights.comparing import flip
 
-from weights.errors import ModelNotStored
-from weights.externalize import externalize
-from weights.manifest import Layout
-from weights.repair import verify
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.repair import verify
+from weights.records.errors import ModelNotStored
+from weights.records.manifest import Layout
+from weights.storage.store import WeightStore
 
 
 @pytest.mark.parametrize("layout", ["combined", "separate", "inline"])

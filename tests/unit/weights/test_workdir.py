@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from weights.errors import StoreError
-from weights.externalize import externalize
-from weights.loader import load_from_store
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.records.errors import StoreError
 from weights.storage.staging import _resolve_weight_dir, opened_weight_dir
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 CWD = Path("/somewhere")
 
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 from weights.storage.staging import opened_weight_dir
 given = Path(sys.argv[1]) if sys.argv[1] else None
 with opened_weight_dir(given, os.environ, Path.cwd(), os.getpid(), "s") as folder:

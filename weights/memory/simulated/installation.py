@@ -12,10 +12,10 @@ from typing import Any, Final, cast
 import torch
 
 from configs.simulated import SimulatedConfig, parse_simulated
-from weights.errors import WeightsError
 from weights.memory.simulated.kernels import SimulatedKernels
 from weights.memory.simulated.memory import DeviceMemory
-from weights.torch_seam import op_names, patch_data, patch_storages, register_device
+from weights.platform.torch_seam import op_names, patch_data, patch_storages, register_device
+from weights.records.errors import WeightsError
 
 VARIABLE: Final = "ATELIER_SIMULATED"
 

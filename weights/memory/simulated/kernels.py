@@ -24,7 +24,7 @@ from weights.memory.simulated.memory import (
     storage_over,
     tensor_over,
 )
-from weights.torch_seam import below_autograd, has_kernel, op_names, schema_of
+from weights.platform.torch_seam import below_autograd, has_kernel, op_names, schema_of
 
 # These look at sizes only, so the host's kernel makes the view; aliasing and in-place on views are then torch's own.
 _VIEWS: Final = (

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import torch
 from torch.utils import dlpack
 
-from weights.torch_seam import host_keys, storage_with_address
+from weights.platform.torch_seam import host_keys, storage_with_address
 
 __all__ = [
     "HOST",

@@ -16,7 +16,7 @@ from deployments.engines.diffusion.families.sdxl import StableDiffusionXL
 from deployments.engines.diffusion.families.stable_diffusion import StableDiffusion
 from deployments.engines.diffusion.families.stable_diffusion_3 import StableDiffusion3
 from deployments.engines.diffusion.families.z_image import ZImage
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 FAMILIES: Final[Mapping[str, Family]] = {
     class_name: family

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from configs.model import LongText, TextPadding
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, lacking_encoders
-from deployments.engines.protocol import DiffusionRequest, EngineError, check_choice
+from deployments.engines.records.protocol import DiffusionRequest, EngineError, check_choice
 
 if TYPE_CHECKING:  # the ingress has no torch
     import numpy as np
     import numpy.typing as npt
     import torch
 
-    from deployments.engines.diffusion.image_prompts import PromptedSpan
+    from deployments.engines.diffusion.families.prompted import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
 MIN_TEXT_LENGTH: Final = 16

@@ -15,7 +15,7 @@ import numpy as np
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
-from deployments.engines.protocol import DiffusionRequest, EngineError, PromptForm
+from deployments.engines.records.protocol import DiffusionRequest, EngineError, PromptForm
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import EditDefaults, ImageDefaults, ImageSize, NoNegative, Rows, Task
 from deployments.engines.diffusion.families.flow_matching import PATCH, PromptReader, ShiftedFlow
-from deployments.engines.protocol import DiffusionRequest, PromptForm
+from deployments.engines.records.protocol import DiffusionRequest, PromptForm
 
 if TYPE_CHECKING:
     import torch

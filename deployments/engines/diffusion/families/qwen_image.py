@@ -21,8 +21,8 @@ from deployments.engines.diffusion.families.base import (
     Task,
 )
 from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow, PromptReader, num_patches
-from deployments.engines.diffusion.input_images import resize_pixels
-from deployments.engines.protocol import DiffusionRequest, EngineError, PromptForm
+from deployments.engines.records.input_images import resize_pixels
+from deployments.engines.records.protocol import DiffusionRequest, EngineError, PromptForm
 
 if TYPE_CHECKING:  # the ingress has no torch
     import numpy as np

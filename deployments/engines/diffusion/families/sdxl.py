@@ -19,7 +19,7 @@ from deployments.engines.diffusion.families.base import (
 )
 from deployments.engines.diffusion.families.stable_diffusion import UNetFamily
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, output_of
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch

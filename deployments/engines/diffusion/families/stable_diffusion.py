@@ -24,7 +24,7 @@ from deployments.engines.diffusion.families.base import (
     sum_residuals,
 )
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
-from deployments.engines.protocol import LAST, DiffusionRequest
+from deployments.engines.records.protocol import LAST, DiffusionRequest
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from deployments.engines.diffusion.families.base import (
 )
 from deployments.engines.diffusion.families.flow_matching import FlowMatching, dynamic_shift
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, output_of
-from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.records.protocol import DiffusionRequest, EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch

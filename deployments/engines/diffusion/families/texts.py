@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from configs.model import LongText, TextPadding
-from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
+from deployments.engines.records.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch

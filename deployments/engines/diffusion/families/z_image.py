@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import EditDefaults, ImageDefaults, ImageSize, Rows, Task
 from deployments.engines.diffusion.families.flow_matching import PromptReader, ShiftedFlow
-from deployments.engines.protocol import DiffusionRequest, PromptForm
+from deployments.engines.records.protocol import DiffusionRequest, PromptForm
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch

@@ -14,8 +14,8 @@ import torch
 from transformers import PretrainedConfig
 
 from deployments.engines.llm.models.stock_classes import SEES_ITSELF
-from deployments.engines.prompt_images import ImageFeatures, PromptImage, PromptImages, runs_of
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.prompt_images import ImageFeatures, PromptImage, PromptImages, runs_of
+from deployments.engines.records.protocol import EngineError
 from weights.memory.devices import computes_on_host
 
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError
+from deployments.engines.records.protocol import EngineError
 from weights.formats.gguf import GgufHeader, GgufValue, gguf_set, read_gguf, read_gguf_header
 from weights.formats.gguf_names import CONTROL, EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
 from weights.formats.language_models import CLASS_NAMES
 from weights.formats.untrusted import shown
+from weights.records.errors import FormatError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

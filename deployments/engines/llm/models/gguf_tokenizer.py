@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from weights.formats.gguf import GgufValue
 from weights.formats.gguf_names import ADDS_BOS, BYTE, CONTROL, TEXT_SPLITS, UNKNOWN, USER_DEFINED
 from weights.formats.untrusted import shown
-from weights.panics import panics_as_errors
+from weights.platform.panics import panics_as_errors
 
 if TYPE_CHECKING:  # the control plane asks `check_tokenizer_kind`, and has no torch
     from transformers import PreTrainedTokenizerBase

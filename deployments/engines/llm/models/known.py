@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deployments.engines.library_classes import has_model_type, version
+from deployments.engines.libraries.library_classes import has_model_type, version
 from deployments.engines.llm.models.stock_classes import (
     ATTENTION_LAYERS,
     DRAFTS_FOR,
@@ -18,11 +18,11 @@ from deployments.engines.llm.models.stock_classes import (
     SEEING,
     TEXT_ALONE,
 )
-from deployments.engines.protocol import EngineError
-from weights.dtypes import GROUP_INT8_METHOD
+from deployments.engines.records.protocol import EngineError
 from weights.formats.language_models import CLASS_NAMES
 from weights.formats.published_quantization import METHODS
 from weights.formats.untrusted import shown
+from weights.records.dtypes import GROUP_INT8_METHOD
 
 # The kinds whose frequencies do not depend on the length of the sequence.
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 
 from deployments.engines.llm.models.packed import PackedSource
 from deployments.engines.nn.packed_weights import GROUP_INT8
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError
+from deployments.engines.records.protocol import EngineError
 from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, parse_kuiper, read_kuiper
+from weights.records.errors import FormatError
 
 
 def kuiper_header(folder: Path) -> KuiperHeader | None:

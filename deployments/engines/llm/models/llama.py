@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deployments.engines.llm.sequences.kv_cache import KvHeads
+
 
 class RotaryAngles(NamedTuple):
     """Cosine and sine of every token's position, each (T, 1, D), ready to broadcast over heads."""
@@ -156,14 +158,6 @@ class _RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (self.weight * wide.to(x.dtype)).to(x.dtype)
-
-
-class KvHeads(NamedTuple):
-    """The key/value heads of a layer: how many, and the elements of a key and of a value."""
-
-    num_heads: int
-    key_size: int
-    value_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,32 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from deployments.engines.build import build_language_model
-from deployments.engines.library_seam import generate_step
-from deployments.engines.llm.block_manager import BLOCK_SIZE
+from deployments.engines.building.build import build_language_model
+from deployments.engines.libraries.library_seam import generate_step
 from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.stock_classes import IN_MODULES, WHOLE_PROMPTS
-from deployments.engines.protocol import EngineError
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
+from deployments.engines.llm.sequences.sequence import SequenceState
+from deployments.engines.records.protocol import EngineError
 
 _MEASURED_TOKENS = 32
-
-
-@dataclass(slots=True, eq=False)
-class SequenceState:
-    """The state that a class keeps of the first `num_tokens` of a sequence: arguments of its next forward.
-
-    `in_modules` are values of attributes that its modules have meanwhile.
-    """
-
-    arguments: dict[str, Any] = field(default_factory=dict)
-    num_tokens: int = 0
-    in_modules: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)

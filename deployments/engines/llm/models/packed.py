@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear, product_path
-from deployments.engines.nn.packed_weights import GROUP_INT8, PackedWeight, group_int8_weight, packed_weight
-from deployments.engines.protocol import EngineError
+from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
+from deployments.engines.nn.packed_weights import GROUP_INT8, Arithmetic, PackedWeight, group_int8_weight, packed_weight
+from deployments.engines.records.protocol import EngineError
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 

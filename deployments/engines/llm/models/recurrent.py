@@ -22,10 +22,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from deployments.engines.llm.kv_cache import zero_pages
 from deployments.engines.llm.models.step_rows import StepRows, turn_of
-from deployments.engines.llm.scheduler import Chunk
-from deployments.engines.protocol import EngineError
+from deployments.engines.llm.sequences.kv_cache import zero_pages
+from deployments.engines.llm.sequences.sequence import Chunk
+from deployments.engines.records.protocol import EngineError
 
 _CACHE_NAMES: Final = ("cache_params", "past_key_values")  # as a mixer may call its cache
 _CHUNK: Final = 64  # tokens that transformers' delta rules compute together

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from deployments.engines.config_files import read_config
+from deployments.engines.libraries.config_files import read_config
 from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type, named_decoder
@@ -33,15 +33,14 @@ from deployments.engines.llm.models.own_cache import OwnCacheModel, create_own_c
 from deployments.engines.llm.models.packed import PackedSource, compute_dtype, place_packed, uses_torch_products
 from deployments.engines.llm.models.stock import StockModel, create_stock_model
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, TEXT_ALONE
-from deployments.engines.llm.paged_attention import LayerAttention, Planner
+from deployments.engines.llm.sequences.paged_attention import LayerAttention, Planner
 from deployments.engines.nn.batch_invariant import settled_rows
-from deployments.engines.nn.packed_linear import Arithmetic
-from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8
-from deployments.engines.protocol import EngineError
-from weights.dtypes import GROUP_INT8_METHOD
+from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8, Arithmetic
+from deployments.engines.records.protocol import EngineError
 from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
 from weights.memory.layer_plan import layer_of
+from weights.records.dtypes import GROUP_INT8_METHOD
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from deployments.engines.library_seam import apply_gate
+from deployments.engines.libraries.library_seam import apply_gate
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.few_rows import multiply_rows
-from weights.torch_seam import is_fake
+from weights.platform.torch_seam import is_fake
 
 TURN: Final = "atelier_turn"
 _PRODUCTS: Final = frozenset(

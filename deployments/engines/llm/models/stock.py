@@ -28,10 +28,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from deployments.engines.build import build_language_model
+from deployments.engines.building.build import build_language_model
 from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.eyes import Eyes, Seen
-from deployments.engines.llm.models.llama import KvHeads
 from deployments.engines.llm.models.recurrent import (
     RecurrentSpec,
     StateForm,
@@ -52,10 +51,11 @@ from deployments.engines.llm.models.step_rows import (
     turn_of,
 )
 from deployments.engines.llm.models.stock_classes import RECURRENT, SEEING, WHOLE_PROMPTS
-from deployments.engines.llm.paged_attention import Planner, Scores, StepAttention, Visible
-from deployments.engines.protocol import EngineError
+from deployments.engines.llm.sequences.kv_cache import KvHeads
+from deployments.engines.llm.sequences.paged_attention import Planner, Scores, StepAttention, Visible
+from deployments.engines.records.protocol import EngineError
 from weights.memory.devices import computes_on_host
-from weights.torch_seam import with_child
+from weights.platform.torch_seam import with_child
 
 OURS: Final = "atelier"  # our functions, where transformers asks for one of several
 # Of what classes pass to their attention beside queries, keys and values, what would change its result unheard.

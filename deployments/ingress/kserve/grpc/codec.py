@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.json_format import ParseDict
 
-from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.repository import ModelStatistics
 from deployments.ingress.kserve.tensors import (
@@ -32,6 +31,7 @@ from deployments.ingress.kserve.tensors import (
     to_bytes,
 )
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue
+from deployments.records.errors import InvalidRequest
 
 # By datatype, the one field of InferTensorContents that may hold its values.
 _CONTENTS: Final[dict[Datatype, str]] = {

@@ -23,10 +23,9 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.door.haproxy_rules import REQUEST_ID
+from cluster.process.tracing import called
 from cluster.ray_seam.request_context import set_request_id
-from cluster.request_ids import accepted
-from cluster.tracing import called
-from deployments.errors import QueueFull, RequestTooSlow, ServiceError
+from cluster.ray_seam.request_ids import accepted
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import health as messages
@@ -41,7 +40,8 @@ from deployments.ingress.kserve.grpc.servicer import (
 )
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
-from deployments.ingress.responses import failure_of
+from deployments.ingress.messages.responses import failure_of
+from deployments.records.errors import QueueFull, RequestTooSlow, ServiceError
 
 _logger = logging.getLogger("atelier.ingress")
 

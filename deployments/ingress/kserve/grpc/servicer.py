@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 
-from deployments.errors import InvalidRequest
 from deployments.ingress.access.callers import begin_current_request, current_tenant
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL
@@ -26,8 +25,9 @@ from deployments.ingress.kserve.models import is_decoupled
 from deployments.ingress.kserve.repository import Repository, Statistics, statistics_of
 from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, parse_grpc_peer, uid_of_client
 from deployments.ingress.kserve.tensors import InferRequest, InferResponse
-from deployments.ingress.responses import call_aside, failure_of, server_timing
-from deployments.ingress.terms import Terms, current_terms, read_terms
+from deployments.ingress.messages.responses import call_aside, failure_of, server_timing
+from deployments.ingress.messages.terms import Terms, current_terms, read_terms
+from deployments.records.errors import InvalidRequest
 
 Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 # Of handlers, by whether requests and answers stream.

@@ -2,7 +2,7 @@
 
 A body of inference is JSON alone, or JSON followed by raw tensors. Sources: KServe v2, "Inference Request JSON
 Object"; Triton, "Binary Tensor Data Extension". Errors are `{"error": "what is wrong"}`, with the statuses and texts of
-the one table in `deployments/ingress/responses.py`.
+the one table in `deployments/ingress/messages/responses.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pydantic_core import CoreSchema, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import check_json_size
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.tensors import (
     MAX_TENSORS,
@@ -33,8 +31,17 @@ from deployments.ingress.kserve.tensors import (
     read_part,
     read_wish,
 )
-from deployments.ingress.responses import Answer, Failure, documented_as, json_response, json_text, json_with_list
+from deployments.ingress.messages.bodies import check_json_size
+from deployments.ingress.messages.responses import (
+    Answer,
+    Failure,
+    documented_as,
+    json_response,
+    json_text,
+    json_with_list,
+)
 from deployments.pipelines.records import Datatype, TensorValue
+from deployments.records.errors import InvalidRequest
 from deployments.records.requests import failing_fast
 
 PREFIX: Final = "/v2"

@@ -24,7 +24,6 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from cluster.door.haproxy_rules import CLIENT
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest, ModelUnavailable, RequestTooLarge
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.inference import Inference
@@ -57,7 +56,7 @@ from deployments.ingress.kserve.tensors import (
     Parameters,
     ServerMetadata,
 )
-from deployments.ingress.responses import (
+from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     Answer,
     call_aside,
@@ -68,6 +67,7 @@ from deployments.ingress.responses import (
     server_timing,
     stream_events,
 )
+from deployments.records.errors import InvalidRequest, ModelUnavailable, RequestTooLarge
 
 _PATH = f"{PREFIX}/systemsharedmemory"
 _RegionName = Annotated[str, Path(description="the name that the client gave the region")]

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Placement, Started
-from cluster.load_failures import LONGEST_RETRY_S, LoadFailures, retry_after_s
+from cluster.records.load_failures import LONGEST_RETRY_S, LoadFailures, retry_after_s
 from configs.admission import AdmissionConfig
 
 POOL = "worker"

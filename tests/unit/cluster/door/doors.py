@@ -17,8 +17,8 @@ from aiohttp import web
 from ray.serve._private.haproxy import BackendConfig, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from cluster.door.door_plan import HTTP_ADDRESS, MAX_REQUESTS
 from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON
+from cluster.door.places import HTTP_ADDRESS, MAX_REQUESTS
 from cluster.ray_seam.haproxy import _DoorProcess
 from infra.ports import free_port
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from cluster.door import door_plan
-from cluster.door.door_plan import METRICS_PORT, STATS_PORT, check_haproxy_runs, check_helper_ports, plan_door
-from cluster.errors import ProxyUnavailable, SessionError
+from cluster.door.places import METRICS_PORT, STATS_PORT
+from cluster.records.errors import ProxyUnavailable, SessionError
+from cluster.start import door_plan
+from cluster.start.door_plan import check_haproxy_runs, check_helper_ports, plan_door
 from configs.cluster import ClusterConfig
 from configs.http import HaproxyConfig
 from infra.ports import free_port
@@ -26,8 +27,8 @@ def config(**http: Any) -> ClusterConfig:
 
 @pytest.fixture(autouse=True)
 def private_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("cluster.door.door_plan.temporary_folder", lambda: tmp_path / "private")
-    monkeypatch.setattr("cluster.door.door_plan._MAX_FOLDER_CHARS", 1000)  # pytest's folders are long
+    monkeypatch.setattr("cluster.start.door_plan.temporary_folder", lambda: tmp_path / "private")
+    monkeypatch.setattr("cluster.start.door_plan._MAX_FOLDER_CHARS", 1000)  # pytest's folders are long
 
 
 @pytest.fixture
@@ -131,6 +132,6 @@ def test_replicas_of_other_nodes_have_to_be_reached(binary: Path) -> None:
 
 
 def test_a_path_too_long_for_a_socket_is_a_reason_too(binary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.door.door_plan._MAX_FOLDER_CHARS", 10)
+    monkeypatch.setattr("cluster.start.door_plan._MAX_FOLDER_CHARS", 10)
     with pytest.raises(ProxyUnavailable, match="too long"):
         plan_door(config())

@@ -27,10 +27,10 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from unit.cluster.door import doors
 from unit.cluster.door.doors import Replica, dies, door, says_yes
 
-from cluster.door.door_plan import HTTP_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT
 from cluster.door.haproxy_rules import CROWDED, MAX_RETRIES, RECEIVED, machine_clock, rewrite_config
-from cluster.errors import RayIncompatible
+from cluster.door.places import HTTP_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT
 from cluster.ray_seam import haproxy
+from cluster.records.errors import RayIncompatible
 from infra.ports import free_port
 
 pytestmark = pytest.mark.slow

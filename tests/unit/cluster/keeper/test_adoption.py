@@ -16,7 +16,7 @@ from cluster.keeper import shared_memory
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import HeldOffer
 from cluster.keeper.shared_memory import Adoption, DamageLog
-from weights.manifest import ExtentRef
+from weights.records.manifest import ExtentRef
 
 WAIT_S = 3.0
 

@@ -13,7 +13,7 @@ from kit.seeding import seeded_rng
 
 from cluster.keeper.records import HeldExtent
 from cluster.keeper.shared_memory import BLOCK_BYTES, Audit
-from weights.manifest import ExtentRef
+from weights.records.manifest import ExtentRef
 
 
 class Node:

@@ -22,12 +22,12 @@ from cluster.peers.client import FetchFailed
 from cluster.peers.fetch_queue import GIVE_UP_S, AskRegistry
 from cluster.peers.protocol import Located, PeerAddress, Question
 from cluster.peers.sources import PATIENCE_S, FetchOutcome, PeerOffer, PeerShare
-from weights.errors import BudgetExceeded, ExtentCorrupt
-from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.reading.extents import ExtentReader
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
+from weights.records.errors import BudgetExceeded, ExtentCorrupt
+from weights.records.manifest import ExtentRef
 
 NBYTES = 10_000
 HERE = PeerAddress("127.0.0.1", 1)

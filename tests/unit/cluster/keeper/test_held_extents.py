@@ -14,8 +14,8 @@ from unit.counting import operations
 
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import Claim, HeldExtent
-from weights.errors import BudgetExceeded, ExtentCorrupt
-from weights.manifest import ExtentRef
+from weights.records.errors import BudgetExceeded, ExtentCorrupt
+from weights.records.manifest import ExtentRef
 
 WAIT_S = 10.0
 

@@ -14,8 +14,8 @@ from kit.waiting import wait_until
 
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import Claim, HeldExtent
-from weights.errors import BudgetExceeded, ExtentCorrupt
-from weights.manifest import ExtentRef
+from weights.records.errors import BudgetExceeded, ExtentCorrupt
+from weights.records.manifest import ExtentRef
 from weights.residency.admission import PATIENCE_S
 from weights.residency.entry_table import Entry
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cluster.keeper.holder_watch import HolderWatch
-from cluster.processes import ProcessMark
+from cluster.process.processes import ProcessMark
 
 NEVER_S = 3600.0
 

@@ -23,21 +23,21 @@ from kit.seeding import seeded_random
 from kit.waiting import wait_until
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_get
 
-from cluster.errors import KeeperFailed
 from cluster.keeper import holder_watch
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
-from cluster.node_checks import running_code
 from cluster.peers.link import RegistryClient
 from cluster.peers.protocol import Located, PeerAddress, PeerOffer, Question, ResidencyReport
-from cluster.processes import ProcessMark
+from cluster.process.processes import ProcessMark
+from cluster.records.errors import KeeperFailed
 from cluster.registry.extent_locations import ResidencyMap
-from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
-from weights.manifest import DeltaRef, ExtentRef
+from cluster.start.node_checks import running_code
+from weights.reading.delta_codec import CODEC, Segment, encode_chunk, encode_header
 from weights.reading.extents import ExtentReader
 from weights.reading.report import StageClock
-from weights.storage.deltas.codec import CODEC, Segment, encode_chunk, encode_header
+from weights.records.errors import BudgetExceeded, ExtentCorrupt, WeightsError
+from weights.records.manifest import DeltaRef, ExtentRef
 
 WAIT_S = 10
 
@@ -367,7 +367,7 @@ class RecordedCounter:
 
 def test_inside_an_actor_the_stages_are_counted(keeper, extents, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedCounter, "totals", Counter())
-    monkeypatch.setattr("cluster.telemetry.Counter", RecordedCounter)
+    monkeypatch.setattr("cluster.process.telemetry.Counter", RecordedCounter)
     monkeypatch.setattr("cluster.keeper.actor.ray.is_initialized", lambda: True)
     node = keeper(1000)
     for id_ in "abc":

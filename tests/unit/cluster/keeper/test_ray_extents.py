@@ -13,12 +13,12 @@ import ray
 from kit.waiting import wait_until
 from unit.cluster.keeper.local_keeper import Ref, fail_with, ray_get
 
-from cluster.errors import KeeperFailed
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, RecallAnswer
-from cluster.processes import ProcessMark
-from weights.errors import BudgetExceeded
-from weights.manifest import ExtentRef
+from cluster.process.processes import ProcessMark
+from cluster.records.errors import KeeperFailed
+from weights.records.errors import BudgetExceeded
+from weights.records.manifest import ExtentRef
 
 WAIT_S = 10.0
 

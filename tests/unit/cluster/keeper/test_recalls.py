@@ -24,9 +24,9 @@ from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.recalls import ANSWER_WITHIN_S
 from cluster.keeper.records import HeldExtent, Recall, RecallAnswer
-from cluster.processes import ProcessMark
-from weights.errors import BudgetExceeded
-from weights.manifest import ExtentRef
+from cluster.process.processes import ProcessMark
+from weights.records.errors import BudgetExceeded
+from weights.records.manifest import ExtentRef
 
 WAIT_S = 10.0
 EXTENT_BYTES = 100

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from cluster.keeper.extent_loading import MAX_CLAIMS
 from cluster.peers.client import GRACE_S, MIN_GBPS
 from cluster.peers.fetch_queue import AskRegistry, Fetch, FetchQueue, Read
-from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, ResidencyReport
+from cluster.peers.protocol import MAX_TRANSFERS, RENEW_S, PeerAddress, ResidencyReport
 from cluster.peers.server import LINGER_S, TransferSlots
 from cluster.peers.sources import FetchOutcome, PeerShare
-from cluster.registry.extent_locations import RENEW_S, ResidencyMap
+from cluster.registry.extent_locations import ResidencyMap
 
 MIB = 2**20
 QUESTION_S = 0.002  # there and back to the registry

@@ -15,7 +15,7 @@ from kit.waiting import wait_until
 from cluster.peers.client import PeerClient
 from cluster.peers.link import QUIET_S, PeerLink, RegistryClient
 from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
-from weights.manifest import ExtentRef
+from weights.records.manifest import ExtentRef
 
 SECRET = random.randbytes(32)
 QUESTION = Question(("a",), max_claims=8)

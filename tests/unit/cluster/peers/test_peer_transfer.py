@@ -24,14 +24,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.waiting import wait_until
 
-from cluster.errors import PeerUnavailable
 from cluster.peers import protocol
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, Request, Status
 from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, OnDoubt, PeerServer, ServerLimits, StoredBytes
-from weights.errors import ExtentCorrupt
-from weights.manifest import ExtentRef
+from cluster.records.errors import PeerUnavailable
 from weights.memory.host_pool import ByteArray
+from weights.records.errors import ExtentCorrupt
+from weights.records.manifest import ExtentRef
 
 SECRET = random.randbytes(32)
 KIB = 1024

@@ -10,10 +10,10 @@ import pytest
 from kit.waiting import until
 
 from cluster.admission.records import AdmissionSnapshot
-from cluster.errors import OverrideRefused
-from cluster.placement import actor
-from cluster.placement.actor import Controller
-from cluster.placement.overrides import OverrideChange, Overrides
+from cluster.placement.serving import actor
+from cluster.placement.serving.actor import Controller
+from cluster.records.errors import OverrideRefused
+from cluster.records.overrides import OverrideChange, Overrides
 from cluster.registry.actor import WeightRegistry
 from configs.cluster import ClusterConfig
 

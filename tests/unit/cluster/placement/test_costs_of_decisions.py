@@ -16,9 +16,9 @@ from cluster.admission.records import Demand, Placement
 from cluster.admission.service_times import MAX_MODELS
 from cluster.placement.deciding import Deciding
 from cluster.placement.observing import Observations
-from cluster.placement.overrides import Overrides
 from cluster.placement.state import SloClass
 from cluster.placement.switching import LATENCY_FIRST
+from cluster.records.overrides import Overrides
 from configs.admission import AdmissionConfig
 
 

@@ -13,10 +13,10 @@ from unit.cluster.placement.reporting import POOL, load, need, queue, versions, 
 from cluster.placement.deciding import PATIENCE_S, UNCONFIRMED_S, Decided, Deciding
 from cluster.placement.observing import Observations
 from cluster.placement.on_demand import chances_of
-from cluster.placement.overrides import Overrides
 from cluster.placement.reports import LoadFailure, Order, OrderOutcome, WorkerReport
 from cluster.placement.state import NOTHING, STANDARD, ClusterState, ModelState
 from cluster.placement.switching import LATENCY_FIRST
+from cluster.records.overrides import Overrides
 
 FITS_ONE = 12
 NEEDS = {"a": need(x=10), "b": need(y=10)}

@@ -18,16 +18,16 @@ from unit.cluster.placement.reporting import POOL, need, versions, worker
 
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
-from cluster.errors import OverrideRefused
-from cluster.placement import actor as module
-from cluster.placement import link as link_module
 from cluster.placement import slot_book
-from cluster.placement.actor import Controller
-from cluster.placement.link import ControllerLink, Link, SlotLink, link_queue
-from cluster.placement.overrides import OverrideChange, Overrides
 from cluster.placement.reports import OrderOutcome, Orders, Update, WorkerReport
+from cluster.placement.serving import actor as module
+from cluster.placement.serving import link as link_module
+from cluster.placement.serving.actor import Controller
+from cluster.placement.serving.link import ControllerLink, Link, SlotLink, link_queue
 from cluster.placement.state import STALE_S
 from cluster.placement.switching import THROUGHPUT_FIRST
+from cluster.records.errors import OverrideRefused
+from cluster.records.overrides import OverrideChange, Overrides
 from cluster.registry.extent_locations import GroupNews
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.cluster import ClusterConfig

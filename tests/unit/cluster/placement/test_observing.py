@@ -9,11 +9,11 @@ import pytest
 from kit.seeding import seeded_random
 from unit.cluster.placement.reporting import POOL, load, need, queue, versions, worker
 
-from cluster.load_failures import retry_after_s
 from cluster.placement.observing import QUEUE_LOST_S, WARM_UP_S, Observations, Observed
-from cluster.placement.overrides import Overrides
 from cluster.placement.reports import LoadFailure
 from cluster.placement.state import INTERACTIVE, LOST_S, STANDARD
+from cluster.records.load_failures import retry_after_s
+from cluster.records.overrides import Overrides
 
 NO = Overrides()
 

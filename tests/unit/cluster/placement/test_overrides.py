@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import OverrideRefused
-from cluster.placement.overrides import OverrideChange, Overrides, changed
+from cluster.records.errors import OverrideRefused
+from cluster.records.overrides import OverrideChange, Overrides, changed
 from cluster.registry.registrations import overrides_file
 
 WORKERS = ("w-one", "w-two", "x-three")

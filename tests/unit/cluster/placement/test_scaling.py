@@ -13,9 +13,9 @@ from cluster.placement.autoscaling import LONGEST_DRAIN_S, STOP_S, Scaling, _can
 from cluster.placement.checking import usable_state
 from cluster.placement.deciding import Deciding
 from cluster.placement.observing import Observations
-from cluster.placement.overrides import Overrides
 from cluster.placement.state import ClusterState, Components, ModelState, SloClass, WorkerState
 from cluster.placement.switching import LATENCY_FIRST
+from cluster.records.overrides import Overrides
 from configs.admission import ControllerConfig, ScalingConfig
 
 POLICY = ScalingConfig(

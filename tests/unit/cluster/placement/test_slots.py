@@ -30,12 +30,12 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Demand
-from cluster.placement import link as link_module
 from cluster.placement import slot_book
-from cluster.placement.link import SLOT_REPORT_S, QueuesAway, SlotLink
+from cluster.placement.serving import link as link_module
+from cluster.placement.serving.link import SLOT_REPORT_S, QueuesAway, SlotLink
+from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.slot_book import SILENT_S, SLOT_REST_S
-from cluster.placement.slot_desk import SlotDesk
-from cluster.processes import ProcessMark
+from cluster.process.processes import ProcessMark
 from configs.admission import AdmissionConfig
 
 POOL = "worker"

@@ -18,7 +18,7 @@ from ray.serve.exceptions import ReplicaUnavailableError
 
 from cluster.ray_seam import handles, placed_router
 from cluster.ray_seam.placed_router import PlacedRouter
-from cluster.text_routes import FEW_TEXTS, encoder_for, route_of
+from cluster.records.text_routes import FEW_TEXTS, encoder_for, route_of
 
 WORKER = DeploymentID("worker", "placed-router-test")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ray_seam.process_starts import Template, quick_starts, template_environment, template_stats
+from cluster.ray_seam.template_records import Template
+from cluster.start.process_starts import quick_starts, template_environment, template_stats
 
 
 @pytest.fixture

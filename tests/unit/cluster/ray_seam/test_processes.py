@@ -11,7 +11,7 @@ from ray._private.parameter import RayParams
 
 from cluster.ray_seam import processes, shims
 from cluster.ray_seam.processes import without_spare_processes, worker_scripts
-from weights.private_names import Shim
+from weights.platform.private_names import Shim
 
 OWN = ("/own/worker.py", "/own/setup.py")
 

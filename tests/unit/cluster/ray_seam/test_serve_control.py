@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from cluster.errors import RayIncompatible
 from cluster.ray_seam import serve_control
 from cluster.ray_seam.serve_control import draining_nodes
+from cluster.records.errors import RayIncompatible
 
 
 @pytest.mark.parametrize("error", [RayIncompatible("no sdk"), ray.exceptions.RpcError("no answer"), TimeoutError()])

@@ -19,8 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.door.deadlines import HideDeadline
 from cluster.ray_seam import serve_proxy
+from cluster.ray_seam.request_ids import RequestIds
 from cluster.ray_seam.serve_proxy import ENVIRONMENT, _BufferedStart
-from cluster.request_ids import RequestIds
 
 HTTP = {"type": "http"}
 

@@ -8,13 +8,13 @@ from types import ModuleType
 
 import pytest
 
-from cluster.door.door_plan import plan_unseen_door
-from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
 from cluster.ray_seam.shims import problems, require, unknown_variables
+from cluster.records.errors import RayIncompatible
+from cluster.start.door_plan import plan_unseen_door
 from configs.cluster import ClusterConfig
-from weights import private_names
-from weights.private_names import Shim, source_digest
+from weights.platform import private_names
+from weights.platform.private_names import Shim, source_digest
 
 LIBRARY = """
 import functools

@@ -12,13 +12,13 @@ from kit.tiny_models import save_controlnet
 from kit.waiting import until
 from safetensors.torch import save_file
 
-from cluster.errors import ModelUnservable
+from cluster.records.errors import ModelUnservable
 from cluster.registry.importing import ImportProcess, ImportSettings
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
 from weights.formats.lora import is_kohya
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.slow  # an import process, and diffusers in it
 DEMO = Path(__file__).parents[4] / "infra" / "demo" / "models"

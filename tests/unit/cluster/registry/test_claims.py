@@ -7,7 +7,8 @@ import random
 from kit.clock import Clock
 from kit.drawing import seeds
 
-from cluster.registry.extent_locations import CLAIM_S, RENEW_S, SLOW_S, _LoadingClaims
+from cluster.peers.protocol import RENEW_S
+from cluster.registry.extent_locations import CLAIM_S, SLOW_S, _LoadingClaims
 
 
 def test_the_first_gets_it_and_the_others_hear_of_that() -> None:

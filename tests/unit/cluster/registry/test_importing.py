@@ -18,20 +18,20 @@ import pytest
 from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
-from cluster.errors import ImportFailed, ModelUnservable, WeightsUnavailable
+from cluster.records.errors import ImportFailed, ModelUnservable, WeightsUnavailable
 from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_checkpoint, owned_program
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
-from weights.errors import FormatError, StoreError
-from weights.intake import import_model
-from weights.store import WeightStore
+from weights.operations.intake import import_model
+from weights.records.errors import FormatError, StoreError
+from weights.storage.store import WeightStore
 
 Start = Callable[..., ImportProcess]
 HOSTILE = """
 import ctypes, os, re, sys, time
 from cluster.registry import importing
-from weights.errors import StoreError
+from weights.records.errors import StoreError
 
 class Strange(Exception):
     pass

@@ -15,10 +15,10 @@ from cluster.registry.manifests import ManifestCache
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import ModelConfig
-from weights.errors import WeightsError
-from weights.layouts import convert
-from weights.manifest import Manifest
-from weights.store import WeightStore
+from weights.operations.layouts import convert
+from weights.records.errors import WeightsError
+from weights.records.manifest import Manifest
+from weights.storage.store import WeightStore
 
 
 class CountingStore(WeightStore):

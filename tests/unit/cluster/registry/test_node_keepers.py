@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.errors import KeeperFailed
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import PeerAddress, Question, ResidencyReport
+from cluster.records.errors import KeeperFailed
 from cluster.registry.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
-from weights.manifest import ExtentRef
+from weights.records.manifest import ExtentRef
 
 DEFAULT_BUDGET_BYTES = 1000
 

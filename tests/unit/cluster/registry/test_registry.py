@@ -21,8 +21,8 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 from unit.weights.sources.hub_server import Hub, serving
 
-from cluster.errors import ModelUnknown, RegistrationRefused, WeightsUnavailable
 from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
+from cluster.records.errors import ModelUnknown, RegistrationRefused, WeightsUnavailable
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap
@@ -33,7 +33,7 @@ from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 at = PeerAddress.parse
 

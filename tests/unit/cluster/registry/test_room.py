@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.errors import ModelTooLarge
+from cluster.records.errors import ModelTooLarge
 from cluster.registry.importing import import_checkpoint
 from cluster.registry.registrations import Registrations
 from cluster.registry.room import Room
@@ -18,7 +18,7 @@ from configs.cluster import ClusterConfig
 from deployments.engines.needs import needs_of_manifest
 from deployments.preflight import check_config
 from weights.memory.needs import Needs
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 MODELS = Path(__file__).parents[4] / "infra/demo/models"
 ON_HOST = [("adder", "worker"), ("digits-flux", "worker"), ("texts-bert", "text_encoder")]

@@ -17,15 +17,21 @@ from kit.waiting import until
 from safetensors.numpy import save_file
 from unit.counting import operations
 
-from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
+from cluster.records.errors import (
+    ModelUnknown,
+    ModelUnservable,
+    RegistrationConflict,
+    RegistrationRefused,
+    WeightsUnavailable,
+)
 from cluster.registry.directory import Entry, ModelRecord
 from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registration, Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
-from weights.errors import FormatError
-from weights.store import WeightStore
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 ImportModel = Callable[[Entry], ModelSummary]
 

@@ -11,7 +11,7 @@ import pytest
 from kit.waiting import until
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.errors import ModelUnknown
+from cluster.records.errors import ModelUnknown
 from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot

@@ -18,9 +18,9 @@ from cluster.registry.manifests import SummaryFiles
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import ModelConfig
-from weights.layouts import convert
-from weights.manifest import Manifest, read_manifest
-from weights.store import WeightStore
+from weights.operations.layouts import convert
+from weights.records.manifest import Manifest, read_manifest
+from weights.storage.store import WeightStore
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         paths.append(path)
         return read_manifest(path)
 
-    monkeypatch.setattr("weights.store.read_manifest", read)
+    monkeypatch.setattr("weights.storage.store.read_manifest", read)
     return paths
 
 

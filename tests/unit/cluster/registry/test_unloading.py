@@ -17,9 +17,9 @@ from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import ModelConfig
-from weights.errors import FormatError
-from weights.feature_sizes import FeatureSizes
-from weights.store import WeightStore
+from weights.operations.feature_sizes import FeatureSizes
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 
 def write(folder: Path, **tensors: np.ndarray) -> ModelConfig:

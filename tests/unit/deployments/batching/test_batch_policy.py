@@ -10,7 +10,7 @@ import pytest
 from configs.batching import BatchingConfig
 from deployments.batching.policy import Batch, BatchPolicy
 from deployments.batching.queue import QueuedRequest, RequestQueue
-from deployments.errors import InvalidRequest, QueueFull
+from deployments.records.errors import InvalidRequest, QueueFull
 
 Policy = BatchPolicy[QueuedRequest]
 

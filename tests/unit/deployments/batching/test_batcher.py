@@ -15,7 +15,7 @@ from kit.panics import Panic
 
 from configs.batching import BatchingConfig
 from deployments.batching.batcher import Batcher, BatcherClosed
-from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull
+from deployments.records.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull
 
 
 class Jump(selectors.DefaultSelector):  # type: ignore[misc,valid-type]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from configs.batching import BatchingConfig
 from deployments.batching.policy import Batch, BatchPolicy
 from deployments.batching.queue import QueuedRequest, RequestQueue
-from deployments.errors import QueueFull
+from deployments.records.errors import QueueFull
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from deployments.bench.llm_serving import RequestTimes, Serving, serve_arrivals, serving_figures, stream_beside_prompts
-from deployments.engines.protocol import TextDelta, TextRequest
+from deployments.engines.records.protocol import TextDelta, TextRequest
 
 
 class SteadyEngine:

@@ -11,8 +11,8 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
 from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, Scale, write_pipelines
-from weights.externalize import externalize
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 STOCK = Path(__file__).parents[4] / "infra/demo/models"
 TINY = Scale(

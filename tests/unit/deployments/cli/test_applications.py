@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from ray import serve
 
-from cluster.errors import SessionError
 from cluster.ray_seam.serve_control import RunningServe
+from cluster.records.errors import SessionError
 from configs.cluster import ClusterConfig
-from deployments.cli import applications
-from deployments.cli.applications import check_beside_others, end_cluster
+from deployments.console import applications
+from deployments.console.applications import check_beside_others, end_cluster
 
 pytestmark = pytest.mark.slow  # imports Serve
 

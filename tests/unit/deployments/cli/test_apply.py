@@ -11,8 +11,8 @@ import pytest
 import ray
 import yaml
 
-from cluster.errors import SessionError
 from cluster.ray_seam.serve_control import DeployedApp, ReplicaCount
+from cluster.records.errors import SessionError
 from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import ModelRecord
 from configs.cluster import ClusterConfig
@@ -198,7 +198,7 @@ def test_replicas_are_waited_for_until_serve_says_so_or_there_is_no_room(
     found = iter(looks)
     lines = {"worker": "worker: no room"} if lacking else {}
     monkeypatch.setattr(applying, "deployed_app", lambda name: next(found))
-    monkeypatch.setattr("deployments.cli.running.unplaced_lines", lambda config, app: lines)
+    monkeypatch.setattr("deployments.console.running.unplaced_lines", lambda config, app: lines)
     monkeypatch.setattr(applying, "_POLL_S", 0.0)
     if problem is None:
         _await_replicas(config(), no_room_s=0.0)
@@ -245,7 +245,7 @@ def test_a_replica_that_has_a_place_and_never_begins_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(applying, "deployed_app", lambda name: app(1, 1))
-    monkeypatch.setattr("deployments.cli.running.unplaced_lines", lambda config, app: {})
+    monkeypatch.setattr("deployments.console.running.unplaced_lines", lambda config, app: {})
     with pytest.raises(SessionError, match=r"no process of another has begun for 0\.01 s"):
         _await_replicas(config(), no_room_s=0.0, no_start_s=0.01)
 
@@ -259,7 +259,7 @@ def test_where_the_controller_scales_its_number_of_workers_stays(
     deployed = DeployedApp({"worker": ReplicaCount(4, 0, 4)}, "", environments)
     monkeypatch.setattr(applying, "deployed_app", lambda name: deployed)
     monkeypatch.setattr("deployments.app.versioned_app", lambda config, found: (config, found))
-    monkeypatch.setattr("deployments.cli.running.run_application", lambda config, app: ran.append(config))
+    monkeypatch.setattr("deployments.console.running.run_application", lambda config, app: ran.append(config))
     asked: list[Any] = []
     monkeypatch.setattr(applying, "ServeReplicas", lambda *names: Asked(names, asked))
     scaled = config(controller={"scaling": {"max_workers": 9}})

@@ -9,8 +9,8 @@ from kit.clock import Clock
 from kit.waiting import wait_until
 from rich.console import Console
 
-from deployments.cli import progress
-from deployments.cli.progress import LINE_EVERY_S, Unit, followed, progress_bar
+from deployments.console import progress
+from deployments.console.progress import LINE_EVERY_S, Unit, followed, progress_bar
 
 
 def console(*, is_terminal: bool) -> tuple[Console, io.StringIO]:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from deployments.cli.chat import _Conversation, _read_text
-from deployments.cli.client import ChatUsage, Client, ClientError
+from deployments.console.client import ChatUsage, Client, ClientError
 
 # Answers that a terminal or rich could take for more than text.
 SPECIAL = {"smile": ":smile: [red]x[/red]", "escape": "\x1b]0;title\x07a\tb\n\x9b2Jc"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployments.cli import progress
+from deployments.console import progress
 
 LISTED = {"id": "m", "kind": "llm", "state": "ready", "error": ""}
 CONFLICT = {"error": {"message": "m is in the [/red] cluster config", "code": "conflict"}}

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from cluster.ray_seam import shims
 from deployments.cli import doctor
 from deployments.cli.main import _app
-from deployments.engines import library_seam
-from weights import torch_seam
-from weights.private_names import Shim
+from deployments.engines.libraries import library_seam
+from weights.platform import torch_seam
+from weights.platform.private_names import Shim
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -53,7 +53,7 @@ def test_a_machine_without_haproxy_is_told_what_answers(monkeypatch: pytest.Monk
 
 def test_nodes_of_a_ray_that_lack_something_are_named_and_are_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ["node 10.0.0.3 has Atelier 1 (a), and this cluster Atelier 2 (b): install the same there"]
-    monkeypatch.setattr("cluster.session.join_ray", lambda address: None)
+    monkeypatch.setattr("cluster.start.session.join_ray", lambda address: None)
     monkeypatch.setattr(doctor, "node_problems", lambda wanted: found)
     result = CliRunner().invoke(_app, ["doctor", "--address", "10.0.0.1:6379"], env={"COLUMNS": "200"})
     assert (result.exit_code, found[0] in result.stdout) == (1, True)
@@ -65,6 +65,6 @@ def test_a_ray_that_does_not_answer_is_one_line(run: Run, monkeypatch: pytest.Mo
     def refuse(address: str) -> None:
         raise ConnectionError(f"nobody at {address}\nand more")
 
-    monkeypatch.setattr("cluster.session.join_ray", refuse)
+    monkeypatch.setattr("cluster.start.session.join_ray", refuse)
     code, out, err = run("doctor", "--address", "10.0.0.1:6379")
     assert (code, out, err) == (1, "", "error: no Ray answers at 10.0.0.1:6379 (nobody at 10.0.0.1:6379)\n")

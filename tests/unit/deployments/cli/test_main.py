@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.errors import SessionError
-from cluster.session import SessionRecord
-from deployments.cli.client import ClientError
+from cluster.records.errors import SessionError
+from cluster.start.session import SessionRecord
 from deployments.cli.cluster import _wait_for_record
 from deployments.cli.generate import _first_local_model
+from deployments.console.client import ClientError
 
 ROOT = Path(__file__).parents[4]
 HEAD = ROOT / "infra" / "demo" / "models" / "texts-head"
@@ -304,7 +304,7 @@ def test_down_without_a_cluster_is_no_error_unless_one_was_named(run: Run, monke
         asked.append(address)
         raise ConnectionError("Could not find any running Ray instance.\nmore")
 
-    monkeypatch.setattr("cluster.session.join_ray", no_ray)
+    monkeypatch.setattr("cluster.start.session.join_ray", no_ray)
     assert run("down") == (0, "no cluster is up\n", "")
     for words, told in ((["x"], "no cluster 'x' is up"), (["--address", "h:1"], "no cluster of `atelier up` here")):
         code, out, err = run("down", *words)
@@ -327,9 +327,9 @@ def test_down_ends_a_deployed_cluster_by_its_name_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], ended: list[str], told: str
 ) -> None:
     found: list[str] = []
-    monkeypatch.setattr("cluster.session.join_ray", lambda address: None)
-    monkeypatch.setattr("deployments.cli.applications.clusters_here", lambda: ["one", "two"])
-    monkeypatch.setattr("deployments.cli.applications.end_cluster", found.append)
+    monkeypatch.setattr("cluster.start.session.join_ray", lambda address: None)
+    monkeypatch.setattr("deployments.console.applications.clusters_here", lambda: ["one", "two"])
+    monkeypatch.setattr("deployments.console.applications.end_cluster", found.append)
     code, out, err = run("down", *words)
     assert (code, found) == (0 if ended else 1, ended)
     assert told in (out if ended else err)
@@ -337,9 +337,9 @@ def test_down_ends_a_deployed_cluster_by_its_name_alone(
 
 def test_down_ends_the_only_cluster_at_an_address(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr("cluster.session.join_ray", lambda address: None)
-    monkeypatch.setattr("deployments.cli.applications.clusters_here", lambda: ["one"])
-    monkeypatch.setattr("deployments.cli.applications.end_cluster", found.append)
+    monkeypatch.setattr("cluster.start.session.join_ray", lambda address: None)
+    monkeypatch.setattr("deployments.console.applications.clusters_here", lambda: ["one"])
+    monkeypatch.setattr("deployments.console.applications.end_cluster", found.append)
     assert run("down", "--address", "h:1")[:2] == (0, "cluster 'one' is down\n")
     assert run("down")[0] == 1  # somebody else's, perhaps: it has to be named
     assert found == ["one"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from deployments.cli.output import Column, _layout, print_line, size
+from deployments.console.output import Column, _layout, print_line, size
 
 COLUMNS = (Column("name", "name"), Column("size", align="right"), Column("text", "text"))
 WORDS = st.lists(st.text("abcdefgh", min_size=1, max_size=12), max_size=20).map(" ".join)

@@ -9,7 +9,14 @@ import pytest
 from kit.seeding import seeded_random
 from rich.console import Console
 
-from deployments.cli.progress import MAX_MODELS, StartDisplay, StartState, _progress_lines, _progress_news, usable_line
+from deployments.console.progress import (
+    MAX_MODELS,
+    StartDisplay,
+    StartState,
+    _progress_lines,
+    _progress_news,
+    usable_line,
+)
 
 NOTHING = StartState()
 HALF = StartState(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weights.formats.gguf import read_gguf
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 ADDER = Path(__file__).resolve().parents[4] / "infra/demo/models/adder"
 Run = Callable[..., tuple[int, str, str]]

@@ -18,12 +18,12 @@ import pytest
 import ray
 import torch
 
-from cluster.errors import SessionError
-from cluster.node_checks import Wanted
-from cluster.ray_seam.process_starts import Template
+from cluster.ray_seam.template_records import Template
+from cluster.records.errors import SessionError
+from cluster.start.node_checks import Wanted
 from configs.cluster import ClusterConfig
-from deployments.cli import running
-from deployments.cli.running import _http_door, _templates, check_devices, check_store, cluster_up
+from deployments.console import running
+from deployments.console.running import _http_door, _templates, check_devices, check_store, cluster_up
 from deployments.services import replica_classes
 from infra.ports import free_port
 
@@ -210,7 +210,7 @@ def test_each_step_of_a_start_is_shown_and_none_begins_after_a_stop(
 
 ON_SIGNALS = """
 import os, signal, threading
-from deployments.cli.running import stop_on_signals
+from deployments.console.running import stop_on_signals
 stop = threading.Event()
 stop_on_signals(stop, says=True)
 for _ in range(2):

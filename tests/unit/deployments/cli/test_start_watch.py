@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from kit.clock import Clock
 
-from cluster.errors import SessionError
-from deployments.cli.progress import STALL_S, UNPLACED_S, StartState, StartWatch, unplaced_line
+from cluster.records.errors import SessionError
+from deployments.console.progress import STALL_S, UNPLACED_S, StartState, StartWatch, unplaced_line
 
 RUNNING = {"ingress": (1, 1), "text_encoder": (1, 1), "worker": (2, 2)}
 LINE = {"worker": "worker: 1 replica finds no place"}

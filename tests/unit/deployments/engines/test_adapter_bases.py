@@ -17,7 +17,7 @@ from transformers import CLIPVisionModelWithProjection as VisionModel
 
 from deployments.engines.servable import why_unservable
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.pipeline_parts import AdapterBase
+from weights.formats.source import AdapterBase
 
 pytestmark = pytest.mark.slow  # imports diffusers
 UNETS: Mapping[str, dict[str, Any]] = {

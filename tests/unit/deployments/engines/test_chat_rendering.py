@@ -13,13 +13,13 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from deployments.engines.chat_rendering import (
+from deployments.engines.libraries.chat_rendering import (
     MAX_NODES,
     MAX_SOURCE,
     prepare_chat_template,
     render_chat_template,
 )
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 DEMO = Path(__file__).resolve().parents[4] / "infra/demo/models"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

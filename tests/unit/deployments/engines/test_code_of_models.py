@@ -12,7 +12,7 @@ import pytest
 
 from deployments.engines.llm.models.registry import load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text import encoder
 
 

@@ -14,18 +14,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from unit.deployments.engines.stock.tiny_pipelines import make
 
-from deployments.engines.build import build_module
-from deployments.engines.config_files import read_config
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.libraries.config_files import read_config
 from deployments.engines.llm.models.registry import load_config
 from deployments.engines.llm.tokenizer import load_tokenizer as load_llm_tokenizer
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.servable import why_unservable
 from deployments.engines.stock.loading import StockModel
 from deployments.engines.text.encoder import load_text_encoder
-from weights.formats.checkpoint import SourceComponent, read_checkpoint
+from weights.formats.checkpoint import read_checkpoint
 from weights.formats.encoder_files import tokenizer_folder
+from weights.formats.source import SourceComponent
 
 DEMO = Path(__file__).resolve().parents[4] / "infra" / "demo" / "models"
 OWN_CODE = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
@@ -296,7 +297,7 @@ def test_what_loads_is_imported(settings: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_the_classes_that_the_sources_name_are_those_of_the_libraries() -> None:
-    from deployments.engines.library_classes import has_model_class, has_model_type, has_part_class
+    from deployments.engines.libraries.library_classes import has_model_class, has_model_type, has_part_class
 
     for name in ("CLIPTextModelWithProjection", "T5EncoderModel", "BertModel", "ModernBertForSequenceClassification"):
         assert has_model_class("transformers", name) == hasattr(transformers, name)

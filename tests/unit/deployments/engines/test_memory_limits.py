@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.memory_limits import MAX_KINDS, PROBE_AFTER, MemoryLimits, is_out_of_memory, run_in_parts
+from deployments.engines.costs.memory_limits import MAX_KINDS, PROBE_AFTER, MemoryLimits, is_out_of_memory, run_in_parts
 
 
 class Device:

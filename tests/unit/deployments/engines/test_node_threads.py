@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from configs.cluster import WorkerConfig
-from deployments.engines.node_threads import NodeThreads
+from deployments.engines.costs.node_threads import NodeThreads
 from deployments.modules.loading import node_threads
 
 HOLD = """
 import sys
 from pathlib import Path
-from deployments.engines.node_threads import NodeThreads
+from deployments.engines.costs.node_threads import NodeThreads
 with NodeThreads(Path(sys.argv[1]), 3).leased(int(sys.argv[2])) as held:
     print(held, flush=True)
     sys.stdin.read()
@@ -25,7 +25,7 @@ with NodeThreads(Path(sys.argv[1]), 3).leased(int(sys.argv[2])) as held:
 WORK = """
 import random, sys, time
 from pathlib import Path
-from deployments.engines.node_threads import NodeThreads
+from deployments.engines.costs.node_threads import NodeThreads
 threads = NodeThreads(Path(sys.argv[1]), 3)
 for _ in range(25):
     with threads.leased(random.randint(1, 3)) as held:

@@ -23,7 +23,7 @@ from deployments.engines.llm.models.gguf_config import BLOCK_KINDS, CLASS_NAMES,
 from deployments.engines.llm.models.registry import ARCHITECTURES, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.nn.packed_weights import DENSE_KINDS, UNPACKED_KINDS
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.servable import why_unservable
 from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.forwards import FAMILIES

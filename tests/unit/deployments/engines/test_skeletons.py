@@ -17,9 +17,9 @@ import torch
 import transformers
 from torch import nn
 
-from deployments.engines.build import build_module
-from deployments.engines.skeletons import SkeletonPool
-from weights.manifest import Component, TensorRef
+from deployments.engines.building.build import build_module
+from deployments.engines.building.skeletons import SkeletonPool
+from weights.records.manifest import Component, TensorRef
 
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}
 
@@ -244,7 +244,7 @@ def test_two_classes_may_be_imported_by_two_threads_at_once() -> None:
     """In a fresh process: the libraries import lazily, and in circles."""
     script = """
 import sys, threading
-from deployments.engines.build import import_class
+from deployments.engines.building.build import import_class
 errors = []
 def load(library, name, start):
     start.wait()

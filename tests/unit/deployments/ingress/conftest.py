@@ -27,8 +27,8 @@ from deployments.ingress.compat.anthropic import MessageError
 from deployments.ingress.compat.ollama_answers import OllamaError
 from deployments.ingress.http import create_http_app
 from deployments.ingress.kserve.rest.messages import ProtocolError
-from deployments.ingress.responses import ErrorAnswer, error_content
-from deployments.ingress.service import Service
+from deployments.ingress.messages.responses import ErrorAnswer, error_content
+from deployments.ingress.service.service import Service
 
 ERRORS = (ErrorAnswer, ProtocolError, MessageError, OllamaError, WebuiError)
 Check = Callable[[httpx.Response], Awaitable[None]]
@@ -82,7 +82,7 @@ def quick_applications() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
+    monkeypatch.setattr("deployments.ingress.service.retries.PAUSE_S", 0.0)
 
 
 @pytest.fixture

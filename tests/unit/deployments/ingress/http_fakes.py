@@ -13,14 +13,13 @@ import numpy as np
 from ray.exceptions import ActorDiedError, RayTaskError
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.errors import ModelUnknown
+from cluster.records.errors import ModelUnknown
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from configs.cluster import ClusterConfig
-from deployments.errors import GenerationFailed
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import (
     CacheUse,
     ChatRequest,
@@ -35,6 +34,7 @@ from deployments.records import (
     TextChunk,
     TextResult,
 )
+from deployments.records.errors import GenerationFailed
 from deployments.services.text_service import whole_text
 
 IMAGE: dict[str, Any] = {"model": "flux", "prompt": "x"}

@@ -16,8 +16,8 @@ from unit.deployments.ingress.http_fakes import client_over
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
-from deployments.ingress.responses import Answer, documented
-from deployments.ingress.service import Service
+from deployments.ingress.messages.responses import Answer, documented
+from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import SCRIPT_PATH, STYLE_PATH
 
 CONFIG = ClusterConfig.model_validate({"models": [{"id": "flux", "path": "/f"}]})

@@ -16,17 +16,24 @@ from starlette.types import Message
 from unit.deployments.ingress.http_fakes import CHAT, CHATS, EMBEDDING, EMBEDDINGS, IMAGE, IMAGES, problem
 
 from configs.cluster import LimitsConfig
-from deployments.errors import Overloaded, RequestTooLarge, RequestTooSlow
-from deployments.ingress import bodies
-from deployments.ingress.bodies import MAX_JSON_DEPTH, MAX_JSON_PARTS, SMALL_BYTES, BoundedBody, JsonSize, LargeBodies
 from deployments.ingress.compat.anthropic import MessagesBody
 from deployments.ingress.compat.ollama import OllamaChatBody
 from deployments.ingress.compat.vllm import TokenizeBody
 from deployments.ingress.kserve.rest.messages import InferBody
+from deployments.ingress.messages import bodies
+from deployments.ingress.messages.bodies import (
+    MAX_JSON_DEPTH,
+    MAX_JSON_PARTS,
+    SMALL_BYTES,
+    BoundedBody,
+    JsonSize,
+    LargeBodies,
+)
 from deployments.ingress.openai.embeddings import EmbeddingsBody
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.text import ChatBody, CompletionBody
 from deployments.ingress.openai.text_responses import ResponsesBody
+from deployments.records.errors import Overloaded, RequestTooLarge, RequestTooSlow
 from deployments.records.requests import most_telling
 
 LIMITS = LimitsConfig()

@@ -27,10 +27,10 @@ from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
-from deployments.errors import GenerationFailed
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import ImageRequest, ImageResult
+from deployments.records.errors import GenerationFailed
 
 PIPELINE = {
     "id": "twice",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.cluster import ClusterConfig
-from deployments.ingress.terms import Terms, demand_of
+from deployments.ingress.messages.terms import Terms, demand_of
 from deployments.records import ClipRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
 
 REQUESTS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.ingress.responses import EventStream
+from deployments.ingress.messages.responses import EventStream
 
 
 class Source:

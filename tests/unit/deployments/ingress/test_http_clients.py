@@ -24,9 +24,9 @@ from unit.deployments.ingress.http_fakes import (
     problem,
 )
 
-from deployments.errors import InvalidRequest
 from deployments.ingress.openai import embeddings as openai_embeddings
 from deployments.ingress.openai import images as openai_images
+from deployments.records.errors import InvalidRequest
 
 
 async def test_images(client: openai.AsyncOpenAI, replicas: Replicas) -> None:

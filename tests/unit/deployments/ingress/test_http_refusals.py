@@ -32,10 +32,10 @@ from unit.deployments.ingress.http_fakes import (
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
-from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai.text_answers import ChatChunk, CompletionChunk
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
+from deployments.records.errors import GenerationFailed, InvalidRequest, Overloaded
 
 NAN, INF = float("nan"), float("inf")
 

@@ -34,15 +34,15 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.http import HttpConfig
 from configs.model import AdapterConfig, ModelConfig
-from deployments.errors import InvalidRequest, Overloaded
-from deployments.ingress.catalog import Health
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
-from deployments.ingress.terms import ENCODER, WORKER
+from deployments.ingress.messages.terms import ENCODER, WORKER
+from deployments.ingress.service.catalog import Health
+from deployments.ingress.service.service import Service
 from deployments.records import (
     ImageRequest,
     ImageResult,
 )
+from deployments.records.errors import InvalidRequest, Overloaded
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 

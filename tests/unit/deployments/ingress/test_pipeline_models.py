@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.records.text_routes import is_route
 from cluster.registry.directory import DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
-from cluster.text_routes import is_route
 from configs.cluster import ClusterConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
-from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable
-from deployments.ingress.catalog import PipelineModels
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.service import Service
+from deployments.ingress.service.catalog import PipelineModels
+from deployments.ingress.service.service import Service
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.records import (
@@ -33,7 +32,8 @@ from deployments.records import (
     Message,
     TextResult,
 )
-from weights.feature_sizes import FeatureSizes
+from deployments.records.errors import GenerationFailed, InvalidRequest, ModelUnavailable
+from weights.operations.feature_sizes import FeatureSizes
 
 IMAGES = {
     "id": "images",

@@ -18,12 +18,12 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
 from configs.admission import AdmissionConfig
-from deployments.errors import CannotLoad, DeadlineExceeded, ReplicaLost
-from deployments.ingress.retries import LONGEST_PAUSE_S, MAX_MISSED, ResumedImages, RetriedCalls, _Retries
-from deployments.ingress.terms import WORKER
+from deployments.ingress.messages.terms import WORKER
+from deployments.ingress.service.retries import LONGEST_PAUSE_S, MAX_MISSED, ResumedImages, RetriedCalls, _Retries
 from deployments.records import ImageProgress
-from deployments.services.replica_calls import ReplicaCalls
-from deployments.tasks import Deadline
+from deployments.records.errors import CannotLoad, DeadlineExceeded, ReplicaLost
+from deployments.records.tasks import Deadline
+from deployments.replicas.replica_calls import ReplicaCalls
 
 LONG_S = 30.0
 
@@ -72,7 +72,7 @@ class Workers:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
+    monkeypatch.setattr("deployments.ingress.service.retries.PAUSE_S", 0.0)
 
 
 def ask(timeout_s: float = LONG_S) -> Demand:
@@ -251,7 +251,7 @@ async def test_a_suspect_waits_for_its_turn_no_longer_than_its_time(monkeypatch:
 
 
 async def test_a_suspect_that_takes_long_holds_the_others_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.retries.MAX_TURN_WAIT_S", 0.02)
+    monkeypatch.setattr("deployments.ingress.service.retries.MAX_TURN_WAIT_S", 0.02)
 
     class Long:
         def __init__(self) -> None:

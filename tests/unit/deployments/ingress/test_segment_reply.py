@@ -12,10 +12,10 @@ from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
-from deployments.errors import InvalidRequest, ReplicaLost
-from deployments.ingress.retries import MAX_RETRIES, EncoderReply, RetriedCalls
+from deployments.ingress.service.retries import MAX_RETRIES, EncoderReply, RetriedCalls
 from deployments.pipelines.plans import SegmentResult
-from deployments.services.replica_calls import ReplicaCalls
+from deployments.records.errors import InvalidRequest, ReplicaLost
+from deployments.replicas.replica_calls import ReplicaCalls
 
 RESULT = SegmentResult({}, {"s": 1.0})
 
@@ -49,7 +49,7 @@ class Encoder:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
+    monkeypatch.setattr("deployments.ingress.service.retries.PAUSE_S", 0.0)
 
 
 async def test_it_is_asked_at_once_and_once() -> None:

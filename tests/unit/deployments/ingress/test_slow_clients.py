@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.admission.fair_slots import ReadLimiter
 from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
-from deployments.errors import RequestTooLarge
-from deployments.ingress import bodies
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.error_forms import error_response_at
 from deployments.ingress.gate import BodyGate, HttpAccess, ReadGate
+from deployments.ingress.messages import bodies
+from deployments.records.errors import RequestTooLarge
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,10 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.admission.records import Demand
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
-from deployments.errors import InvalidRequest
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
-from deployments.ingress.terms import read_terms
+from deployments.ingress.messages.terms import read_terms
+from deployments.ingress.service.service import Service
+from deployments.records.errors import InvalidRequest
 
 TENANTS = AdmissionConfig.model_validate({"tenants": {"gold": {"weight": 3}}, "default_timeout_s": 20.0})
 

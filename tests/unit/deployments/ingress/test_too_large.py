@@ -21,9 +21,9 @@ from unit.deployments.ingress.http_fakes import (
     served,
 )
 
-from cluster.errors import ModelTooLarge
-from deployments.ingress.admin.picture import Nearness
+from cluster.records.errors import ModelTooLarge
 from deployments.ingress.openai.models import create_models_router
+from deployments.ingress.service.model_answers import Nearness
 
 NUMBERS = "store.node_budget_bytes is 358.0 MiB; model of 'm' need 433.0 MiB"
 

@@ -14,7 +14,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.gate import _need_of
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import FOLDER, PAGES
 
 MAX_SCRIPT_BYTES = 150_000  # gzipped, of all pages

@@ -18,13 +18,13 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
-from deployments.errors import ModelUnavailable
 from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
-from weights.externalize import externalize
-from weights.loader import load_from_store
-from weights.manifest import Manifest
-from weights.store import WeightStore
+from deployments.records.errors import ModelUnavailable
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.records.manifest import Manifest
+from weights.storage.store import WeightStore
 
 DEMO = Path(__file__).parents[4] / "infra/demo/models"
 MODEL, SIBLING = "digits-flux", "digits-flux-inverted"

@@ -18,16 +18,16 @@ from safetensors.torch import save_file
 
 from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
 from deployments.engines.diffusion.pipeline import create_pipeline, settings_hash
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
+from deployments.modules.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.modules.loading import is_denoise_component
 from deployments.records import ImageRequest, LoraUse
-from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
-from weights.externalize import externalize
 from weights.formats.folder import LORA_FILE
 from weights.formats.lora import METADATA_KEY
 from weights.memory.device_arena import DeviceArena, StillInUse
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 NAMES = ("digits-flux", "digits-flux-inverted", "digits-sdxl", "adder")
 

@@ -18,11 +18,11 @@ from deployments.modules import loading
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.modules.parts import OBJECT_BYTES, object_footprint
-from weights.externalize import externalize
-from weights.intake import import_model
-from weights.manifest import ExtentRef, Manifest
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.operations.intake import import_model
+from weights.records.manifest import ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 DEMO = Path(__file__).parents[4] / "infra/demo/models"
 MIB = 2**20

@@ -8,7 +8,7 @@ from pathlib import Path
 from unit.deployments.modules.test_module_cache import manifest
 
 from deployments.modules.filling import ManifestVersions
-from weights.manifest import Manifest
+from weights.records.manifest import Manifest
 
 
 class Store:

@@ -19,11 +19,11 @@ import torch
 from kit.panics import Panic
 from kit.waiting import until
 
-from deployments.errors import CannotLoad, ModelUnavailable
 from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
-from weights.errors import BudgetExceeded, ExtentCorrupt
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef
-from weights.panics import Panicked
+from deployments.records.errors import CannotLoad, ModelUnavailable
+from weights.platform.panics import Panicked
+from weights.records.errors import BudgetExceeded, ExtentCorrupt
+from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
 
 WAIT_S = 10
 # Models by name: component -> (what the weights are, bytes). Equal weights are the same module.

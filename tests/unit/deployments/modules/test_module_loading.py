@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from deployments.modules.encoders import is_text_encoder
 from deployments.modules.loading import is_denoise_component
-from deployments.text.encoders import is_text_encoder
-from weights.manifest import Component
+from weights.records.manifest import Component
 
 
 def component(name: str, library: str) -> Component:

@@ -25,8 +25,8 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
-from weights.errors import BudgetExceeded
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef
+from weights.records.errors import BudgetExceeded
+from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
 
 WAIT_S = 10
 # Models by name: component -> (what the weights are, bytes). Equal weights are the same module.

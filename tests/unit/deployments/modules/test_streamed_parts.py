@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deployments.modules.parts import Part, PartName, Streaming, device_footprint, distinct_bytes
-from weights.manifest import Component, TensorRef
+from weights.records.manifest import Component, TensorRef
 
 KIB = 1024
 

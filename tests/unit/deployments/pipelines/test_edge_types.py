@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.pipeline import NAMED_TYPES
-from deployments.errors import InvalidRequest
 from deployments.pipelines.edge_types import (
     FLOAT,
     IMAGE,
@@ -24,6 +23,7 @@ from deployments.pipelines.edge_types import (
     tensor_of,
 )
 from deployments.pipelines.records import TensorValue
+from deployments.records.errors import InvalidRequest
 
 
 def test_every_type_of_the_config_is_known_here() -> None:

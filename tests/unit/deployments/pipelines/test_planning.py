@@ -14,13 +14,13 @@ from unit.counting import operations
 
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import PipelineConfig
-from deployments.ingress.catalog import _openai_role, _OpenAiRole
+from deployments.ingress.service.catalog import _openai_role, _OpenAiRole
 from deployments.pipelines.edge_types import TEXT, EdgeType
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.planning import PipelineUnusable, check_pipeline, plan_pipeline, plan_segments
 from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan, form_units
 from deployments.pipelines.records import Signature, TensorSpec
-from weights.feature_sizes import FeatureSizes
+from weights.operations.feature_sizes import FeatureSizes
 
 MODELS = {
     "flux": ModelRecord("flux", "ready", "diffusion"),

@@ -12,14 +12,6 @@ import pytest
 from cluster.registry.directory import ModelRecord
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig
-from deployments.errors import (
-    DeadlineExceeded,
-    GenerationFailed,
-    InvalidRequest,
-    ModelUnavailable,
-    QueueFull,
-    UnknownModel,
-)
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import Edge, SegmentCall, SegmentResult
 from deployments.pipelines.records import PipelineRequest, PipelineResult, TensorValue
@@ -32,7 +24,15 @@ from deployments.records import (
     SwitchReport,
     TextResult,
 )
-from weights.feature_sizes import FeatureSizes
+from deployments.records.errors import (
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    ModelUnavailable,
+    QueueFull,
+    UnknownModel,
+)
+from weights.operations.feature_sizes import FeatureSizes
 
 MODELS = {
     "flux": ModelRecord("flux", "ready", "diffusion"),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from kit.seeding import seeded_random, seeded_rng
 
-from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines.edge_types import FLOAT, TEXT, TOKENS, VECTOR, EdgeType
 from deployments.pipelines.plans import (
     PIPELINE_INPUT,
@@ -24,6 +23,7 @@ from deployments.pipelines.plans import (
     form_units,
 )
 from deployments.pipelines.segments import SegmentRunner, _ArenaPool
+from deployments.records.errors import GenerationFailed, InvalidRequest
 
 WIDTH, HIDDEN, CLASSES = 6, 5, 3
 LONGEST = 40  # characters

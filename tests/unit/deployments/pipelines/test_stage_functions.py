@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pytest
 from kit.seeding import seeded_rng
 
-from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.pipelines import functions
 from deployments.pipelines.edge_types import FLOAT, IMAGE, INT, TEXT, TOKENS, VECTOR
 from deployments.pipelines.stage_functions import FunctionUnusable, StageFunction, find_function
+from deployments.records.errors import GenerationFailed, InvalidRequest
 
 HERE = __name__
 

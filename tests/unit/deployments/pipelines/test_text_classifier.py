@@ -20,7 +20,7 @@ from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.records import PipelineRequest, TensorValue
 from deployments.pipelines.segments import SegmentRunner
-from weights.feature_sizes import FeatureSizes
+from weights.operations.feature_sizes import FeatureSizes
 
 pytestmark = pytest.mark.slow
 

@@ -15,16 +15,16 @@ from unit.deployments.engine_loops import written_chunks
 
 from configs.cluster import WorkerConfig
 from deployments.engines.llm.tokenizer import load_tokenizer
-from deployments.errors import InvalidRequest
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import CompletionRequest
-from deployments.services.step_loop import DeviceThread
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
-from weights.intake import import_model
-from weights.manifest import ExtentRef, Manifest
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.provider import LocalExtents
+from weights.operations.intake import import_model
+from weights.records.manifest import ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 ADDER = Path(__file__).parents[4] / "infra/demo/models/adder"
 PROMPT = "What is 12 + 7?"

@@ -15,9 +15,9 @@ from unit.deployments.engine_loops import written_chunks
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.errors import InvalidRequest
 from deployments.records import ChatRequest, SwitchReport, TextResult
-from deployments.services.step_loop import DeviceThread
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_prompts import prompt_tokens
 from deployments.services.text_service import TextService, whole_text
 

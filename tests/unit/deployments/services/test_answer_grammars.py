@@ -11,8 +11,8 @@ from kit.scripted_llm import BEGIN, save_scripted_llm
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.errors import InvalidRequest
 from deployments.records import ChatRequest, CompletionRequest
+from deployments.records.errors import InvalidRequest
 from deployments.services.text_prompts import text_requests
 
 GBNF = 'root ::= "yes " digit\ndigit ::= [0-9]'

@@ -17,13 +17,13 @@ from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_ed
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults
-from deployments.defaults import with_image_defaults
 from deployments.modules.cache import ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ImageRequest
+from deployments.replicas.step_loop import DeviceThread
+from deployments.requests.defaults import with_image_defaults
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
-from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
 from deployments.text.requests import Conditioning, ConditioningRequest
 

@@ -23,12 +23,12 @@ from unit.deployments.engine_loops import stream_images
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.rows import Work
-from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.engines.records.protocol import ComputationFailed, EngineError
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, LoraUse
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.requests import Conditioning, pack
 
 pytestmark = pytest.mark.slow  # imports diffusers

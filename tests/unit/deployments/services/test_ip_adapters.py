@@ -23,12 +23,12 @@ from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.model import AdapterConfig
-from deployments.errors import InvalidRequest, UnknownModel
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.local import LocalModels
 from deployments.preflight import check_config
 from deployments.records import ImagePromptUse, ImageRequest
+from deployments.records.errors import InvalidRequest, UnknownModel
 
 pytestmark = pytest.mark.slow  # imports diffusers
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
@@ -135,7 +135,7 @@ async def test_bodies_of_http_bring_the_image(tmp_path: Path) -> None:
 
 def test_diffusers_own_pipelines_take_none(tmp_path: Path) -> None:
     from configs.model import GenerationDefaults
-    from deployments.defaults import with_image_defaults
+    from deployments.requests.defaults import with_image_defaults
 
     use = ImagePromptUse(name="style", image=image_of(8, 8))
     request = ImageRequest(model="m", prompt="x", ip_adapter=(use,))

@@ -20,13 +20,13 @@ from unit.deployments.engine_loops import stream_images
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.nn.lora import MergedLayers
-from deployments.errors import InvalidRequest
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.modules.parts import Merging, merged_parts
 from deployments.records import ImageRequest, ImageResult
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
 
 pytestmark = pytest.mark.slow  # imports diffusers

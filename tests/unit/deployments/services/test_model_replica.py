@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.model import ModelConfig
 from deployments.services.model_replica import prepare_models
-from weights.manifest import Component
+from weights.records.manifest import Component
 
 
 class Host:

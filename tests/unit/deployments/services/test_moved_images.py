@@ -17,8 +17,8 @@ from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
 
 pytestmark = pytest.mark.slow  # imports diffusers

@@ -16,20 +16,20 @@ import ray
 import torch
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 
-from cluster.errors import WeightsUnavailable
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.records import Recall
+from cluster.records.errors import WeightsUnavailable
 from cluster.registry.directory import ModelRecord
 from cluster.registry.model_files import read_files, write_files
 from configs.cluster import ClusterConfig, StoreConfig
+from deployments.modules.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.services.model_replica import ModelReplica
 from deployments.services.text_encoder import TextEncoderService
 from deployments.services.worker import Worker
 from deployments.text.cache import EncodingCache, EncodingKey
-from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
-from weights.externalize import externalize
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.slow  # imports diffusers
 

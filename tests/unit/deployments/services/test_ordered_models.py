@@ -9,11 +9,11 @@ from kit.waiting import until
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 from unit.deployments.modules.test_module_cache import Host
 
-from cluster.errors import ModelUnknown
-from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import Order, Orders, WorkerReport
+from cluster.records.errors import ModelUnknown
+from cluster.records.load_failures import LONGEST_RETRY_S
 from deployments.services.ordered_models import OrderedModels
-from weights.manifest import Manifest
+from weights.records.manifest import Manifest
 
 
 class Ordered(OrderedModels):

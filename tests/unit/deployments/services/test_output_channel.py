@@ -18,7 +18,7 @@ from deployments.records import (
     merge_progress,
     merge_text_chunks,
 )
-from deployments.services.output_channel import OutputChannel
+from deployments.replicas.output_channel import OutputChannel
 
 
 async def count_to(most: int, channel: OutputChannel[int]) -> None:

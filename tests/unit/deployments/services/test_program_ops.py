@@ -18,22 +18,22 @@ from cluster.registry.manifests import summarize
 from configs.pipeline import PipelineConfig
 from deployments.engines.programs.bound import BoundProgram
 from deployments.engines.programs.rows import ProgramJob, run_jobs
-from deployments.errors import InvalidRequest
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
 from deployments.pipelines.edge_types import tensor_of
 from deployments.pipelines.planning import PipelineUnusable, plan_pipeline
 from deployments.pipelines.plans import Edge, SegmentCall
 from deployments.pipelines.segments import SegmentRunner
+from deployments.records.errors import InvalidRequest
 from deployments.services.text_encoder import _EncoderOps
 from deployments.text.cache import EncodingCache
 from deployments.text.encode import CachedEncoders
-from deployments.text.encoders import TextEncoderBuilder
-from weights.externalize import externalize
-from weights.intake import import_model
-from weights.manifest import Manifest
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.operations.intake import import_model
 from weights.programs.exported import externalize_program
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.records.manifest import Manifest
+from weights.storage.store import WeightStore
 
 TOKENIZER = Path(__file__).parents[4] / "infra" / "demo" / "models" / "texts-bert"
 TEXTS = ["a text", "another text that is longer", "the third one of them", "words"]

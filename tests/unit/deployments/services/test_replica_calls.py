@@ -15,9 +15,9 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
-from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica, ReplicaLost
-from deployments.services.replica_calls import ReplicaCalls
-from deployments.tasks import Deadline
+from deployments.records.errors import DeadlineExceeded, InvalidRequest, NoReplica, ReplicaLost
+from deployments.records.tasks import Deadline
+from deployments.replicas.replica_calls import ReplicaCalls
 
 TICK_S = 0.005
 LONG_S = 30.0

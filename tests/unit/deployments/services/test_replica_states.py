@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.serve.schema import DeploymentStatus, DeploymentStatusOverview, DeploymentStatusTrigger, ReplicaState
 
-from deployments.services.replica_calls import ReplicaStates
+from deployments.replicas.replica_calls import ReplicaStates
 
 FAILED = "A replica failed to start with exception. Retrying. Error:\nTraceback:\n  File x\nOSError: no such file: w\n"
 

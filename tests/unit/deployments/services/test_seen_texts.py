@@ -13,11 +13,11 @@ from unit.deployments.services.test_adapted_texts import Extents
 
 from configs.cluster import WorkerConfig
 from deployments.engines.llm.chat import Message
-from deployments.errors import InvalidRequest
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ChatRequest
-from deployments.services.step_loop import DeviceThread
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
 from infra.supported.language_models import TIE
 from infra.supported.vision_models import (
@@ -29,9 +29,9 @@ from infra.supported.vision_models import (
     tiny_model,
     tiny_processor,
 )
-from weights.intake import import_model
-from weights.manifest import Manifest
-from weights.store import WeightStore
+from weights.operations.intake import import_model
+from weights.records.manifest import Manifest
+from weights.storage.store import WeightStore
 
 SEER = "Qwen3VLForConditionalGeneration"
 

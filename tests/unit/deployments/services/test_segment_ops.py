@@ -15,15 +15,15 @@ from sentence_transformers import CrossEncoder
 from unit.deployments.engines.text.test_classifiers import make, pairs_of
 
 from configs.model import LongText
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.sentence_layers import DenseHead
 from deployments.modules.cache import ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
 from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
 from deployments.services import text_encoder
 from deployments.services.text_encoder import _EncoderOps
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
-from deployments.text.encoders import TextEncoderBuilder
 from weights.memory.lifetimes import place
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"

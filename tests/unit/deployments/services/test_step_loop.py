@@ -15,9 +15,10 @@ from kit.panics import Panic
 from kit.waiting import until, wait_until
 from unit.deployments.engine_loops import last_output, stream_outputs
 
+from deployments.engines.costs.step_costs import StepCosts
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import Work
-from deployments.engines.protocol import (
+from deployments.engines.records.protocol import (
     ComputationFailed,
     ConditionedRequest,
     DenoiseTimes,
@@ -28,9 +29,8 @@ from deployments.engines.protocol import (
     TextDelta,
     TextRequest,
 )
-from deployments.engines.step_costs import StepCosts
-from deployments.services.step_loop import DeviceThread, EngineLoop
-from weights.panics import Panicked
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
+from weights.platform.panics import Panicked
 
 WAIT_S = 10
 

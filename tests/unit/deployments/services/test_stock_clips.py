@@ -23,16 +23,16 @@ from unit.deployments.engines.stock.tiny_pipelines import make, saved
 from unit.deployments.engines.stock.tiny_videos_in import T5_SIZE, VIDEO_CASES
 
 from configs.cluster import LimitsConfig, WorkerConfig
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import PipelineSource, check_class
-from deployments.errors import InvalidRequest
 from deployments.ingress.openai.uploads import decode_named
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ClipRequest, ClipResult, ImageProgress
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.clips import clip_request, encode_audio, encode_video, frame_rate
 from deployments.services.image_service import EncodeText, ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
 
 pytestmark = pytest.mark.slow  # imports diffusers

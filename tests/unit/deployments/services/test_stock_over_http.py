@@ -30,11 +30,11 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import VideosConfig, WorkerConfig
 from configs.model import GenerationDefaults
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
 
 pytestmark = pytest.mark.slow  # imports diffusers

@@ -18,14 +18,14 @@ from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, clip, clip_
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults
-from deployments.defaults import with_image_defaults
 from deployments.engines.stock.inputs import FIELDS
-from deployments.errors import InvalidRequest
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.step_loop import DeviceThread
+from deployments.requests.defaults import with_image_defaults
 from deployments.services.image_service import EncodeText, ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
 
 pytestmark = pytest.mark.slow  # imports diffusers

@@ -16,8 +16,7 @@ from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults
-from deployments.defaults import with_image_defaults
-from deployments.engines.protocol import EngineError, StockRequest
+from deployments.engines.records.protocol import EngineError, StockRequest
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import check_class
 from deployments.engines.stock.text_parts import text_parts
@@ -29,14 +28,15 @@ from deployments.engines.stock.texts import (
     to_tensors,
     weightless_modules,
 )
-from deployments.errors import ModelUnavailable
 from deployments.modules.cache import ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
 from deployments.modules.loading import ComponentBuilder
 from deployments.modules.stock_parts import is_stock_text
 from deployments.records import ClipRequest, ImageRequest
+from deployments.records.errors import ModelUnavailable
+from deployments.replicas.step_loop import DeviceThread
+from deployments.requests.defaults import with_image_defaults
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
-from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
 from deployments.text.requests import Conditioning, ConditioningRequest
 

@@ -18,10 +18,10 @@ from unit.deployments.engine_loops import written_chunks
 from deployments.engines.llm.chat import Message
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.errors import InvalidRequest
 from deployments.ingress.openai.text_answers import ChatForm, CompletionForm
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, SwitchReport, TextChunk
-from deployments.services.step_loop import DeviceThread
+from deployments.records.errors import InvalidRequest
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_prompts import text_requests
 from deployments.services.text_service import TextService, whole_text
 

@@ -25,11 +25,11 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import LimitsConfig, WorkerConfig
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 
 pytestmark = pytest.mark.slow  # imports diffusers
 SCALE = 2

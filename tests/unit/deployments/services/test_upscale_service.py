@@ -17,9 +17,6 @@ from unit.deployments.engines.upscaler_files import compact, enlarged, rrdb
 
 from cluster.registry.manifests import variant_of
 from configs.cluster import ClusterConfig, LimitsConfig, WorkerConfig
-from deployments.defaults import as_upscale
-from deployments.errors import InvalidRequest, ModelUnavailable
-from deployments.limits import check_upscale
 from deployments.local import LocalModels
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
@@ -27,9 +24,12 @@ from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.records import PipelineRequest, TensorValue
 from deployments.preflight import check_config
 from deployments.records import ImageProgress, ImageRequest, ImageResult, LoraUse
+from deployments.records.errors import InvalidRequest, ModelUnavailable
+from deployments.replicas.step_loop import DeviceThread
+from deployments.requests.defaults import as_upscale
+from deployments.requests.limits import check_upscale
 from deployments.services import upscale_service
 from deployments.services.image_service import ImageService
-from deployments.services.step_loop import DeviceThread
 from deployments.text.requests import Conditioning
 
 pytestmark = pytest.mark.slow  # imports diffusers

@@ -14,7 +14,7 @@ import pytest
 from configs.cluster import WorkerConfig
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records import ChatRequest
-from deployments.services.step_loop import DeviceThread
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_service import TextService
 from deployments.services.worker import Worker
 

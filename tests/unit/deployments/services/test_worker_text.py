@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from deployments.engines.protocol import TextDelta, TextRequest
+from deployments.engines.records.protocol import TextDelta, TextRequest
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, SwitchReport
-from deployments.services.step_loop import DeviceThread
+from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_service import INLINE_CHARACTERS, TextService, _is_short
 from deployments.services.worker import Worker
 

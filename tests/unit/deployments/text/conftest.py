@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.engines.text.encoder import load_text_encoder
+from deployments.modules.encoders import KeyedEncoder
 from deployments.text.encode import CachedEncoders
-from deployments.text.encoders import KeyedEncoder
 from deployments.text.requests import ConditioningRequest, unpack
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
@@ -48,7 +48,7 @@ class Demo:
         return {name: tensor.float() for name, tensor in load_file(file).items()}
 
     def pipeline(self, denoiser: str) -> Any:
-        from deployments.engines.build import build_module
+        from deployments.engines.building.build import build_module
         from deployments.engines.diffusion.pipeline import create_pipeline
 
         modules = {

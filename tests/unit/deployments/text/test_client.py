@@ -13,9 +13,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
-from deployments.errors import DeadlineExceeded, InvalidRequest, ReplicaLost
 from deployments.records import CacheUse
-from deployments.services.replica_calls import ReplicaCalls
+from deployments.records.errors import DeadlineExceeded, InvalidRequest, ReplicaLost
+from deployments.replicas.replica_calls import ReplicaCalls
 from deployments.text.client import BELIEVED_DOWN_S, MAX_MISSED, EncoderDown, TextEncoderClient
 from deployments.text.requests import Conditioning, ConditioningRequest
 

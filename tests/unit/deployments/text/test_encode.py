@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
+from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 from deployments.engines.text.forward_plan import EncodeCounter
-from deployments.errors import DeadlineExceeded
+from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder
+from deployments.records.errors import DeadlineExceeded
 from deployments.text import encode
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, TextItem, embedding_of, encode_batch
-from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 
 LONG = "a handwritten seven and a handwritten eight " * 4  # 36 tokens; CLIP of the demo has places for 14
 

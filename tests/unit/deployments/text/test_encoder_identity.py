@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from deployments.engines.skeletons import SkeletonStats
+from deployments.engines.building.skeletons import SkeletonStats
+from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from deployments.text.encode import EncodeJob, encode_batch_or_raise
-from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 
 BERT = Path(__file__).parents[4] / "infra" / "demo" / "models" / "texts-bert"
 

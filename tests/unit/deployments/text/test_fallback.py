@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from configs.cluster import WorkerConfig
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
+from deployments.modules.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
-from deployments.services.step_loop import DeviceThread
+from deployments.replicas.step_loop import DeviceThread
 from deployments.text.cache import EncodingCache
 from deployments.text.encode import CachedEncoders, encode_batch_or_raise
-from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.text.fallback import WARNING, FallbackEncoder
 from deployments.text.requests import ConditioningRequest, unpack
 

@@ -14,12 +14,12 @@ from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 from unit.deployments.text.test_encode import service
 
-from deployments.engines.protocol import EngineError
-from deployments.text.encoders import is_part_of_text
-from weights.adapters import LoraAdapter, load_adapter
-from weights.errors import AdapterError
+from deployments.engines.records.protocol import EngineError
+from deployments.modules.encoders import is_part_of_text
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.learned_words import WORDS_CLASS, words_in
+from weights.operations.adapters import LoraAdapter, load_adapter
+from weights.records.errors import AdapterError
 
 Words = Mapping[str, LoraAdapter]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.text.cache import EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch, encode_batch_or_raise
-from weights.adapters import LoraAdapter, load_adapter
+from weights.operations.adapters import LoraAdapter, load_adapter
 
 pytestmark = pytest.mark.slow  # imports diffusers
 

@@ -9,7 +9,7 @@ from kit.seeding import seeded_rng
 
 from infra.bench.delta_families import checkpoints, repeated, to_int8
 from infra.bench.deltas import _encoded_bytes, _zipnn_sizes
-from weights.storage.deltas.codec import CHUNK_BYTES, encode_chunk
+from weights.reading.delta_codec import CHUNK_BYTES, encode_chunk
 
 ADDER = Path("infra/demo/models/adder")
 # Takes half of what it is given, and of a difference a quarter.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deployments.engines.step_costs import StepCosts
+from deployments.engines.costs.step_costs import StepCosts
 from infra.bench.denoise import PARTS, DenoiseSettings, _measure_mixed, _play, print_part
 from infra.bench.denoise_loras import measure_loras
 from infra.bench.denoise_models import make_model

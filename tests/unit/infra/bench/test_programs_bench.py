@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.bench.programs import CLIENTS, PARTS, Programs, _memory_of_two, measure_programs, print_part
-from weights.errors import StoreError
+from weights.records.errors import StoreError
 
 pytestmark = pytest.mark.long  # exports, and imports diffusers
 

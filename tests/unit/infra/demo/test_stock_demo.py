@@ -12,7 +12,7 @@ from kit.seeding import seeded_random
 from configs.loading import load_cluster_config
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 ROOT = Path(__file__).parents[4]
 MODEL = "digits-sdxl-pag"

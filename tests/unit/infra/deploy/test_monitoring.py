@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cluster import telemetry
 from cluster.admission.records import AdmissionSnapshot
+from cluster.process import telemetry
 from deployments.ingress.admin.metrics import admission_metrics, residency_metrics
 from deployments.ingress.admin.routes import NodeMetrics
 from infra.monitoring import ALERTS, FOLDER, PANELS, alert_rules, board

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for file in ("configs/cluster.py", "weights/formats/gguf.py", "cluster/session.py", "deployments/app.py"):
+    for file in ("configs/cluster.py", "weights/formats/gguf.py", "cluster/start/session.py", "deployments/app.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("")
     return tmp_path
@@ -25,11 +25,11 @@ def checkout(tmp_path: Path) -> Path:
     [
         ("from configs.cluster import A", "from atelier.configs.cluster import A"),
         ("from   weights import formats", "from   atelier.weights import formats"),
-        ("import os, cluster.session as s", "import os, atelier.cluster.session as s"),
+        ("import os, cluster.start.session as s", "import os, atelier.cluster.start.session as s"),
         ("def f():\n    from deployments.app import g", "def f():\n    from atelier.deployments.app import g"),
         ("x = 'deployments.app:build_app'", "x = 'atelier.deployments.app:build_app'"),
-        ("x = ['-m', \"cluster.session\"]  # é", "x = ['-m', \"atelier.cluster.session\"]  # é"),
-        ("é = 'é'; x = 'cluster.session'", "é = 'é'; x = 'atelier.cluster.session'"),
+        ("x = ['-m', \"cluster.start.session\"]  # é", "x = ['-m', \"atelier.cluster.start.session\"]  # é"),
+        ("é = 'é'; x = 'cluster.start.session'", "é = 'é'; x = 'atelier.cluster.start.session'"),
         ("x = f'weights.formats.{form}'", "x = f'atelier.weights.formats.{form}'"),
         ('"""Raises what `configs.cluster` raises."""', '"""Raises what `atelier.configs.cluster` raises."""'),
         (
@@ -45,7 +45,7 @@ def test_imports_and_modules_in_strings_are_below_the_name(before: str, after: s
 @pytest.mark.parametrize(
     "source",
     [
-        "cluster.session.f(weights.formats)",  # variables
+        "cluster.start.session.f(weights.formats)",  # variables
         "x = f'{cluster.sessions}'",
         "x = 'weights.total', 'configs/cluster.yaml', 'cluster'",  # a tensor, a file, a word
         "x = 'my.weights.formats', '/srv/weights.formats', 'https://x/cluster.session'",
@@ -56,7 +56,9 @@ def test_all_else_is_left_alone(source: str, checkout: Path) -> None:
     assert moved(source.encode(), checkout).decode() == source
 
 
-@pytest.mark.parametrize("source", ["import cluster.session", "x = 1\nimport configs", "x = f'{weights.formats.a} b'"])
+@pytest.mark.parametrize(
+    "source", ["import cluster.start.session", "x = 1\nimport configs", "x = f'{weights.formats.a} b'"]
+)
 def test_what_cannot_be_said_below_the_name_is_refused_with_its_line(source: str, checkout: Path) -> None:
     with pytest.raises(Unmovable, match=f"line {source.count(chr(10)) + 1}: "):
         moved(source.encode(), checkout)

@@ -11,7 +11,7 @@ import torch
 from kit.seeding import seeded_rng
 
 from infra.bench import original_names
-from weights.dtypes import BLOCK_SIZES
+from weights.records.dtypes import BLOCK_SIZES
 
 Tensors = dict[str, torch.Tensor]
 BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weights.dtypes import tensor_nbytes
-from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.folder import LORA_FILE
 from weights.formats.kuiper import KuiperHeader, write_kuiper
+from weights.records.dtypes import tensor_nbytes
+from weights.records.errors import FormatError
 
 ONE = {"w": torch.rand(2, 3)}
 

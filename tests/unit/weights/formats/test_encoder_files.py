@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from weights.externalize import externalize
-from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import parts_hash, tokenizer_folder
-from weights.manifest import Component
-from weights.store import WeightStore
+from weights.formats.source import skeleton_files
+from weights.operations.externalize import externalize
+from weights.records.manifest import Component
+from weights.storage.store import WeightStore
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.engines.config_files import read_config
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError, SourceRefused
+from deployments.engines.libraries.config_files import read_config
+from deployments.engines.records.protocol import EngineError
 from weights.formats import folder as folders
 from weights.formats.encoder_files import read_stages
 from weights.formats.folder import MAX_DEPTH, MAX_JSON_BYTES, check_inside, files_below, read_json
-from weights.intake import import_model
-from weights.store import WeightStore
+from weights.operations.intake import import_model
+from weights.records.errors import FormatError, SourceRefused
+from weights.storage.store import WeightStore
 
 
 @pytest.fixture

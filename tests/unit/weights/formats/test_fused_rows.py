@@ -9,9 +9,9 @@ import pytest
 from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
-from weights.errors import FormatError
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import FileTensor, split_rows
+from weights.records.errors import FormatError
 
 
 @pytest.mark.parametrize(

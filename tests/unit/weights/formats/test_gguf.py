@@ -12,9 +12,9 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from kit.seeding import seeded_rng
 
-from weights.dtypes import BLOCK_SIZES, ITEM_BYTES
-from weights.errors import FormatError
 from weights.formats.gguf import GGML_TYPES, read_gguf, write_gguf
+from weights.records.dtypes import BLOCK_SIZES, ITEM_BYTES
+from weights.records.errors import FormatError
 
 # gguf-py's size of Q8_1 is not that of ggml, and no file has it.
 SIZES = {kind.name: sizes for kind, sizes in GGML_QUANT_SIZES.items() if kind.name != "Q8_1"}

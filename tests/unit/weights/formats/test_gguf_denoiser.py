@@ -15,16 +15,17 @@ from kit.seeding import seeded_rng
 from unit.weights.formats.gguf_files import packed_bytes, under_diffusers_names, write_denoiser
 
 from configs.model import ModelConfig
-from weights.base_pipeline import BasePipeline, open_base
-from weights.dtypes import BLOCK_SIZES
-from weights.errors import FormatError
-from weights.externalize import externalize, unpacked_bytes, unpacked_types
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.ggml_values import unpack_blocks
-from weights.layouts import convert, write_inline
-from weights.loader import load_from_store
-from weights.repair import repair, verify
-from weights.store import WeightStore
+from weights.formats.source import BasePipeline
+from weights.loading.loader import load_from_store
+from weights.operations.base_pipeline import open_base
+from weights.operations.externalize import externalize, unpacked_bytes, unpacked_types
+from weights.operations.layouts import convert, write_inline
+from weights.operations.repair import repair, verify
+from weights.records.dtypes import BLOCK_SIZES
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 
 def sd3(**more: Any) -> SD3Transformer2DModel:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from gguf.constants import MODEL_ARCH_NAMES
 
-from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import GgufModel, gguf_set, read_gguf_model
+from weights.records.errors import FormatError
 
 NAMES = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 

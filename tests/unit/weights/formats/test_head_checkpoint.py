@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weights.errors import FormatError
-from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.dense_head import read_dense_config
-from weights.layouts import convert, write_inline
-from weights.loader import load_from_store
-from weights.maintenance import summarize
-from weights.repair import verify
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert, write_inline
+from weights.operations.maintenance import summarize
+from weights.operations.repair import verify
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 IN, OUT = 5, 7  # fixed: they are in the names of tests, which every process must collect alike
 TANH = "torch.nn.modules.activation.Tanh"

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kit.seeding import seeded_rng
 
-from weights.errors import FormatError, WeightsError
 from weights.formats.gguf import read_gguf
 from weights.formats.kuiper import read_kuiper
-from weights.manifest import read_manifest
+from weights.records.errors import FormatError, WeightsError
+from weights.records.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 

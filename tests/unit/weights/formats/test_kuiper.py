@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from kit.seeding import seeded_rng
 
-from weights.errors import FormatError
 from weights.formats.kuiper import KuiperHeader, parse_kuiper, read_kuiper, write_kuiper
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
+from weights.records.errors import FormatError
 
 DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, SEQ, GROUP = 48, 64, 3, 4, 2, 20, 7, 64
 KV_DIM = DIM // HEADS * KV_HEADS

@@ -13,12 +13,12 @@ from unit.weights.comparing import same
 from unit.weights.formats.test_single_file import _contiguous, sd15, tiny_clip, tiny_vae, weights_of
 
 from infra.bench.original_names import vae_of_ldm
-from weights.base_pipeline import open_base
-from weights.errors import FormatError
-from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
-from weights.loader import load_from_store
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.base_pipeline import open_base
+from weights.operations.externalize import externalize
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 
 def other_vae(folder: Path) -> dict[str, torch.Tensor]:

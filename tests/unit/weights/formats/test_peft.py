@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cluster.errors import ModelUnservable
+from cluster.records.errors import ModelUnservable
 from cluster.registry.importing import import_checkpoint
 from configs.model import AdapterConfig, ModelConfig
 from deployments.engines.servable import why_unservable
-from weights.adapters import load_adapter, parse_adapter
-from weights.errors import AdapterError, FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.folder import LORA_FILE
 from weights.formats.lora import PEFT_CONFIG, PEFT_FILE
-from weights.layouts import write_inline
-from weights.store import WeightStore
+from weights.operations.adapters import load_adapter, parse_adapter
+from weights.operations.layouts import write_inline
+from weights.records.errors import AdapterError, FormatError
+from weights.storage.store import WeightStore
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import ModelUnservable
+from cluster.records.errors import ModelUnservable
 from cluster.registry.importing import import_checkpoint
 from configs.model import ModelConfig
-from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.pipeline_parts import PIPELINES, pipeline_variant, why_incomplete
-from weights.store import WeightStore
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 FLUX, SDXL = MODELS / "digits-flux", MODELS / "digits-sdxl"

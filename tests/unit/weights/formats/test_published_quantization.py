@@ -14,12 +14,13 @@ import pytest
 from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
-from weights.errors import FormatError
-from weights.externalize import externalize, stored_dtypes, unpacked_bytes, unpacked_types
-from weights.formats.checkpoint import Checkpoint, read_checkpoint
+from weights.formats.checkpoint import read_checkpoint
 from weights.formats.language_models import CLASS_NAMES
 from weights.formats.published_quantization import INT8_CLASSES, ComputedTensor
-from weights.store import WeightStore
+from weights.formats.source import Checkpoint
+from weights.operations.externalize import externalize, stored_dtypes, unpacked_bytes, unpacked_types
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 NAME = "model.layers.0.mlp.up_proj"
 ROWS, COLUMNS, GROUP = 24, 64, 16

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from weights.dtypes import ITEM_BYTES
-from weights.errors import FormatError
 from weights.formats.safetensors import read_header, write_safetensors
 from weights.formats.untrusted import num_elements
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.platform.torch_dtypes import TORCH_DTYPES
+from weights.records.dtypes import ITEM_BYTES
+from weights.records.errors import FormatError
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 2, 3, 4)]
 

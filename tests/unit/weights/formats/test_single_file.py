@@ -18,14 +18,14 @@ from unit.weights.comparing import same
 
 from deployments.engines.diffusion.solvers import SolverFactory
 from infra.bench.original_names import open_clip, sd3, unet_of_ldm, vae_of_ldm
-from weights.base_pipeline import open_base
-from weights.errors import FormatError, SourceRefused, StoreError
-from weights.externalize import externalize, unpacked_types
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.pipeline_parts import pipeline_variant
-from weights.loader import load_from_store
-from weights.repair import repair, verify
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.base_pipeline import open_base
+from weights.operations.externalize import externalize, unpacked_types
+from weights.operations.repair import repair, verify
+from weights.records.errors import FormatError, SourceRefused, StoreError
+from weights.storage.store import WeightStore
 
 Tensors = dict[str, torch.Tensor]
 

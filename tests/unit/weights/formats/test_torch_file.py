@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from weights.errors import FormatError
+from weights.conversion.torch_file import read_torch_file
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.torch_file import read_torch_file
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.platform.torch_dtypes import TORCH_DTYPES
+from weights.records.errors import FormatError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only Unpickler might not support", "ignore:.*deprecated")
 

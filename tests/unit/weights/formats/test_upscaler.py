@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from unit.deployments.engines.upscaler_files import as_esrgan, as_list, compact, rrdb
 
-from weights.errors import FormatError
-from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.upscaler import COMPACT, RRDB, UpscalerNet, read_upscaler
-from weights.layouts import write_inline
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.layouts import write_inline
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 
 def described(path: Path, **options: Any) -> UpscalerNet:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from weights.errors import WeightsError
 from weights.loading.modules import assign, copy_structure
+from weights.records.errors import WeightsError
 
 
 class Net(nn.Module):

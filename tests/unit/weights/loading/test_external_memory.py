@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from weights.errors import ExtentCorrupt, WeightsError
-from weights.externalize import externalize
-from weights.loader import load_model
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.records.errors import ExtentCorrupt, WeightsError
+from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
+from weights.storage.store import WeightStore
 
 
 class CountedExtents(LocalExtents):

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from weights.loader import LoadedFiles
+from weights.loading.loader import LoadedFiles
 
 
 def memory(nbytes: int = 64) -> torch.Tensor:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from unit.weights.comparing import raw
 
-from weights import loader
-from weights.errors import WeightsError
-from weights.externalize import externalize
-from weights.loader import load_model
+from weights.loading import loader
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
 from weights.loading.stage_transforms import Cast, Fp8Scaled, Int8Group
-from weights.manifest import Component, ExtentRef, Manifest, TensorRef
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.records.errors import WeightsError
+from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
+from weights.storage.store import WeightStore
 
 TARGETS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 

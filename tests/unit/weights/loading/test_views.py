@@ -11,14 +11,14 @@ import torch
 from kit.seeding import seeded_random
 from torch import nn
 
-from weights.externalize import externalize
 from weights.loading import views
 from weights.loading.modules import find_places
+from weights.loading.provider import LocalExtents
 from weights.loading.views import Views, attach, bytes_tensors, setters_of
-from weights.manifest import Component
-from weights.provider import LocalExtents
-from weights.store import WeightStore
-from weights.torch_dtypes import TORCH_DTYPES
+from weights.operations.externalize import externalize
+from weights.platform.torch_dtypes import TORCH_DTYPES
+from weights.records.manifest import Component
+from weights.storage.store import WeightStore
 
 Case = tuple[Component, dict[str, torch.Tensor]]
 

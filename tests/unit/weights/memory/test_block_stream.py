@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from weights.errors import WeightsError
 from weights.memory.block_plan import BlockPlan, plan_blocks
 from weights.memory.block_stream import BlockStream
 from weights.memory.device_space import DeviceSpace
 from weights.memory.transfer import HostCopy, Pair, TransferReport
+from weights.records.errors import WeightsError
 
 
 class CountedCopy(HostCopy):

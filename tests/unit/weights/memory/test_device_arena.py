@@ -14,11 +14,11 @@ import torch
 from kit.clock import Clock
 from kit.waiting import wait_until
 
-from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
-from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.memory.device_space import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
+from weights.records.errors import BudgetExceeded, ExtentCorrupt, WeightsError
+from weights.records.manifest import TensorRef
 from weights.residency import entry_table
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64", torch.float16: "F16"}

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.waiting import wait_until
 
-from weights.errors import BudgetExceeded, StoreError
 from weights.memory.host_pool import HostBufferPool, _size_class, allocate_pages
+from weights.records.errors import BudgetExceeded, StoreError
 
 WAIT_S = 10
 PAGE = 4096

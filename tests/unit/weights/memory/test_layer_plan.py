@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.layer_plan import (
     AUTO,
     DecoderSizes,
@@ -19,6 +18,7 @@ from weights.memory.layer_plan import (
     layer_of,
     plan_layers,
 )
+from weights.records.errors import BudgetExceeded, WeightsError
 
 
 def sizes_of(chance: random.Random) -> DecoderSizes:

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.seeding import seeded_rng
 
-from weights.errors import WeightsError
 from weights.memory.device_space import _DeviceCopy, _RingCopy, _StreamQueue
 from weights.memory.transfer import PIECE_ALIGNMENT, Chunk, HostCopy, Pair, Transfer, plan_chunks, run_all
+from weights.records.errors import WeightsError
 
 CHUNK = 4 * PIECE_ALIGNMENT
 SIZES = [1, 0, 511, 512, 513, CHUNK, CHUNK + 1, 7 * CHUNK - 3, 5, 10, 3 * CHUNK]

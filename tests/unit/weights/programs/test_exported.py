@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from weights.errors import FormatError, StoreError, WeightsError
-from weights.externalize import externalize
-from weights.manifest import Manifest
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
 from weights.programs.exported import externalize_program, load_program, self_contained
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.records.errors import FormatError, StoreError, WeightsError
+from weights.records.manifest import Manifest
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.slow
 

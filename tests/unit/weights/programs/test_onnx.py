@@ -19,9 +19,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from safetensors.torch import save_file
 
-from weights.errors import FormatError, StoreError, WeightsError
-from weights.externalize import externalize
+from weights.operations.externalize import externalize
 from weights.programs.onnx_models import MIN_EXTERNAL_BYTES, externalize_onnx, load_onnx, write_onnx
+from weights.records.errors import FormatError, StoreError, WeightsError
 
 pytestmark = pytest.mark.slow
 

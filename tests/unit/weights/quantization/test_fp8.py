@@ -7,8 +7,8 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 
-from weights.errors import WeightsError
 from weights.loading.stage_transforms import quantize_fp8
+from weights.records.errors import WeightsError
 
 
 def as_float8(data: bytes) -> torch.Tensor:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 
-from weights.errors import WeightsError
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
+from weights.records.errors import WeightsError
 
 
 def as_torch_does(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:

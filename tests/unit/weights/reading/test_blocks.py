@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weights.errors import ExtentCorrupt, StoreError
-from weights.manifest import ExtentRef
 from weights.memory.host_pool import allocate_pages
 from weights.reading.blocks import FileSpan, PackReader, resolve_pack
+from weights.records.errors import ExtentCorrupt, StoreError
+from weights.records.manifest import ExtentRef
 
 DATA = random.randbytes(5 * 4096 + 100)
 PACK = "m_weight_combined"

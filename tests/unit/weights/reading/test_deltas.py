@@ -10,10 +10,9 @@ import pytest
 import torch
 from unit.weights.comparing import flip
 
-from weights.errors import ExtentCorrupt
-from weights.externalize import externalize
-from weights.manifest import ExtentRef, Manifest
 from weights.memory.host_pool import ByteArray, HostBufferPool, allocate_pages
+from weights.operations.compaction import compact
+from weights.operations.externalize import externalize
 from weights.reading.extents import (
     ASSUMED_DECODE_BYTES_PER_S,
     MIN_MEASURED_BYTES,
@@ -26,8 +25,9 @@ from weights.reading.extents import (
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
-from weights.storage.deltas.compaction import compact
-from weights.store import WeightStore
+from weights.records.errors import ExtentCorrupt
+from weights.records.manifest import ExtentRef, Manifest
+from weights.storage.store import WeightStore
 
 DIRECT = ReadStrategy(direct=True, num_threads=2, block_bytes=2**20)
 BUFFERED = ReadStrategy(direct=False, num_threads=2, block_bytes=64 * 1024)

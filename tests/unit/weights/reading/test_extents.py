@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from weights.errors import ExtentCorrupt, StoreError
-from weights.manifest import ExtentRef
+from weights.loading.provider import LocalExtents
 from weights.memory.host_pool import HostBufferPool
-from weights.provider import LocalExtents
 from weights.reading.blocks import PackReader
 from weights.reading.extents import ByteArray, ExtentReader, read_extent, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
+from weights.records.errors import ExtentCorrupt, StoreError
+from weights.records.manifest import ExtentRef
 
 DATA = random.randbytes(10_000)
 PACK = "m_weight_combined"

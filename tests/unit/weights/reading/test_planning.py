@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from weights.errors import WeightsError
-from weights.private_folder import cache_folder, temporary_folder
+from weights.platform.private_folder import cache_folder, temporary_folder
 from weights.reading.planning import MIN_PROBED_BYTES, ReadPlanner, _ProbeCache
 from weights.reading.strategy import DIRECT, Medium, Probe, ReadStrategy
+from weights.records.errors import WeightsError
 
 EXT4 = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
 NFS = "27 1 0:40 / / rw - nfs4 filer:/export rw,vers=4.2\n"

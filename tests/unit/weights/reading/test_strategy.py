@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weights.errors import WeightsError
 from weights.reading.strategy import Medium, Probe, ReadStrategy, choose_strategy, parse_strategy
+from weights.records.errors import WeightsError
 
 FAST_DIRECT = Probe(direct_gbps=3.0, buffered_gbps=2.0)
 FAST_BUFFERED = Probe(direct_gbps=1.0, buffered_gbps=2.0)

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save
 from unit.weights.sources.hub_server import Fault, Files, Hub, serving
 
-from weights.errors import FormatError, StoreError
-from weights.intake import import_model
-from weights.loader import load_from_store
+from weights.loading.loader import load_from_store
+from weights.operations.intake import import_model
+from weights.records.errors import FormatError, StoreError
 from weights.sources import object_storage
 from weights.sources.hub import MAX_WAIT_S, HubName, HubRepository, _served_files
 from weights.sources.mirrors import mirror_folder, remove_mirror
 from weights.sources.object_storage import MirrorReport, mirror
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 NAME = "some-org/Tiny.model"
 TENSORS = {"a": torch.arange(600, dtype=torch.float32), "b": torch.ones(3)}

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 import torch
 
-from weights.errors import FormatError, StoreError
-from weights.externalize import externalize
 from weights.formats.tensors import FileTensor
-from weights.intake import import_model
-from weights.maintenance import gc, remove_model
+from weights.operations.externalize import externalize
+from weights.operations.intake import import_model
+from weights.operations.maintenance import gc, remove_model
+from weights.platform.durable import allocated_bytes
+from weights.records.errors import FormatError, StoreError
 from weights.sources.mirrors import SOURCES_FOLDER, locked, mirror_folder, remove_mirror
 from weights.sources.object_storage import MirrorReport, localized, mirror
-from weights.storage.durable import allocated_bytes
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.slow
 

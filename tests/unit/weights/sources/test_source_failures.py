@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from unit.weights.small_disk import PAGE_BYTES, fill, free_pages
 
-from weights.errors import StoreError, WeightsError
+from weights.records.errors import StoreError, WeightsError
 from weights.sources.bucket import Bucket, split_url
 from weights.sources.object_storage import localized, mirror
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kit.seeding import seeded_random
 
-from weights.maintenance import _aged
+from weights.operations.maintenance import _aged
 from weights.storage.index import Unneeded
 
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from weights.externalize import externalize
-from weights.layouts import convert
-from weights.maintenance import gc, rebuild_index, remove_model
-from weights.repair import repair, verify
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert
+from weights.operations.maintenance import gc, rebuild_index, remove_model
+from weights.operations.repair import repair, verify
 from weights.storage.index import StoreIndex, Unneeded
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 HEADER_BYTES = 100  # sqlite.org/fileformat.html
 PAGE_BYTES = 4096

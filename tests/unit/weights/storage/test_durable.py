@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 from kit.seeding import seeded_random
 
-from weights.errors import StoreError
-from weights.storage.durable import (
+from weights.platform.durable import (
     allocated_bytes,
     copy_tree,
     dead_ranges,
@@ -23,6 +22,7 @@ from weights.storage.durable import (
     remove_path,
     replaced,
 )
+from weights.records.errors import StoreError
 
 
 def refuse(code: int):

@@ -14,13 +14,13 @@ import pytest
 import torch
 from kit.seeding import seeded_random
 
-from weights.errors import StoreError
-from weights.externalize import externalize
-from weights.layouts import convert
-from weights.maintenance import remove_model
-from weights.repair import verify
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert
+from weights.operations.maintenance import remove_model
+from weights.operations.repair import verify
+from weights.records.errors import StoreError
 from weights.storage.index import MAX_PLACES, IndexDamaged, StoredExtent, StoreIndex, StoreMeta, Unneeded, remove_index
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 
 def sha(text: object) -> str:

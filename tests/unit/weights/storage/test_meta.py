@@ -9,7 +9,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from weights.manifest import Component, ExtentRef, Layout, Manifest, TensorRef, extent_id
+from weights.records.manifest import Component, ExtentRef, Layout, Manifest, TensorRef, extent_id
 from weights.storage.index import StoreMeta, meta_of
 
 

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from kit.seeding import seeded_random
 
-from weights.manifest import ExtentRef
+from weights.records.manifest import ExtentRef
 from weights.storage.index import StoreMeta
 from weights.storage.packs import MIN_WANTED_PART, _shared_extents
 

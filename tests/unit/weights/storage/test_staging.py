@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weights.errors import StoreError
+from weights.records.errors import StoreError
 from weights.storage.staging import CLAIM, _remove_if_dead, claimed_folder, is_dead, sweep
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from kit.waiting import wait_until
 
-from cluster.ray_seam.process_starts import Template, TemplateStats
 from cluster.ray_seam.ray_files import setup_script, worker_script
+from cluster.ray_seam.template_records import Template, TemplateStats
 from cluster.ray_seam.templates import launch, setup_worker
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE
 from cluster.ray_seam.templates.process_files import count_copies, template_problems

@@ -15,9 +15,9 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from kit.tiny_models import random_vae, sdxl_unet
 from safetensors.torch import load_file
 
-from deployments.engines.build import build_module
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.records.protocol import DiffusionRequest
 
 TEXT_LENGTH = 5
 Conditioning = dict[str, torch.Tensor]

@@ -13,13 +13,13 @@ import PIL.Image
 import torch
 from safetensors.torch import load_file
 
-from deployments.engines.build import build_module
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.texts import EncodeItem
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.records.protocol import DiffusionRequest
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
-from deployments.text.encoders import ImageReaders
+from deployments.modules.encoders import ImageReaders
 
 Image = npt.NDArray[np.uint8]
 

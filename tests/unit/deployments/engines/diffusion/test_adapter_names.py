@@ -22,9 +22,9 @@ from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.lora_names import num_changed, part_of
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters, merge_pairs
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from infra.bench import original_names
-from weights.adapters import load_adapter
+from weights.operations.adapters import load_adapter
 
 Tensors = dict[str, torch.Tensor]
 Deltas = Mapping[str, torch.Tensor]  # what is added to each layer's weight, by its name

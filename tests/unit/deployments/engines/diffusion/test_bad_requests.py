@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deployments.engines.diffusion.pipeline import create_pipeline
-from deployments.engines.protocol import AdapterUse, EngineError
+from deployments.engines.records.protocol import AdapterUse, EngineError
 
 BAD = [
     ({"width": 0}, "width 0: expected an integer from 1 to 4096"),

@@ -11,8 +11,8 @@ import torch
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families.flux import Flux
 from deployments.engines.diffusion.rows import BatchBounds
-from deployments.engines.protocol import AdapterUse, ConditionedRequest
-from weights.adapters import LoraAdapter, LoraPair
+from deployments.engines.records.protocol import AdapterUse, ConditionedRequest
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 MAX_TURNS = 2000
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from deployments.engines.costs.step_costs import StepCosts
 from deployments.engines.diffusion.batch_selection import ArrivingLoad, Candidate, FairOrder, select_batch
-from deployments.engines.step_costs import StepCosts
 
 Seconds = Callable[[int], float]
 CURVES: dict[str, Seconds] = {

@@ -10,7 +10,7 @@ from unit.deployments.engines.diffusion.test_denoise_batches import CostsOfMergi
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.nn.forwards import outer_blocks
-from deployments.engines.protocol import ConditionedRequest
+from deployments.engines.records.protocol import ConditionedRequest
 
 
 class Counted:

@@ -9,7 +9,7 @@ import torch
 
 from deployments.engines.diffusion.checkpoints import conditioning_of, restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.engine import DiffusionEngine
-from deployments.engines.protocol import ConditionedRequest, EngineError
+from deployments.engines.records.protocol import ConditionedRequest, EngineError
 
 SOLVERS = [  # without and with history, of first and second order, with noise of their own
     "EulerDiscreteScheduler",

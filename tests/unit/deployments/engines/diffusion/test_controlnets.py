@@ -14,7 +14,7 @@ from PIL import Image
 from deployments.engines.diffusion.families import FAMILIES as KNOWN
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import batch_key, parts_of
-from deployments.engines.protocol import AdapterUse, ControlUse, EngineError
+from deployments.engines.records.protocol import AdapterUse, ControlUse, EngineError
 
 STOCK = {
     "FluxPipeline": diffusers.FluxControlNetPipeline,

@@ -13,10 +13,10 @@ import pytest
 from unit.deployments.engines.stock.tiny_pipelines import make
 
 from configs.model import GenerationDefaults
-from deployments.defaults import with_image_defaults
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.families.base import MAX_SIDE_PX
 from deployments.records import ImageRequest
+from deployments.requests.defaults import with_image_defaults
 from weights.formats.pipeline_parts import pipeline_variant
 
 NO_TEXTS = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]

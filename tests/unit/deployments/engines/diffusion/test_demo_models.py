@@ -14,11 +14,11 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from deployments.engines.build import build_module
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
-from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionRequest
+from deployments.engines.records.protocol import AdapterUse, ControlUse, DiffusionRequest
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
-from weights.adapters import LoraAdapter, load_adapter
+from weights.operations.adapters import LoraAdapter, load_adapter
 
 MODELS = Path(__file__).parents[5] / "infra" / "demo" / "models"
 FLUX = {"guidance_scale": 1.0, "true_cfg_scale": 3.0}

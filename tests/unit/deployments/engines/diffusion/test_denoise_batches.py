@@ -10,11 +10,11 @@ import pytest
 import torch
 from unit.deployments.engine_loops import last_output
 
+from deployments.engines.costs.step_costs import StepCosts
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
-from deployments.engines.protocol import ComputationFailed, ConditionedRequest, EngineError
-from deployments.engines.step_costs import StepCosts
-from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.engines.records.protocol import ComputationFailed, ConditionedRequest, EngineError
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from deployments.engines.diffusion import pipeline
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.nn.batch_invariant import repeatable_kernels
-from deployments.engines.protocol import ConditionedRequest
+from deployments.engines.records.protocol import ConditionedRequest
 
 
 @pytest.fixture

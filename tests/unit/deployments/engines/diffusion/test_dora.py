@@ -15,8 +15,8 @@ from torch import nn
 from deployments.engines.nn import fp8_linear
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters, fit_pairs, merge_pairs
-from deployments.engines.protocol import AdapterUse, EngineError
-from weights.adapters import LoraPair, load_adapter
+from deployments.engines.records.protocol import AdapterUse, EngineError
+from weights.operations.adapters import LoraPair, load_adapter
 from weights.quantization.fp8_pipeline import _quantize_rows
 
 TARGETS = {

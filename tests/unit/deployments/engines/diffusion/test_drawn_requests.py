@@ -18,12 +18,12 @@ from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_pipelines import make, saved
 from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
+from deployments.engines.costs.memory_limits import MemoryLimits
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.graph.replay import Replays
-from deployments.engines.memory_limits import MemoryLimits
-from deployments.engines.protocol import AdapterUse, DiffusionRequest
-from weights.adapters import LoraAdapter, LoraPair
+from deployments.engines.records.protocol import AdapterUse, DiffusionRequest
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 NEWER_EDIT = "QwenImageEditPlusPipeline of 2511"  # it reads its images as if their time were over
 MODELS = [*sorted({family.class_name for family in FAMILIES.values()}), NEWER_EDIT]

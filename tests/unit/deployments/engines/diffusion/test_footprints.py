@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from unit.deployments.engines.diffusion.conftest import Pair
 
-from deployments.engines.build import build_skeleton
+from deployments.engines.building.build import build_skeleton
 from deployments.engines.diffusion.footprints import PipelineTwin
 from deployments.engines.diffusion.rows import BatchBounds, decode_kind, memory_kind, parts_of
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.records.protocol import DiffusionRequest
 
 
 def test_footprints_have_the_kinds_of_requests(flux: Pair) -> None:

@@ -13,18 +13,18 @@ from kit.seeding import seeded_rng
 from safetensors.torch import load_file
 from torch import nn
 
-from deployments.engines.build import build_module
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.nn import fp8_linear
 from deployments.engines.nn.fp8_linear import _Fp8Linear, _scaled_product
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
-from weights.adapters import LoraPair
-from weights.errors import FormatError, WeightsError
-from weights.externalize import externalize
-from weights.loader import load_model
-from weights.provider import LocalExtents
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
+from weights.operations.adapters import LoraPair
+from weights.operations.externalize import externalize
 from weights.quantization.fp8_pipeline import _quantize_rows, export_fp8
-from weights.store import WeightStore
+from weights.records.errors import FormatError, WeightsError
+from weights.storage.store import WeightStore
 
 
 def quantized(pair: Any, folder: Path, scales: Any) -> Any:

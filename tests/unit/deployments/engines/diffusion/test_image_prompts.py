@@ -16,14 +16,14 @@ from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_a
 
 from deployments.engines.diffusion.checkpoints import conditioning_of, restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.image_prompts import ImagePrompter, build_image_prompter
-from deployments.engines.protocol import EngineError, ImagePromptUse
+from deployments.engines.records.protocol import EngineError, ImagePromptUse
 from deployments.engines.servable import why_unservable
-from weights.errors import AdapterError, FormatError
-from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.ip_adapter import count_tokens
-from weights.layouts import write_inline
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.layouts import write_inline
+from weights.records.errors import AdapterError, FormatError
+from weights.storage.store import WeightStore
 
 KINDS: tuple[tuple[str, Kind], ...] = (("a", "plain"), ("b", "plus"))
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.pipeline import create_pipeline
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 STOCK = {
     ("FluxPipeline", False): diffusers.FluxImg2ImgPipeline,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.engines.protocol import AdapterUse, EngineError
-from weights.adapters import load_adapter
-from weights.externalize import externalize
-from weights.store import WeightStore
+from deployments.engines.records.protocol import AdapterUse, EngineError
+from weights.operations.adapters import load_adapter
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 UNET = (
     "attn2.to_k",

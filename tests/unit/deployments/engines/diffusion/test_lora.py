@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from deployments.engines.nn.lora import AdaptedSpan, Batch, applied_adapters, fit_pairs
-from deployments.engines.protocol import AdapterUse, EngineError
-from weights.adapters import LoraAdapter, LoraPair, load_adapter
+from deployments.engines.records.protocol import AdapterUse, EngineError
+from weights.operations.adapters import LoraAdapter, LoraPair, load_adapter
 
 FLUX_TARGETS = (
     "transformer_blocks.0.attn.to_q",

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.engines.protocol import AdapterUse, EngineError
-from weights.adapters import load_adapter
-from weights.externalize import externalize
-from weights.store import WeightStore
+from deployments.engines.records.protocol import AdapterUse, EngineError
+from weights.operations.adapters import load_adapter
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 RANK = 2
 FLUX, UNET = "transformer_blocks.0.attn.", "down_blocks.{block}.attentions.0.transformer_blocks.0."

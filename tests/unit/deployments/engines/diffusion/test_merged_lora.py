@@ -12,8 +12,8 @@ import torch
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.nn.lora import fit_pairs, merge_pairs
-from deployments.engines.protocol import AdapterUse, ConditionedRequest, EngineError
-from weights.adapters import LoraAdapter, LoraPair, load_adapter
+from deployments.engines.records.protocol import AdapterUse, ConditionedRequest, EngineError
+from weights.operations.adapters import LoraAdapter, LoraPair, load_adapter
 
 
 def save_random_lora(pair, folder, seed=0):

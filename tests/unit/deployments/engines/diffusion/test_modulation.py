@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deployments.engines.costs.memory_limits import MemoryLimits
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
-from deployments.engines.memory_limits import MemoryLimits
-from deployments.engines.protocol import AdapterUse
-from weights.adapters import LoraAdapter, LoraPair
+from deployments.engines.records.protocol import AdapterUse
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 
 @pytest.fixture(params=["flux", "stable_diffusion_3", "sdxl", "stable_diffusion"])

@@ -12,19 +12,20 @@ import torch
 from unit.deployments.engines.diffusion import conftest, test_prompt_readers
 from unit.weights.formats.gguf_files import packed_bytes, under_diffusers_names, write_denoiser
 
-from deployments.engines.build import build_module
+from deployments.engines.building.build import build_module
+from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.nn.lora import fit_pairs
-from deployments.engines.nn.packed_linear import Arithmetic, _PackedLayer
-from deployments.engines.protocol import ConditionedRequest, DiffusionRequest
-from deployments.engines.skeletons import blank_module
-from weights.adapters import LoraPair
-from weights.base_pipeline import open_base
-from weights.externalize import externalize
-from weights.loader import load_model
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from deployments.engines.nn.packed_linear import _PackedLayer
+from deployments.engines.nn.packed_weights import Arithmetic
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionRequest
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
+from weights.operations.adapters import LoraPair
+from weights.operations.base_pipeline import open_base
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 PIPELINES = {"qwen_image": "QwenImagePipeline", "lumina2": "ZImagePipeline"}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.engines.build import build_module
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 
 SOLVERS = [

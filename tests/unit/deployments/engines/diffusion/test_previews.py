@@ -11,7 +11,7 @@ import torch
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.previews import expected_latents, preview_steps
-from deployments.engines.protocol import ConditionedRequest
+from deployments.engines.records.protocol import ConditionedRequest
 
 
 @pytest.mark.parametrize(

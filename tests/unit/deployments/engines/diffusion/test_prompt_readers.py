@@ -19,7 +19,7 @@ from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, make
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline
-from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, EngineError, PromptForm
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionRequest, EngineError, PromptForm
 from deployments.engines.servable import why_unservable
 from deployments.engines.text.tokens import TextTokenizer
 from weights.formats.checkpoint import read_checkpoint

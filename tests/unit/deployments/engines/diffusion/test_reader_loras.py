@@ -15,11 +15,11 @@ from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_pipelines import make, saved
 from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
-from deployments.engines.protocol import AdapterUse, DiffusionRequest
+from deployments.engines.records.protocol import AdapterUse, DiffusionRequest
 from deployments.engines.servable import why_unservable
-from weights.adapters import load_adapter
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.pipeline_parts import AdapterBase
+from weights.formats.source import AdapterBase
+from weights.operations.adapters import load_adapter
 
 RANK, ALPHA = 2, 3.0
 Tensors = dict[str, torch.Tensor]

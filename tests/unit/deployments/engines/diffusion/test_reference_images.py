@@ -18,13 +18,13 @@ from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_pipelines import make, saved
 from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
-from deployments.engines.build import build_skeleton
+from deployments.engines.building.build import build_skeleton
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.footprints import PipelineTwin
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
-from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, EngineError
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionRequest, EngineError
 from deployments.engines.servable import why_unservable
 from weights.formats.checkpoint import read_checkpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kit.seeding import seeded_random
 
-from deployments.engines.step_costs import MAX_SUBJECTS, RememberedCosts, StepCosts
+from deployments.engines.costs.step_costs import MAX_SUBJECTS, RememberedCosts, StepCosts
 
 
 def measured(chance: random.Random, num_kinds: int = 3) -> StepCosts:

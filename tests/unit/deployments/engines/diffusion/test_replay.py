@@ -12,7 +12,7 @@ from unit.deployments.engines.diffusion.test_image_prompts import image_of, open
 
 from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.graph.replay import Replays
-from deployments.engines.protocol import AdapterUse, ImagePromptUse
+from deployments.engines.records.protocol import AdapterUse, ImagePromptUse
 
 
 def replaying(pair, **options):

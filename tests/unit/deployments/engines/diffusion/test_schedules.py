@@ -6,7 +6,7 @@ import diffusers
 import numpy as np
 import pytest
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux", "stable_diffusion_3"])

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from kit.drawing import seeds
 
+from deployments.engines.costs.step_costs import TRUSTED_CALLS, StepCosts
 from deployments.engines.diffusion.batch_selection import Candidate, select_batch
-from deployments.engines.step_costs import TRUSTED_CALLS, StepCosts
 
 NUM_WAITING = 16
 KIND = "small"

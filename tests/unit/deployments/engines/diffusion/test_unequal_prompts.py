@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.records.protocol import DiffusionRequest
 
 
 def unequal(pair, seed):

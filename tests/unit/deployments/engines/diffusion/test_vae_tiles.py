@@ -15,7 +15,7 @@ from deployments.engines.diffusion.rows import BatchBounds, decode_kind
 from deployments.engines.graph.footprint import Footprint
 from deployments.engines.graph.recording import Recorder, record
 from deployments.engines.graph.workspace import Workspace
-from weights.torch_seam import is_fake
+from weights.platform.torch_seam import is_fake
 
 SIDE = 48  # the VAE of the tests has a sample_size of 32: four tiles
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from deployments.engines.graph.recording import Recorder, Recording, Slot, fake_weights, record, tensors_in
 from infra.bench.best_fit import best_fit_bytes
 from weights.memory.lifetimes import place
-from weights.torch_seam import fake_mode
+from weights.platform.torch_seam import fake_mode
 
 HOST = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from deployments.engines.graph.card_graphs import CardGraphs
 from deployments.engines.graph.replay import MAX_RECORDINGS, HostCalls, Replays
-from weights.torch_seam import DispatchMode, is_written_to, out_form
+from weights.platform.torch_seam import DispatchMode, is_written_to, out_form
 
 Forward = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 

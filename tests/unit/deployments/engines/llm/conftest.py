@@ -30,7 +30,7 @@ from transformers import (
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import SamplingParams, TextDelta, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextDelta, TextRequest
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 
 ADDER = Path(__file__).resolve().parents[5] / "infra/demo/models/adder"
 

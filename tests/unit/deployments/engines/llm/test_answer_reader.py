@@ -16,14 +16,14 @@ from kit.seeding import seeded_random
 from llguidance import LLMatcher, LLTokenizer
 from unit.deployments.engines.llm.family_templates import HERMES, TEMPLATES
 
-from deployments.engines.chat_rendering import render_chat_template
+from deployments.engines.libraries.chat_rendering import render_chat_template
 from deployments.engines.llm.answer_forms import REASONING_FORMS, TOOL_FORMS, AnswerForm
 from deployments.engines.llm.answer_grammars import LarkGrammar, call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import CalledTool, Function, whole_calls
 from deployments.engines.llm.chat_prompts import ChatOptions, render_chat
 from deployments.engines.llm.template_forms import answer_form
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 FUNCTIONS = [
     Function(

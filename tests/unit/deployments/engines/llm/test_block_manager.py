@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
 
 
 @given(st.integers(0, 10_000))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 NUM_LAYERS = 4  # and prompts of a multiple of 16 tokens, which are padded nowhere
 

@@ -12,9 +12,9 @@ import torch
 from tokenizers import processors
 from unit.deployments.engines.llm.conftest import build, byte_tokenizer
 
-from deployments.engines.protocol import EngineError, PromptTooLong, SamplingParams, TextRequest
-from deployments.errors import InvalidRequest
+from deployments.engines.records.protocol import EngineError, PromptTooLong, SamplingParams, TextRequest
 from deployments.records import EmbeddingRequest
+from deployments.records.errors import InvalidRequest
 from deployments.services.text_prompts import embedding_requests
 
 

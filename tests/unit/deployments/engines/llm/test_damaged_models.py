@@ -10,8 +10,8 @@ import pytest
 from fuzz.header_parsers import with_other_numbers
 from fuzz.model_parsers import MODELS, valid_models
 
-from deployments.engines.protocol import EngineError
-from weights.errors import WeightsError
+from deployments.engines.records.protocol import EngineError
+from weights.records.errors import WeightsError
 
 pytestmark = pytest.mark.slow
 NUM_FILES = 60  # `make fuzz` tries some hundred a second

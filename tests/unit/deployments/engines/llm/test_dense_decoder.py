@@ -13,10 +13,10 @@ import torch
 from deployments.engines.llm import native_decoder
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
-from deployments.engines.llm.scheduler import Chunk, Sequence
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
-from weights.private_folder import cache_folder
+from weights.platform.private_folder import cache_folder
 
 LLAMA3 = {
     "rope_type": "llama3",

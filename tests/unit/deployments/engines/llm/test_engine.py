@@ -10,7 +10,7 @@ import torch
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
+from deployments.engines.records.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
 
 SMALL_CACHE = 10 * 2 * 2 * 16 * 2 * 8 * 4  # 10 blocks of the tiny Llama
 

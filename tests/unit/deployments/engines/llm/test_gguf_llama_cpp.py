@@ -21,7 +21,7 @@ from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from weights.formats.gguf_names import TEXT_SPLITS
 from weights.loading.views import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint

@@ -30,14 +30,14 @@ from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_generation_defaults
 from deployments.engines.nn.lora import AdaptedRows, RowAdapter
 from deployments.engines.nn.packed_linear import PackedLinear
-from deployments.engines.protocol import EngineError, TextLora
-from weights.adapters import LoraAdapter, LoraPair
-from weights.dtypes import BLOCK_SIZES
-from weights.externalize import externalize
+from deployments.engines.records.protocol import EngineError, TextLora
 from weights.formats.gguf import read_gguf
-from weights.loader import load_model
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
+from weights.operations.adapters import LoraAdapter, LoraPair
+from weights.operations.externalize import externalize
+from weights.records.dtypes import BLOCK_SIZES
+from weights.storage.store import WeightStore
 
 KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
 KINDS["qwen3"] = (Qwen3Config, Qwen3ForCausalLM)

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError
+from deployments.engines.records.protocol import EngineError
 from weights.quantization.gguf_vocabulary import vocabulary_metadata
+from weights.records.errors import FormatError
 
 HARD = [
     "",

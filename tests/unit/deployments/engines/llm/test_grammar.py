@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from deployments.engines.llm import grammar
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, left_out_of, prepare_schema
-from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
+from deployments.engines.records.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
 
 VOCABULARY_SIZE = 260  # of conftest's models
 POINT = {

@@ -15,15 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.nn.packed_linear import PackedLinear
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError, WeightsError
-from weights.externalize import externalize
-from weights.layouts import write_inline
-from weights.loader import load_model
+from deployments.engines.records.protocol import EngineError
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
-from weights.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.operations.layouts import write_inline
 from weights.quantization.checkpoints import quantize_checkpoint
-from weights.store import WeightStore
+from weights.records.errors import FormatError, WeightsError
+from weights.storage.store import WeightStore
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.engine import working_bytes
-from deployments.engines.llm.kv_cache import KVCache, free_memory, plan_cache
 from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.registry import decoder_spec, load_config
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
+from deployments.engines.llm.sequences.kv_cache import KVCache, free_memory, plan_cache
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 
 SPEC = DecoderSpec(
     vocab_size=64,

@@ -15,14 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError
-from weights.externalize import externalize
+from deployments.engines.records.protocol import EngineError
 from weights.formats.kuiper import read_kuiper
-from weights.layouts import write_inline
-from weights.loader import load_model
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.operations.layouts import write_inline
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 DIM, HEADS, KV_HEADS, LAYERS, HIDDEN, VOCABULARY = 96, 4, 2, 2, 160, 64
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.engines.llm import completion
-from deployments.engines.protocol import EngineError, SamplingParams, TextLora, TextRequest
-from weights.adapters import LoraAdapter, LoraPair, load_adapter
+from deployments.engines.records.protocol import EngineError, SamplingParams, TextLora, TextRequest
+from weights.operations.adapters import LoraAdapter, LoraPair, load_adapter
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {

@@ -13,7 +13,7 @@ import torch
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.registry import create_model, load_config
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 
 CPU = torch.device("cpu")
 

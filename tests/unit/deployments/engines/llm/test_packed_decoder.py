@@ -13,22 +13,22 @@ import torch
 from torch import nn
 
 from deployments.engines.llm import native_decoder
-from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM, Rotary
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.native_decoder import NativeDecoder
-from deployments.engines.llm.scheduler import Chunk
-from deployments.engines.llm.scheduler import Sequence as Completion
+from deployments.engines.llm.sequences.kv_cache import KVCache, KvDtype
+from deployments.engines.llm.sequences.sequence import Chunk
+from deployments.engines.llm.sequences.sequence import Sequence as Completion
 from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
-from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear
-from deployments.engines.nn.packed_weights import packed_weight
-from deployments.engines.protocol import StepAborted, TextLora
-from weights.adapters import LoraAdapter, LoraPair
-from weights.dtypes import BLOCK_SIZES
-from weights.private_folder import cache_folder
+from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear
+from deployments.engines.nn.packed_weights import Arithmetic, packed_weight
+from deployments.engines.records.protocol import StepAborted, TextLora
+from weights.operations.adapters import LoraAdapter, LoraPair
+from weights.platform.private_folder import cache_folder
+from weights.records.dtypes import BLOCK_SIZES
 
 VOCABULARY = 64
 NUM_BLOCKS = 24

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
-from deployments.engines.llm.scheduler import Scheduler, Sequence
+from deployments.engines.llm.scheduler import Scheduler
+from deployments.engines.llm.sequences.block_manager import BlockPool
+from deployments.engines.llm.sequences.sequence import Sequence
 from deployments.engines.nn.batch_invariant import settled_rows
 
 LLAMA3 = {

@@ -13,10 +13,11 @@ from sentence_transformers import SentenceTransformer
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.llm.pooling import PooledStates, load_embedding_rules
-from deployments.engines.protocol import ComputationFailed, EngineError, TextRequest
-from deployments.errors import InvalidRequest
+from deployments.engines.llm.pooling import load_embedding_rules
+from deployments.engines.llm.sequences.pooled_states import PooledStates
+from deployments.engines.records.protocol import ComputationFailed, EngineError, TextRequest
 from deployments.records import EmbeddingRequest
+from deployments.records.errors import InvalidRequest
 from deployments.services.text_prompts import embedding_requests
 
 

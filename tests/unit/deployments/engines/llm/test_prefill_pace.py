@@ -11,9 +11,10 @@ from itertools import pairwise
 import pytest
 from kit.drawing import seeds
 
-from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.prefill_pace import MAX_BESIDE, PrefillPace
-from deployments.engines.llm.scheduler import Scheduler, Sequence
+from deployments.engines.llm.scheduler import Scheduler
+from deployments.engines.llm.sequences.block_manager import BlockPool
+from deployments.engines.llm.sequences.sequence import Sequence
 
 Cost = Callable[[int, int], float]  # seconds of a step of so many decoding sequences and prompt tokens
 

@@ -7,8 +7,8 @@ import torch
 from unit.deployments.engines.llm.test_llm_loras import save_lora
 
 from deployments.engines.llm import model_runner
-from deployments.engines.protocol import SamplingParams, TextLora, TextRequest
-from weights.adapters import load_adapter
+from deployments.engines.records.protocol import SamplingParams, TextLora, TextRequest
+from weights.operations.adapters import load_adapter
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.nn.packed_linear import PackedLinear
 from deployments.engines.servable import why_unservable
-from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
-from weights.layouts import write_inline
 from weights.loading.views import mapped_tensors
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.layouts import write_inline
+from weights.storage.store import WeightStore
 
 GROUP = 32
 Parts = tuple[dict[str, torch.Tensor], np.ndarray]

@@ -17,18 +17,18 @@ from kit.seeding import seeded_rng
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from deployments.engines.llm.block_manager import blocks_for
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.perplexity import perplexity
-from deployments.engines.llm.scheduler import Chunk, Sequence
+from deployments.engines.llm.sequences.block_manager import blocks_for
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.nn.packed_linear import PackedLinear
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError, StoreError, WeightsError
+from deployments.engines.records.protocol import EngineError
 from weights.formats.gguf import read_gguf
 from weights.loading.views import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint
+from weights.records.errors import FormatError, StoreError, WeightsError
 
 LLAMA3 = {
     "rope_type": "llama3",

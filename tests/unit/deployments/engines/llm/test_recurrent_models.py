@@ -14,7 +14,7 @@ from deployments.engines.llm.models.recurrent import StepMixer
 from deployments.engines.llm.models.step_rows import turn_of
 from deployments.engines.llm.models.stock_classes import RECURRENT, WHOLE_PROMPTS
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE
-from deployments.engines.protocol import EngineError, SamplingParams, TextLora, TextRequest
+from deployments.engines.records.protocol import EngineError, SamplingParams, TextLora, TextRequest
 from infra.supported.language_models import (
     VOCABULARY,
     difference,
@@ -26,7 +26,7 @@ from infra.supported.language_models import (
     tiny_model,
 )
 from tests.kit.seeding import seeded_rng
-from weights.adapters import LoraAdapter, LoraPair
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 # Delta rules beside attention, and with experts; Mamba 2 beside attention, in the same layer, in attention's place, and
 # alone; short convolutions; the first Mamba beside attention and alone, which read a prompt in one piece.

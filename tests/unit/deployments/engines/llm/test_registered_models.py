@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.engines.servable import why_unservable
 from weights.formats.checkpoint import read_checkpoint
 

@@ -15,13 +15,13 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from deployments.engines.llm import sampler
-from deployments.engines.llm.sampler import SampledToken, sample
-from deployments.engines.llm.token_picker import TokenPicker
+from deployments.engines.llm.sampling import sampler
+from deployments.engines.llm.sampling.sampler import SampledToken, sample
+from deployments.engines.llm.sampling.token_picker import TokenPicker
 from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
-from deployments.engines.protocol import ComputationFailed, SamplingParams
-from weights.private_folder import cache_folder
+from deployments.engines.records.protocol import ComputationFailed, SamplingParams
+from weights.platform.private_folder import cache_folder
 
 
 def plain_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0):

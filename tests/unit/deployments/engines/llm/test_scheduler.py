@@ -5,16 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engines.llm import scheduler as scheduling
-from deployments.engines.llm.block_manager import BlockPool, block_key
 from deployments.engines.llm.prefill_pace import PrefillPace
-from deployments.engines.llm.scheduler import (
-    MAX_PREFILLING,
-    MIN_SHARE,
-    Scheduler,
-    Sequence,
-    SequenceStatus,
-    _even_shares,
-)
+from deployments.engines.llm.scheduler import MAX_PREFILLING, MIN_SHARE, Scheduler, _even_shares
+from deployments.engines.llm.sequences.block_manager import BlockPool, block_key
+from deployments.engines.llm.sequences.sequence import Sequence, SequenceStatus
 
 
 def sequence(name: str, num_tokens: int, token: int | None = None, **options) -> Sequence:

@@ -20,7 +20,7 @@ FORMS: Final[dict[Any, str]] = {"gguf-q8_0": "model.gguf", "gguf-q4_0": "model.g
 OPEN = """
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.protocol import SamplingParams, TextRequest
+from deployments.engines.records.protocol import SamplingParams, TextRequest
 from weights.loading.views import mapped_tensors
 
 def opened(path):

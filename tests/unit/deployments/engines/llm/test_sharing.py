@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deployments.engines.protocol import EngineError, TextRequest
+from deployments.engines.records.protocol import EngineError, TextRequest
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,11 @@ import pytest
 import torch
 from kit.seeding import seeded_random
 
-from deployments.engines.llm import paged_attention
-from deployments.engines.llm.block_manager import BLOCK_SIZE, blocks_for
-from deployments.engines.llm.paged_attention import SlotTable, plan_attention
-from deployments.engines.llm.scheduler import Chunk, Sequence
+from deployments.engines.llm.sequences import paged_attention
+from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, blocks_for
+from deployments.engines.llm.sequences.paged_attention import plan_attention
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence
+from deployments.engines.llm.sequences.slot_table import SlotTable
 
 
 class Cache:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.engines.llm.block_manager import BlockPool
-from deployments.engines.llm.scheduler import Scheduler, Sequence
+from deployments.engines.llm.scheduler import Scheduler
+from deployments.engines.llm.sequences.block_manager import BlockPool
+from deployments.engines.llm.sequences.sequence import Sequence
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from tests.kit.seeding import seeded_rng
 

@@ -21,8 +21,8 @@ from deployments.engines.llm.models.stock_classes import (
     TEXT_ALONE,
     WHOLE_PROMPTS,
 )
-from deployments.engines.llm.scheduler import Chunk, Sequence
-from deployments.engines.protocol import EngineError, SamplingParams, StepAborted, TextLora, TextRequest
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence
+from deployments.engines.records.protocol import EngineError, SamplingParams, StepAborted, TextLora, TextRequest
 from deployments.engines.servable import why_unservable
 from infra.supported.language_models import (
     MAX_ERROR,
@@ -36,9 +36,9 @@ from infra.supported.language_models import (
     tiny_model,
 )
 from tests.kit.seeding import seeded_rng
-from weights.adapters import LoraAdapter, LoraPair
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.language_models import CLASS_NAMES
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 # Windows and soft caps, two kinds of rotation, sinks, keys and values of unlike sizes, chunks, experts, biases, one
 # product for queries, keys and values, heads of unlike sizes, learned positions.

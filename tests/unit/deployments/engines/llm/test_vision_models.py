@@ -11,8 +11,8 @@ import torch
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, SEEING, SEES_ITSELF
-from deployments.engines.prompt_images import PromptImage, PromptImages, runs_of
-from deployments.engines.protocol import EngineError, SamplingParams, TextLora, TextRequest
+from deployments.engines.records.prompt_images import PromptImage, PromptImages, runs_of
+from deployments.engines.records.protocol import EngineError, SamplingParams, TextLora, TextRequest
 from deployments.engines.servable import why_unservable
 from infra.supported.language_models import MAX_ERROR, excess, run_apart
 from infra.supported.vision_models import (
@@ -29,8 +29,8 @@ from infra.supported.vision_models import (
     tiny_processor,
 )
 from tests.kit.seeding import seeded_rng
-from weights.adapters import LoraAdapter, LoraPair
 from weights.formats.checkpoint import read_checkpoint
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 GEMMA, QWEN = "Gemma3ForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deployments.engines.nn.lora import AdaptedRows, RowAdapter
-from weights.adapters import LoraPair
+from weights.operations.adapters import LoraPair
 
 NUM_LAYERS = 200
 

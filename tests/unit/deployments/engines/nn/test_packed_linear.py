@@ -14,19 +14,20 @@ from kit.seeding import seeded_rng
 
 from deployments.engines.native import building, library
 from deployments.engines.native.library import PackedMatrix, load_kernels
-from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear, product_path
+from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 from deployments.engines.nn.packed_weights import (
     UNPACKED_KINDS,
+    Arithmetic,
     PackedWeight,
     group_int8_weight,
     packed_weight,
     unpack_rows,
 )
-from deployments.engines.protocol import EngineError
-from weights.dtypes import BLOCK_SIZES
+from deployments.engines.records.protocol import EngineError
 from weights.formats.ggml_values import unpack_blocks
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
-from weights.private_folder import cache_folder
+from weights.platform.private_folder import cache_folder
+from weights.records.dtypes import BLOCK_SIZES
 
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # of 256 elements
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_XS": (0,), "IQ4_NL": (0,)}

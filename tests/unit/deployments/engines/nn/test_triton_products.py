@@ -21,7 +21,7 @@ from deployments.engines.nn.packed_weights import (
     group_int8_weight,
     packed_weight,
 )
-from weights.dtypes import BLOCK_SIZES
+from weights.records.dtypes import BLOCK_SIZES
 
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block's float16 numbers stand
 

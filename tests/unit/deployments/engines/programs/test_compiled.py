@@ -24,12 +24,12 @@ from torch.export import Dim, ExportedProgram
 from deployments.engines.programs import compiling
 from deployments.engines.programs.bound import BoundProgram, BoundPrograms
 from deployments.engines.programs.rows import jobs_of, run_jobs
-from deployments.engines.protocol import EngineError
-from weights.manifest import Component
+from deployments.engines.records.protocol import EngineError
 from weights.programs.exported import externalize_program
 from weights.programs.signature import COMPONENT
 from weights.programs.storing import program_tensors
-from weights.store import WeightStore
+from weights.records.manifest import Component
+from weights.storage.store import WeightStore
 
 torch.set_num_threads(1)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -323,7 +323,7 @@ import sys
 from pathlib import Path
 from deployments.engines.programs import compiling
 from weights.programs.signature import COMPONENT
-from weights.store import WeightStore
+from weights.storage.store import WeightStore
 
 store, packages = WeightStore(Path(sys.argv[1])), Path(sys.argv[2])
 manifest = store.manifest("m")

@@ -21,12 +21,12 @@ from transformers import BertModel
 
 from deployments.engines.programs.bound import BoundPrograms, OnnxProgram
 from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError, WeightsError
-from weights.intake import import_model
+from deployments.engines.records.protocol import EngineError
+from weights.operations.intake import import_model
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
 from weights.programs.storing import program_tensors
-from weights.store import WeightStore
+from weights.records.errors import FormatError, WeightsError
+from weights.storage.store import WeightStore
 
 torch.set_num_threads(1)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

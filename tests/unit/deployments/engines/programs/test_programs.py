@@ -19,15 +19,15 @@ from transformers import BertModel
 
 from deployments.engines.programs.bound import BoundProgram, BoundPrograms
 from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
-from deployments.engines.protocol import EngineError
-from weights.errors import FormatError
-from weights.intake import import_model
-from weights.manifest import Manifest
+from deployments.engines.records.protocol import EngineError
+from weights.loading.provider import LocalExtents
+from weights.operations.intake import import_model
 from weights.programs.exported import externalize_program
 from weights.programs.signature import COMPONENT, signature_of
 from weights.programs.storing import program_tensors
-from weights.provider import LocalExtents
-from weights.store import WeightStore
+from weights.records.errors import FormatError
+from weights.records.manifest import Manifest
+from weights.storage.store import WeightStore
 
 torch.set_num_threads(1)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

@@ -11,7 +11,7 @@ import diffusers
 import pytest
 
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class
 
 CLASSES = sorted(name for name in dir(diffusers) if name.endswith("Pipeline") and not name.startswith("Auto"))

@@ -13,8 +13,8 @@ import torch
 import transformers
 from unit.deployments.engines.stock.tiny_seeing import processor, seeing_tokenizer
 
-from deployments.engines.processors import load_image_processor
-from deployments.engines.protocol import EngineError, StockRequest
+from deployments.engines.libraries.processors import load_image_processor
+from deployments.engines.records.protocol import EngineError, StockRequest
 from deployments.engines.stock.inputs import CallInputs
 
 

@@ -18,8 +18,8 @@ from unit.deployments.engines.stock.tiny_clips import stable_audio
 from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
 from unit.deployments.engines.stock.tiny_pipelines import saved
 
-from deployments.engines.protocol import EngineError, StockRequest
-from deployments.engines.sounds import Sound
+from deployments.engines.records.protocol import EngineError, StockRequest
+from deployments.engines.records.sounds import Sound
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import CallInputs
 

@@ -23,8 +23,8 @@ from unit.deployments.engines.stock.tiny_classes import CASES, Case, assembled
 from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make, saved
 
-from deployments.engines.build import build_module
-from deployments.engines.protocol import ComputationFailed, EngineError, StockRequest
+from deployments.engines.building.build import build_module
+from deployments.engines.records.protocol import ComputationFailed, EngineError, StockRequest
 from deployments.engines.servable import why_unservable
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import CallInputs

@@ -22,11 +22,11 @@ from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, load, on
 from unit.deployments.engines.stock.tiny_clips import VIDEOS
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make, saved
 
-from deployments.engines.protocol import StockRequest, TextDelta
+from deployments.engines.records.protocol import StockRequest, TextDelta
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.loading import StockModel
-from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
 
 __all__ = ["one_thread"]
 PAG = "StableDiffusionPAGPipeline"

@@ -18,8 +18,8 @@ from unit.deployments.engines.stock.tiny_pipelines import PIPELINES
 from unit.deployments.engines.stock.tiny_seeing import SEEING_CASES
 from unit.deployments.engines.stock.tiny_videos_in import VIDEO_CASES
 
-from deployments.engines.protocol import StockRequest
-from deployments.engines.sounds import Sound
+from deployments.engines.records.protocol import StockRequest
+from deployments.engines.records.sounds import Sound
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import read_class
 

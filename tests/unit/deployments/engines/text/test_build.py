@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.engines.build import build_module
-from deployments.engines.protocol import EngineError
+from deployments.engines.building.build import build_module
+from deployments.engines.records.protocol import EngineError
 
 
 def read_only(tensors):

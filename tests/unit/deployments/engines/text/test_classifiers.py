@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder
 from tokenizers import pre_tokenizers
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.servable import why_unservable
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.known import ACTIVATIONS, ScoringRule, read_scoring_rule
 from deployments.engines.text.tokens import TextPair
 from infra.supported.encoders import SPECIAL, WORDS, word_tokenizer
-from weights.errors import FormatError
-from weights.feature_sizes import feature_sizes
 from weights.formats.checkpoint import read_checkpoint
+from weights.operations.feature_sizes import feature_sizes
+from weights.records.errors import FormatError
 
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}

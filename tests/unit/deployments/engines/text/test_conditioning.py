@@ -8,7 +8,7 @@ import torch
 
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.texts import EncodeItem
-from deployments.engines.protocol import LAST, PENULTIMATE, DiffusionRequest, EngineError
+from deployments.engines.records.protocol import LAST, PENULTIMATE, DiffusionRequest, EngineError
 
 FLUX, SDXL = family_of("FluxPipeline"), family_of("StableDiffusionXLPipeline")
 STABLE_DIFFUSION_3 = family_of("StableDiffusion3Pipeline")

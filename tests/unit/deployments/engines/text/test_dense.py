@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sentence_transformers.sentence_transformer.modules import Dense
 from torch import nn
 
-from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.engines.records.protocol import ComputationFailed, EngineError
 from deployments.engines.text.known import ACTIVATIONS
 from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.tokens import TokenizedText
 

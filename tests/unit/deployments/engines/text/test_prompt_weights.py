@@ -11,7 +11,7 @@ import transformers
 from kit.seeding import seeded_random
 from unit.deployments.engines.stock.tiny_pipelines import CLIP_TOKENS, clip, clip_tokenizer
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.prompt_weights import (
     WeightedText,

@@ -26,7 +26,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.engines.records.protocol import ComputationFailed, EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter, EncodeStats, ForwardLimits
 from deployments.engines.text.sentence_layers import Pooling

@@ -14,7 +14,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from deployments.engines.build import build_skeleton
+from deployments.engines.building.build import build_skeleton
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import ForwardLimits
 from deployments.engines.text.forwards import encoder_family_of

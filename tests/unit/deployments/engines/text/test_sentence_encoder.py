@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import RobertaConfig, RobertaModel
 
-from deployments.engines.build import build_module
-from deployments.engines.protocol import EngineError
+from deployments.engines.building.build import build_module
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.engines.text.sentence_layers import Pooling, load_pooling
 

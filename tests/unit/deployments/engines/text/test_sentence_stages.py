@@ -13,19 +13,19 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from torch import nn
 
-from deployments.engines.embedding_rules import Prompts, read_prompts
-from deployments.engines.protocol import EngineError
+from deployments.engines.libraries.embedding_rules import Prompts, read_prompts
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.servable import why_unservable
+from deployments.modules.encoders import TextEncoderBuilder
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
-from deployments.text.encoders import TextEncoderBuilder
 from infra.supported.encoders import CLASSIFIERS, ENCODERS, WORDS, Row, make_model, measure_difference, why_refused
-from weights.errors import FormatError
-from weights.externalize import externalize
-from weights.feature_sizes import feature_sizes
 from weights.formats.checkpoint import read_checkpoint
-from weights.layouts import write_inline
-from weights.store import WeightStore
+from weights.operations.externalize import externalize
+from weights.operations.feature_sizes import feature_sizes
+from weights.operations.layouts import write_inline
+from weights.records.errors import FormatError
+from weights.storage.store import WeightStore
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.encoder import load_text_encoder
 
 TEXTS = ["a handwritten seven", "", "naïve", "one more text that is longer than all of the others"]

@@ -15,9 +15,9 @@ from sentence_transformers.sentence_transformer.modules import Dense
 
 from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.sentence_layers import load_dense_head
-from weights.externalize import externalize
-from weights.loader import load_from_store
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 DEMO = Path(__file__).resolve().parents[5] / "infra" / "demo"
 BERT, HEAD = DEMO / "models" / "texts-bert", DEMO / "models" / "texts-head"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.tokens import MAX_CHUNKS, TokenizedText, level_chunks
 
 

@@ -11,7 +11,7 @@ import torch
 from kit.seeding import seeded_random, seeded_rng
 from unit.deployments.engines.upscaler_files import Tensors, compact, enlarged, rrdb
 
-from deployments.engines.protocol import EngineError
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.upscaling import (
     Tile,
     Upscaler,

@@ -34,7 +34,7 @@ from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
 from deployments.ingress.gate import _is_same_origin, _need_of
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import ImageResult
 
 USER, ADMIN = "atl_user", "atl_admin"

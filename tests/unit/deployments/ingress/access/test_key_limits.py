@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.errors import RateLimited
 from deployments.ingress.access.callers import KeyLimits, KeyUse
+from deployments.records.errors import RateLimited
 
 EIGHTHS = st.integers(1, 64).map(lambda n: n / 8)  # of seconds and of requests per second: sums of floats are exact
 

@@ -11,10 +11,10 @@ from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Held, Rep
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.placement.link import SlotLink
+from cluster.placement.serving.link import SlotLink
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 
 
 async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from cluster.registry.directory import DirectoryChange
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from deployments.errors import Overloaded
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
+from deployments.records.errors import Overloaded
 
 PATH = "/admin/text-encoders/batching"
 CONFIG = ClusterConfig.model_validate(

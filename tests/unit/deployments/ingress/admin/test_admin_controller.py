@@ -11,9 +11,9 @@ import pytest
 from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from cluster.errors import OverrideRefused
 from cluster.placement.autoscaling import Scaling
-from cluster.placement.overrides import OverrideChange, Overrides, changed
+from cluster.records.errors import OverrideRefused
+from cluster.records.overrides import OverrideChange, Overrides, changed
 from configs.admission import ScalingConfig
 from deployments.ingress.admin.routes import ControllerCalls, DecisionsAnswer, create_controller_router
 from deployments.ingress.error_forms import install_error_handlers

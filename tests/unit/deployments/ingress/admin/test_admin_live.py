@@ -17,10 +17,11 @@ from kit.waiting import until
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.outcomes import EndedRequest
 from configs.admission import AdmissionConfig
-from deployments.errors import NoReplica, Overloaded
 from deployments.ingress.admin import live
 from deployments.ingress.admin.live import MAX_VIEWERS, ClusterView
-from deployments.ingress.admin.picture import MAX_REQUESTS, Chronicle, Nearness, changes_of, nearness_of, picture_of
+from deployments.ingress.admin.picture import MAX_REQUESTS, Chronicle, changes_of, nearness_of, picture_of
+from deployments.ingress.service.model_answers import Nearness
+from deployments.records.errors import NoReplica, Overloaded
 
 REPORT = {
     "model": "flux",

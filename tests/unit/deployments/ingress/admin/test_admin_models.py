@@ -24,13 +24,13 @@ from cluster.registry.served_models import ServedModels
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.model import AdapterConfig, ModelConfig
-from deployments.errors import Overloaded
-from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
-from weights.errors import FormatError, SourceRefused
-from weights.feature_sizes import FeatureSizes
-from weights.store import WeightStore
+from deployments.ingress.service.operations import MAX_MODELS, MAX_NODES
+from deployments.ingress.service.service import Service
+from deployments.records.errors import Overloaded
+from weights.operations.feature_sizes import FeatureSizes
+from weights.records.errors import FormatError, SourceRefused
+from weights.storage.store import WeightStore
 
 CONFIG = ClusterConfig.model_validate({"models": [{"id": "base", "path": "/base"}]})
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from unit.deployments.ingress.http_fakes import Replicas
 
-from cluster.telemetry import Exporter
+from cluster.process.telemetry import Exporter
 from deployments.ingress.admin.metrics import NodeMetrics
 
 GOOD = '# TYPE ray_x gauge\nray_x{{n="{}"}} 1'
@@ -82,7 +82,7 @@ async def test_the_page_comes_without_any_node(
 ) -> None:
     """`http` was opened with the real function; the closed port is nobody's."""
     closed = {"gone": Exporter("127.0.0.1", 1)}
-    monkeypatch.setattr("cluster.telemetry.ray.nodes", lambda: [node(one) for one in closed.values()])
+    monkeypatch.setattr("cluster.process.telemetry.ray.nodes", lambda: [node(one) for one in closed.values()])
     answer = await http.get("/metrics")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert 'atelier_node_metrics_up{node="id",address="127.0.0.1"} 0\n' in answer.text

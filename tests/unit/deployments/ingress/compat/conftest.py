@@ -14,7 +14,7 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 
 OpenApp = Callable[..., AbstractAsyncContextManager[FastAPI]]
 

@@ -15,8 +15,8 @@ from unit.deployments.ingress.compat.conftest import OpenApp
 from unit.deployments.ingress.http_fakes import STATUSES, Replicas
 
 from deployments.engines.llm.chat import CalledTool
-from deployments.ingress.catalog import card_of
 from deployments.ingress.compat.ollama_answers import shown_model
+from deployments.ingress.service.catalog import card_of
 from deployments.records import ChatRequest, CompletionRequest, TextChunk, TokenText
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}

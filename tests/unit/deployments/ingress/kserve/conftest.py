@@ -12,10 +12,9 @@ import pytest
 
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest, UnknownModel
-from deployments.ingress.catalog import Health, ModelCard
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.terms import ENCODER, WORKER
+from deployments.ingress.messages.terms import ENCODER, WORKER
+from deployments.ingress.service.catalog import Health, ModelCard
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorSpec, TensorValue
 from deployments.records import (
     CacheUse,
@@ -31,6 +30,7 @@ from deployments.records import (
     TextChunk,
     TextResult,
 )
+from deployments.records.errors import InvalidRequest, UnknownModel
 
 LIMITS = LimitsConfig(
     max_images=4, max_prompts=5, max_embedding_inputs=6, max_head_rows=7, max_pipeline_items=8, max_body_bytes=2**20

@@ -15,8 +15,6 @@ from unit.deployments.ingress.http_fakes import client_over
 
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import start_grpc_server
@@ -24,8 +22,10 @@ from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.tensors import InferRequest, OutputWish, classify_output
+from deployments.ingress.service.catalog import ModelCard
 from deployments.pipelines.records import TensorValue, text_tensor
 from deployments.records import TextChunk
+from deployments.records.errors import InvalidRequest
 
 FEATURES = seeded_rng().normal(size=(3, 2)).astype(np.float32)
 SCORES = np.stack([FEATURES[:, 0] + FEATURES[:, 1], FEATURES[:, 0] - FEATURES[:, 1]], axis=1)

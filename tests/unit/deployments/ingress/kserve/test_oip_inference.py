@@ -16,12 +16,12 @@ from unit.counting import operations
 from unit.deployments.ingress.kserve.conftest import number_of
 
 from configs.cluster import LimitsConfig
-from deployments.errors import DeadlineExceeded, InvalidRequest, ModelUnavailable, ServiceError, UnknownModel
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.tensors import InferRequest, InferResponse, OutputWish, classify_output
+from deployments.ingress.service.catalog import ModelCard
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorValue, text_tensor
 from deployments.records import ChatRequest, CompletionRequest, LoraUse
+from deployments.records.errors import DeadlineExceeded, InvalidRequest, ModelUnavailable, ServiceError, UnknownModel
 
 
 def tensor(name: str, datatype: Datatype, data: Any) -> TensorValue:

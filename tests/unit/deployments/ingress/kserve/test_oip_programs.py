@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.tensors import InferRequest
-from deployments.limits import check_program
+from deployments.ingress.service.catalog import ModelCard
 from deployments.pipelines.records import TensorValue
 from deployments.records import ProgramRequest, ProgramResult
+from deployments.records.errors import InvalidRequest
+from deployments.requests.limits import check_program
 from weights.programs.signature import ProgramSignature, ProgramTensor
 
 IDS = ProgramTensor("input_ids", "I64", ("batch", "input_ids.1"), below=50)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
-from deployments.errors import InvalidRequest
 from deployments.ingress.kserve import tensors
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype
+from deployments.records.errors import InvalidRequest
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 NUMBERS = [datatype for datatype in get_args(Datatype) if datatype != "BYTES"]

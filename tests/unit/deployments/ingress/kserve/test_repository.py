@@ -9,12 +9,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from deployments.errors import Conflict, InvalidRequest, ModelUnavailable, UnknownModel
-from deployments.ingress.admin.answers import PrefetchAnswer, Tier
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.repository import ModelIndex, Repository, Statistics
 from deployments.ingress.kserve.rest.routes import create_repository_router
+from deployments.ingress.service.answers import PrefetchAnswer, Tier
+from deployments.ingress.service.catalog import ModelCard
+from deployments.records.errors import Conflict, InvalidRequest, ModelUnavailable, UnknownModel
 
 
 class FakeOperations:

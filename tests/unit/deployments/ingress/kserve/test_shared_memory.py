@@ -20,7 +20,6 @@ from kit.serving import served
 from pydantic import ValidationError
 
 from configs.cluster import ClusterConfig, LimitsConfig, SharedMemoryConfig
-from deployments.errors import InvalidRequest, NotAllowed, Overloaded
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve import shared_memory
 from deployments.ingress.kserve.grpc.protos import POOL
@@ -30,6 +29,7 @@ from deployments.ingress.kserve.repository import Repository, Statistics
 from deployments.ingress.kserve.rest.routes import create_inference_router, create_shared_memory_router
 from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, SharedMemory
 from deployments.ingress.kserve.tensors import InferRequest, RegionPart, SharedTensor
+from deployments.records.errors import InvalidRequest, NotAllowed, Overloaded
 
 X = np.array([[1, 2.5, -3], [4, 5, 6]], np.float32)
 CONFIG = SharedMemoryConfig(max_region_bytes=4096, max_regions=2, max_read_bytes=100)

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from deployments.errors import UnknownModel
 from deployments.ingress.kserve.repository import Duration, Statistics, statistics_of
+from deployments.records.errors import UnknownModel
 
 NOW_S = 1_700_000_000.25
 

@@ -28,10 +28,10 @@ from PIL import Image
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.ingress.openai.test_image_uploads import png_of
 
-from deployments.errors import InvalidRequest
 from deployments.ingress.openai import chat_images
 from deployments.ingress.openai.chat_images import ImageFetcher, is_inner
 from deployments.records import ChatRequest
+from deployments.records.errors import InvalidRequest
 
 LIMITS = CONFIG.ingress.limits
 TEXT = {"type": "text", "text": "what"}

@@ -25,13 +25,13 @@ from kit.waiting import until
 from PIL import Image
 from unit.deployments.ingress.http_fakes import CHAT, CHATS, IMAGE, IMAGES, Replicas
 
-from deployments.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from deployments.ingress import terms
 from deployments.ingress.access.callers import current_tenant
+from deployments.ingress.messages import terms
+from deployments.ingress.messages.terms import Terms, current_terms
 from deployments.ingress.openai.image_decoder import MODULE
 from deployments.ingress.openai.image_decoders import MAX_READERS, DecoderProcesses, ImageReaders
 from deployments.ingress.openai.uploads import decode_image
-from deployments.ingress.terms import Terms, current_terms
+from deployments.records.errors import DeadlineExceeded, InvalidRequest, QueueFull
 
 SIDE = 64
 MOST = SIDE * SIDE

@@ -20,11 +20,11 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig, ImageLinksConfig
 from configs.errors import ConfigError
-from deployments.errors import Overloaded
 from deployments.ingress.gate import _need_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai.image_files import PATH, ImageLinks
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
+from deployments.records.errors import Overloaded
 
 SERVER = "http://test/"
 

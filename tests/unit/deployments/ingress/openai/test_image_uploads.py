@@ -18,8 +18,8 @@ from kit.seeding import seeded_rng
 from PIL import ExifTags, Image
 from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, Replicas, problem
 
-from deployments.errors import InvalidRequest
 from deployments.ingress.openai.uploads import decode_base64_image, decode_image
+from deployments.records.errors import InvalidRequest
 
 MOST = CONFIG.ingress.limits.max_pixels
 

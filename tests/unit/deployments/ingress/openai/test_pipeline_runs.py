@@ -18,12 +18,12 @@ from unit.deployments.ingress.test_pipeline_models import IMAGES, KNOWN, VECTORS
 
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig
-from deployments.errors import GenerationFailed
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.pipeline_runs import create_pipelines_router
 from deployments.pipelines.pipelines import Pipelines
 from deployments.records import ChatRequest, ImageRequest, TextResult
+from deployments.records.errors import GenerationFailed
 
 TWO_WAYS = {
     "id": "two-ways",

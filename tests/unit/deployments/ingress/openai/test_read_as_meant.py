@@ -8,8 +8,8 @@ import httpx
 import pytest
 from unit.deployments.ingress.http_fakes import CHAT, CHATS, COMPLETIONS, Replicas, problem
 
-from deployments.errors import ContextExceeded
 from deployments.records import TextChunk, TokenText
+from deployments.records.errors import ContextExceeded
 
 LAST: Any = {"timings_ms": {"total": 5.0}}
 

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from unit.deployments.ingress.http_fakes import IMAGE, Replicas, problem
 
 from configs.cluster import ImageStreamsConfig
-from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.image_stream import PATH, ImageEvents, ImagePieces, ResumableStreams
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
-from deployments.services.output_channel import OutputChannel
+from deployments.records.errors import GenerationFailed, InvalidRequest, Overloaded
+from deployments.replicas.output_channel import OutputChannel
 
 URL = "/v1/images/generations"
 ASKED = {**IMAGE, "stream": True, "progress": True, "partial_images": 2, "resumable": True}

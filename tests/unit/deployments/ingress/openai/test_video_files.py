@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from configs.cluster import LimitsConfig
-from deployments.errors import InvalidRequest
 from deployments.ingress.openai.uploads import decode_image, decode_named
+from deployments.records.errors import InvalidRequest
 from deployments.services.clips import encode_video
 
 HEIGHT, WIDTH = 16, 24

@@ -25,13 +25,13 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
 from configs.cluster import VideosConfig
-from deployments.errors import GenerationFailed, QueueFull
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai import videos as video_routes
 from deployments.ingress.openai.kept import LOST_S, KeptVideos
-from deployments.ingress.service import Service
+from deployments.ingress.service.service import Service
 from deployments.records import ClipRequest, ClipResult, ImageProgress
+from deployments.records.errors import GenerationFailed, QueueFull
 from deployments.services.clips import encode_audio, encode_video
 
 WAN: dict[str, Any] = {"model": "wan", "prompt": "a cat"}

@@ -10,9 +10,8 @@ import pytest
 import zstandard
 from kit.seeding import seeded_rng
 
-from weights.dtypes import BLOCK_SIZES, ITEM_BYTES
 from weights.memory.host_pool import ByteArray
-from weights.storage.deltas.codec import (
+from weights.reading.delta_codec import (
     CHUNK_BYTES,
     ByteSource,
     ChunkDecoder,
@@ -23,6 +22,7 @@ from weights.storage.deltas.codec import (
     encode_header,
     read_header,
 )
+from weights.records.dtypes import BLOCK_SIZES, ITEM_BYTES
 
 NO_BASE = 2**32 - 1
 SIZES = sorted({*ITEM_BYTES.values(), *(nbytes for _, nbytes in BLOCK_SIZES.values())})

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 from unit.weights.comparing import flip
 
-from weights.errors import DiskFull, StoreVersionError, WeightsError
-from weights.externalize import externalize
-from weights.layouts import convert, write_inline
-from weights.loader import load_from_store
-from weights.maintenance import gc, rebuild_index, remove_model, summarize, totals
-from weights.manifest import Layout, Manifest, read_manifest
-from weights.repair import repair, verify
-from weights.storage.deltas.compaction import compact, expand
-from weights.store import WeightStore
+from weights.loading.loader import load_from_store
+from weights.operations.compaction import compact, expand
+from weights.operations.externalize import externalize
+from weights.operations.layouts import convert, write_inline
+from weights.operations.maintenance import gc, rebuild_index, remove_model, summarize, totals
+from weights.operations.repair import repair, verify
+from weights.records.errors import DiskFull, StoreVersionError, WeightsError
+from weights.records.manifest import Layout, Manifest, read_manifest
+from weights.storage.store import WeightStore
 
 Tensors = dict[str, torch.Tensor]
 SHAPE = (64, 96)

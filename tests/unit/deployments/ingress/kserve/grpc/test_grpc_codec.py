@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from kit.seeding import seeded_rng
 
 from configs.batching import BatchingConfig
-from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.models import model_configuration
 from deployments.ingress.kserve.tensors import InferResponse, ModelMetadata
 from deployments.pipelines.records import NUMPY_DTYPES, TensorSpec, TensorValue
+from deployments.records.errors import InvalidRequest
 
 # Of the published protocols: "<number> <name> <type>", with * for repeated and {} for a map of messages.
 WIRE = {

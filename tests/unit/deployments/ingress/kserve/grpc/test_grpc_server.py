@@ -18,9 +18,6 @@ from kit.waiting import until
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.cluster import LimitsConfig
-from deployments import errors
-from deployments.ingress.admin.answers import PrefetchAnswer, Tier
-from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
@@ -28,6 +25,9 @@ from deployments.ingress.kserve.grpc.server import GrpcServer, _HealthServicer, 
 from deployments.ingress.kserve.grpc.servicer import status_of
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
+from deployments.ingress.service.answers import PrefetchAnswer, Tier
+from deployments.ingress.service.catalog import ModelCard
+from deployments.records import errors
 
 MAX_MESSAGE_BYTES = 10_000
 TIMEOUT_S = 5.0

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
-from deployments.errors import InvalidRequest, QueueFull, UnknownModel
 from deployments.ingress.kserve.grpc import servicer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.servicer import _InferStream
 from deployments.ingress.kserve.inference import Inference
+from deployments.records.errors import InvalidRequest, QueueFull, UnknownModel
 
 
 def text(content: str) -> bytes:

@@ -23,7 +23,6 @@ from unit.deployments.ingress.http_fakes import client_over
 from cluster.admission.fair_slots import ReadLimiter
 from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
-from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.gate import BodyGate, HttpAccess, ReadGate
@@ -31,6 +30,7 @@ from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.rest import routes
 from deployments.ingress.kserve.rest.messages import read_request
 from deployments.ingress.kserve.rest.routes import create_inference_router, create_shared_memory_router
+from deployments.records.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 X = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}

@@ -1,0 +1,326 @@
+"""The reporter's side of the controller: one task reports, another applies what it decides.
+
+While the controller is away nothing changes here: a worker keeps what it has, a queue's placement ends by itself, and
+the next controller gets all reports anew. An ingress among several reports what slots it has and wants, and takes what
+it may have. It keeps those that it has meanwhile: nobody gives them to another one. One that stood still for so long
+that they may be another's starts nothing before the controller has answered.
+
+At rest, what the controller knows is told again after some seconds only. Who listens sees when it has another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from ray.exceptions import RayActorError
+
+from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.outcomes import EndedRequests
+from cluster.admission.records import AdmissionSnapshot, Placement
+from cluster.placement.reports import SlotReport, WorkerReport
+from cluster.placement.serving.actor import Controller
+from cluster.placement.slot_book import SLOT_REST_S, lease_s
+from cluster.placement.state import STALE_S
+from cluster.process.processes import ProcessMark
+from cluster.process.ray_calls import call_actor
+from cluster.records.errors import ClusterError
+from configs.admission import AdmissionConfig
+
+CALL_S: Final = 5.0
+# So often a placement is renewed, and who listens has shown that it lives: twice before it would count as stale.
+LISTEN_S: Final = STALE_S / 2
+REST_S: Final = 5.0  # between two reports at rest that differ by nothing but what time changes
+PAUSE_S: Final = 0.2
+GAP_S: Final = 0.01  # between two reports, whatever happens
+
+# Of an ingress among several, whose slots the others wait for.
+SLOT_REPORT_S: Final = 0.25  # between two reports, where nothing happens
+SLOT_CALL_S: Final = 0.6  # two that fail take less than `SILENT_S`
+SLOT_LISTEN_S: Final = SLOT_REST_S
+SLOT_ASK_S: Final = 5.0
+SLOT_PAUSE_S: Final = 0.05
+SLOT_GAP_S: Final = 0.003  # between two reports, whatever happens
+
+logger = logging.getLogger("atelier.controller")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Link:
+    """A link of one reporter, by its name. Lives on one event loop.
+
+    `connect` returns a handle of the controller, and may block. A report goes out every `tick_s`, and at once when
+    `changed` is set, but not within `gap_s` of the last one; after one that fails there is a pause.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], Any],
+        changed: asyncio.Event,
+        tick_s: float,
+        gap_s: float = GAP_S,
+        pause_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self._connect = connect
+        self._changed = changed
+        self._tick_s = tick_s
+        self._gap_s = gap_s
+        self._pause_s = PAUSE_S if pause_s is None else pause_s
+        self._actor: Any = None
+        self._connecting = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reported: object = None  # at rest, and known to the controller; or a report that is under way
+        self._reported_s = -math.inf
+
+    def start(self) -> None:
+        """Report and listen from now on. Has to be called on the event loop."""
+        # HAZARD: the tasks' calls must not be of the context of a request: Ray cancels those when that is.
+        for work in (self._tell, self._listen):
+            task = asyncio.get_running_loop().create_task(self._lasting(work), context=contextvars.Context())
+            self._tasks.append(task)
+
+    def close(self) -> None:
+        """Stop."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _report_once(self) -> None:
+        """Report, and take in the answer."""
+        raise NotImplementedError
+
+    async def _receive_once(self) -> None:
+        """Wait for what the controller decides, and apply it."""
+        raise NotImplementedError
+
+    async def handle(self) -> Any:
+        """Return the controller's handle."""
+        async with self._connecting:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._connect)
+            return self._actor
+
+    async def _lasting(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception as error:  # whatever it is: nobody is held up by it, and the next round may do better
+                logger.warning("the controller does not answer: %s", str(error).partition("\n")[0])
+                if isinstance(error, RayActorError):
+                    self._actor = None  # Ray restarts it under its name, unless it was ended for good
+            await asyncio.sleep(self._pause_s)
+
+    async def _tell(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._changed.wait()
+            self._changed.clear()
+            async with asyncio.timeout(CALL_S):
+                await self._report_once()
+            await asyncio.sleep(self._gap_s)
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(CALL_S):
+                    await self._receive_once()
+            except BaseException:  # the next controller knows nothing
+                self._reported = None
+                raise
+
+    def _is_reported(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, rest_s: float) -> bool:
+        """Return whether the controller knows a report at rest, and was told it no longer than `rest_s` ago."""
+        return report.is_at_rest and now_s < self._reported_s + rest_s and report.lasting == self._reported
+
+    def _begin_report(self) -> object:
+        self._reported = under_way = object()
+        return under_way
+
+    def _note_reported(
+        self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, under_way: object
+    ) -> None:
+        """Note what was reported, unless the controller may have ended since the report began."""
+        if self._reported is under_way:
+            self._reported, self._reported_s = report.lasting if report.is_at_rest else None, now_s
+
+
+class ControllerLink(Link):
+    """The link of a worker, or of a queue as far as placement goes.
+
+    `apply` gets every decision, most of them again and again. `tick_s` holds until the controller says another one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], Any],
+        report: Callable[[], Awaitable[WorkerReport | AdmissionSnapshot]],
+        apply: Callable[[Any], None],
+        changed: asyncio.Event,
+        tick_s: float,
+    ) -> None:
+        super().__init__(name, connect, changed, tick_s)
+        self._report = report
+        self._apply = apply
+        self._revision = ""
+
+    async def _report_once(self) -> None:
+        """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
+        report, now_s = await self._report(), time.monotonic()
+        if self._is_reported(report, now_s, REST_S):
+            return
+        under_way = self._begin_report()
+        await call_actor(await self.handle(), Controller.report, self.name, report)
+        self._note_reported(report, now_s, under_way)
+
+    async def _receive_once(self) -> None:
+        """Wait for a decision, and apply it."""
+        update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        if self._revision and not update.revision:  # another controller, which began between two calls
+            self._reported = None
+        self._revision, self._tick_s = update.revision, update.tick_s
+        if update.content is not None:
+            self._apply(update.content)
+
+
+def link_queue(name: str, queue: Dispatcher, connect: Callable[[], Any], tick_s: float) -> ControllerLink:
+    """Return the link of an admission queue: it starts requests where the controller lets them."""
+
+    def apply(placement: Placement) -> None:
+        queue.set_placement(placement)
+
+    return ControllerLink(name, connect, queue.snapshot, apply, queue.changed, tick_s)
+
+
+class QueuesAway(ClusterError):
+    """The controller, which knows the queues of all ingresses, is restarting or out of reach."""
+
+
+class SlotLink(Link):
+    """The link of one ingress, and the queues of all of them together. Arguments are those of `Link`.
+
+    `clock` is the queue's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: Dispatcher,
+        connect: Callable[[], Any],
+        clock: Callable[[], float] = time.monotonic,
+        process: ProcessMark | None = None,
+    ) -> None:
+        super().__init__(name, connect, queue.slots_changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
+        self._queue = queue
+        self._clock = clock
+        self._process = process or ProcessMark.this()
+        self._session = ""
+        self._revision = 0
+        self._settings = ""
+        self._num_reports = 0
+        self._num_failed = 0
+        self._next_ended = 0
+        self._ended_s = -math.inf
+
+    @property
+    def config(self) -> AdmissionConfig:
+        """Bounds and weights in force here."""
+        return self._queue.config
+
+    async def retune(self, config: AdmissionConfig) -> None:
+        """Use other bounds and weights from now on, in all ingresses. Raises QueuesAway."""
+        await self._ask(Controller.retune_queues, config)
+        await self._queue.retune(config)
+
+    async def snapshot(self) -> AdmissionSnapshot:
+        """Return the state of all queues, each as its ingress has last reported. Raises QueuesAway."""
+        return await self._ask(Controller.queues)
+
+    async def ended_requests(self, number: int | None) -> EndedRequests:
+        """Return the requests of all ingresses that have ended, from a number on. Raises QueuesAway."""
+        return await self._ask(Controller.ended_requests, number)
+
+    async def _report_once(self) -> None:
+        """Tell what is here. Two in a row that fail show that the controller is away."""
+        began_s = self._clock()
+        report = await self._report(began_s)
+        if self._is_reported(report, began_s, SLOT_REST_S):
+            return
+        under_way = self._begin_report()
+        try:
+            async with asyncio.timeout(SLOT_CALL_S):
+                answer = await call_actor(await self.handle(), Controller.report_slots, self.name, report)
+        except Exception:
+            self._num_failed += 1
+            if self._num_failed > 1:
+                self._queue.hold_slots(math.inf)
+            raise
+        self._num_failed = 0
+        self._note_reported(report, began_s, under_way)
+        self._next_ended = self._next_ended if answer.next_ended is None else answer.next_ended
+        if answer.session != self._session:
+            self._session, self._revision = answer.session, 0
+            if not answer.keeps:
+                self._queue.drop_slots()
+            self._queue.slots_changed.set()  # it joins by the next report
+        self._queue.hold_slots(began_s + lease_s(report))
+
+    async def _receive_once(self) -> None:
+        """Wait for news, and apply them."""
+        session = self._session
+        update = await call_actor(
+            await self.handle(),
+            Controller.receive_slots,
+            self.name,
+            session,
+            self._revision,
+            self._settings,
+            SLOT_LISTEN_S,
+        )
+        if update.config is not None:
+            await self._queue.retune(update.config)
+            self._queue.slots_changed.set()  # who has set them waits for that
+        self._settings = update.settings
+        split = update.split
+        if split is not None and split.session == self._session and split.revision > self._revision:
+            self._revision = split.revision
+            self._queue.set_parts(split.pools, split.bound_part)
+            self._queue.slots_changed.set()  # what this one has lost by it, others get once they are told
+
+    async def _report(self, now_s: float) -> SlotReport:
+        self._num_reports += 1
+        ended: EndedRequests | None = None
+        if now_s - self._ended_s >= SLOT_REPORT_S:  # nobody waits for them
+            self._ended_s = now_s
+            ended = await self._queue.ended_requests(self._next_ended)
+        return SlotReport(
+            self._num_reports,
+            self._session,
+            self._revision,
+            self._process,
+            self._queue.claims(),
+            self._queue.requests_per_s(),
+            self._queue.config.max_overtakes,
+            self._settings,
+            ended if ended and ended.requests else None,
+        )
+
+    async def _ask(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        try:
+            async with asyncio.timeout(SLOT_ASK_S):
+                return await call_actor(await self.handle(), method, *args, **kwargs)
+        except (RayActorError, TimeoutError):
+            raise QueuesAway("the controller is restarting; try again") from None

@@ -1,0 +1,1 @@
+"""What every process of a cluster has: logs, traces, metrics, calls of actors."""

@@ -1,0 +1,1 @@
+"""What every command uses: tables, progress, the HTTP client, running clusters."""

@@ -1,0 +1,1 @@
+"""What steps cost: time, memory, threads."""

@@ -1,0 +1,40 @@
+"""Images as prompts, as the layers of a denoiser take them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class PromptedLayer(NamedTuple):
+    """A cross-attention, and the keys and values (1, heads, T, D) that it reads beside those of its text."""
+
+    attention: Any
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """An IP-Adapter at work in a request: the layers of each branch, in the order of `DenoiseState.branches`."""
+
+    name: str
+    branches: tuple[tuple[PromptedLayer, ...], ...]
+    scale: float
+
+
+class PromptedSpan(NamedTuple):
+    """Additions of images to the rows `start` to `stop` of a batch: layers, each list with its strength."""
+
+    uses: Sequence[tuple[Sequence[PromptedLayer], float]]
+    start: int = 0
+    stop: int = sys.maxsize
+
+    def part(self, start: int, stop: int) -> PromptedSpan | None:
+        """Return the span as the rows `start` to `stop` have it, counted from there; None for one outside of them."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        return PromptedSpan(self.uses, first - start, last - start) if first < last else None

@@ -1,0 +1,1 @@
+"""Sequences, and the paged cache of their keys and values."""

@@ -1,0 +1,1 @@
+"""What the engines speak of: requests, results, errors, images and sounds."""

@@ -1,0 +1,1 @@
+"""Bodies read, answers written, terms of a request."""

@@ -1,0 +1,1 @@
+"""The service behind all protocols."""

@@ -1,0 +1,315 @@
+"""Retries: a request whose replica dies is sent to another one. Its answer depends on nothing that died with it.
+
+A request may also be why the replica died. So it is asked again once, and requests that were in flight on a replica
+that died are asked again one at a time: when another replica dies, only one of them was there for the second time.
+One request takes at most two replicas with it, and nobody else fails for it.
+
+A replica that could not be reached, or whose node fell silent under the request, says nothing of it: it is asked again
+until a replica is reached, and one of them may be on this side of a cut that heals.
+
+Most replicas die of something else, and then all of their requests wait for each other. Who has waited for
+`MAX_TURN_WAIT_S` goes on beside the others; when the guilty one is still among those, they may fail with it.
+
+A request whose replica could not load its model is asked again once too, of a replica that has not failed with it.
+Images go on elsewhere after their last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import ReplicaUnavailableError
+
+from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.records import Demand
+from deployments.ingress.messages.terms import AdmissionSlot, admitted
+from deployments.pipelines.plans import SegmentResult
+from deployments.records import ImageProgress
+from deployments.records.errors import CannotLoad, ReplicaLost
+from deployments.records.tasks import Deadline
+from deployments.replicas.replica_calls import OnPiece, ReplicaCalls
+
+MAX_RETRIES: Final = 1  # after the death of a replica
+MAX_MISSED: Final = 60  # tries that reached no replica
+MAX_TURN_WAIT_S: Final = 30.0
+PAUSE_S: Final = 0.1  # the router learns of a death a moment after the caller
+_NODE_DIED: Final = "its node has died"  # Ray's words; a crash says other ones
+LONGEST_PAUSE_S: Final = 1.0  # between tries that reach no replica
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Return whether a replica on the request's way is gone or out of reach: the called one, or one that it called.
+
+    Out of reach (ActorUnavailableError, which is all that gRPC tells of a death) may still be working on the request.
+    To ask again is safe all the same, since a request changes nothing, and `ReplicaCalls` has cancelled the first call.
+    """
+    if isinstance(error, RayActorError | ReplicaUnavailableError):
+        return True
+    # Serve's own wrapper around the death of a replica further on.
+    return error is not None and isinstance(error.__cause__, RayActorError)
+
+
+def _nowhere() -> bool:
+    return False
+
+
+class _Retries:
+    """The count of retries of one request. None begins after its deadline.
+
+    `is_elsewhere` takes in that the replica could not load the model, and says whether another one may.
+    """
+
+    def __init__(
+        self,
+        deadline: Deadline,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        is_elsewhere: Callable[[], bool] = _nowhere,
+    ) -> None:
+        self._deadline = deadline
+        self._sleep = sleep
+        self._is_elsewhere = is_elsewhere
+        self._has_moved = False
+        self._num_died = self._num_missed = 0
+        self.is_suspect = False
+
+    async def after(self, error: Exception, num_pieces: int = 0) -> None:
+        """Wait until the request may be sent again.
+
+        Raises the replica's own error when there is one, DeadlineExceeded, and ReplicaLost when the request was on too
+        many replicas that died, when none could be reached for long, or when `num_pieces` of a stream have gone out
+        already that another replica would begin anew.
+        """
+        if isinstance(error, CannotLoad):
+            # HAZARD: also told of the last failure, or else the next request would come here again.
+            if not self._is_elsewhere() or self._has_moved or num_pieces:
+                raise error
+            self._has_moved, self.is_suspect = True, False
+            return
+        if not _is_lost(error):
+            raise error
+        if num_pieces:
+            raise ReplicaLost(
+                f"the replica that worked on this request died after {num_pieces} pieces; try again"
+            ) from error
+        if isinstance(error, ReplicaUnavailableError) or _NODE_DIED in str(error):
+            self._num_missed += 1
+            if self._num_missed > MAX_MISSED:
+                raise ReplicaLost(f"no replica could be reached in {self._num_missed} tries; try again") from error
+        else:
+            self._num_died += 1
+            if self._num_died > MAX_RETRIES:
+                raise ReplicaLost(f"{self._num_died} replicas were lost while they worked on this request") from error
+            self.is_suspect = True
+        async with self._deadline.bounding():
+            await self._sleep(min(PAUSE_S * 2 ** min(self._num_missed, 4), LONGEST_PAUSE_S))
+
+
+class Resumption:
+    """The point from which another replica goes on with a stream; this one has none, and begins before any piece."""
+
+    def __init__(self) -> None:
+        self.num_final = 0  # pieces that have gone out, and that another replica would begin anew
+        self.is_moved = False  # the replica ended the stream for another to go on
+        self.is_complete = False  # all has come: what happens to the replica now is nothing to the request
+
+    def begin_try(self) -> tuple[Any, ...]:
+        """Return what the next replica is told behind the request's own arguments."""
+        return ()
+
+    def take(self, piece: Any) -> bool:
+        """Take a piece in; return whether the caller gets it."""
+        self.num_final += 1
+        return True
+
+
+class ResumedImages(Resumption):
+    """The progress of the images of one request.
+
+    Steps may be done again: another replica goes on after the last checkpoint that came, which it gets as one more
+    argument, and steps that were reported already are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent_step = 0
+        self._checkpoint: bytes | None = None
+
+    def begin_try(self) -> tuple[Any, ...]:
+        self.is_moved = False
+        return () if self._checkpoint is None else (self._checkpoint,)
+
+    def take(self, piece: Any) -> bool:
+        if not isinstance(piece, ImageProgress):
+            self.is_complete = True  # the result is the last piece
+            return super().take(piece)
+        self._checkpoint = piece.checkpoint or self._checkpoint
+        self.is_moved = piece.is_moved
+        if piece.is_moved or piece.step <= self._sent_step:
+            return False
+        self._sent_step = piece.step
+        return True
+
+
+class RetriedCalls:
+    """Calls of one deployment that are answered by a second replica if need be. Lives on one event loop."""
+
+    def __init__(self, calls: ReplicaCalls, queue: Dispatcher, timeout_s: float) -> None:
+        """Make the calls. Those of segments, which are begun without waiting for a place, have `timeout_s` in all."""
+        self._calls = calls
+        self._queue = queue
+        self._timeout_s = timeout_s
+        self._suspects = asyncio.Lock()
+
+    async def call(self, method: str, *arguments: Any, demand: Demand, route: str = "") -> Any:
+        """Call a method of a replica that has a place for the request, or of the one that has the texts of `route`.
+
+        `demand.deadline_s` is from now.
+
+        Raises the replica's errors, QueueFull, DeadlineExceeded, NoReplica, ReplicaLost.
+        """
+        deadline = Deadline(demand.deadline_s)
+        with admitted(self._queue, demand) as slot:
+
+            def send() -> Awaitable[Any]:
+                return self._calls.call(method, *arguments, deadline=deadline, place=slot.replica(), route=route)
+
+            # The texts of a route have a replica of their own, whichever the place was.
+            result = await self.answered(send, deadline, _nowhere if route else slot.is_elsewhere)
+            _note_answer(slot, result)
+        return result
+
+    async def receive_stream(
+        self, method: str, *arguments: Any, on_piece: OnPiece, demand: Demand, resumption: Resumption | None = None
+    ) -> Any:
+        """Give the pieces of a stream to `on_piece`, and return the last. Raises as `call` does.
+
+        `resumption` knows how another replica goes on; without one a stream cannot, once a piece has gone out. What a
+        replica moves out goes on elsewhere as often as that happens.
+        """
+        deadline = Deadline(demand.deadline_s)
+        resumption, last = resumption or Resumption(), None
+
+        async def take(piece: Any) -> None:
+            nonlocal last
+            last = piece
+            if resumption.take(piece):
+                await on_piece(piece)
+
+        with admitted(self._queue, demand) as slot:
+            retries = _Retries(deadline, is_elsewhere=slot.is_elsewhere)
+            while True:
+                try:
+                    async with self._turn(retries, deadline):
+                        await self._calls.receive_stream(
+                            method,
+                            *arguments,
+                            *resumption.begin_try(),
+                            on_piece=take,
+                            deadline=deadline,
+                            place=slot.replica(),
+                        )
+                    if not resumption.is_moved:
+                        break
+                except Exception as error:
+                    if resumption.is_complete and _is_lost(error):
+                        break
+                    await retries.after(error, resumption.num_final)
+            if last is not None:
+                _note_answer(slot, last)
+        return last
+
+    def begin_call(self, method: str, *arguments: Any, route: str = "") -> Any:
+        """Begin a call and return Serve's response. Retries begin when it is awaited with `answer_begun`."""
+        return self._calls.begin_call(method, *arguments, route=route)
+
+    async def answer_begun(self, response: Any, deadline: Deadline) -> Any:
+        """Await a response of `begin_call`. Raises Ray's errors when the replica dies."""
+        return await self._calls.answer(response, deadline)
+
+    def deadline(self) -> Deadline:
+        """Return the deadline of a request that comes now."""
+        return Deadline(self._timeout_s)
+
+    async def answered(
+        self, send: Callable[[], Awaitable[Any]], deadline: Deadline, is_elsewhere: Callable[[], bool] = _nowhere
+    ) -> Any:
+        """Return the result of `send`, of a second replica if need be."""
+        retries = _Retries(deadline, is_elsewhere=is_elsewhere)
+        while True:
+            try:
+                async with self._turn(retries, deadline):
+                    return await send()
+            except Exception as error:
+                await retries.after(error)
+
+    def _turn(self, retries: _Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
+        """Return the turn of a try: suspects go one at a time, all others at once."""
+        return self._alone(deadline) if retries.is_suspect else contextlib.nullcontext()
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, deadline: Deadline) -> AsyncIterator[None]:
+        try:
+            async with deadline.bounding(), asyncio.timeout(MAX_TURN_WAIT_S):
+                await self._suspects.acquire()
+        except TimeoutError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._suspects.release()
+
+
+def _note_answer(slot: AdmissionSlot, answer: Any) -> None:
+    """Tell the queue that the request was answered, and what its replica had to switch for it."""
+    slot.is_answered = True
+    switch = getattr(answer, "switch", None)
+    slot.switch_s = switch.switch_ms / 1e3 if switch else 0.0
+
+
+class EncoderReply:
+    """The reply of a segment, asked again elsewhere when the replica that worked on it dies.
+
+    `send` begins a call of `encoder`, with the responses of `upstream` as they are then, and returns Serve's
+    response, which may be handed on without coming here.
+    """
+
+    def __init__(self, encoder: RetriedCalls, send: Callable[[], Any], upstream: Sequence[EncoderReply] = ()) -> None:
+        self._encoder = encoder
+        self._send = send
+        self._deadline = encoder.deadline()
+        self._upstream = upstream
+        self._has_failed = False
+        self.response = send()
+
+    def __await__(self) -> Generator[Any, None, SegmentResult]:
+        return self._answered().__await__()
+
+    def cancel(self) -> None:
+        """Cancel the call."""
+        self.response.cancel()
+
+    def _send_again(self) -> None:
+        """Send the call again, and those of earlier segments too: the replica that died may be any on the way."""
+        for reply in self._upstream:
+            reply._send_again()
+        self.response = self._send()
+        self._has_failed = False
+
+    async def _answered(self) -> SegmentResult:
+        result: SegmentResult = await self._encoder.answered(lambda: self._try(self._deadline), self._deadline)
+        return result
+
+    async def _try(self, deadline: Deadline) -> Any:
+        if self._has_failed:
+            self._send_again()
+        try:
+            return await self._encoder.answer_begun(self.response, deadline)
+        except Exception:
+            self._has_failed = True
+            raise

@@ -1,0 +1,1 @@
+"""Operations on checkpoints and stores: import, externalize, repair, compact, collect garbage."""

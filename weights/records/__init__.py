@@ -1,0 +1,1 @@
+"""What everything else speaks of: manifests, dtypes, errors. Imports nothing of the package."""
