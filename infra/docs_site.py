@@ -30,7 +30,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the tables of the schema where the page has the mark."""
+    """Put the tables of the schema where the page has the mark. Links to files that are not in the site are left out."""
+    if page.file.src_uri.startswith("benchmarks/"):
+        markdown = re.sub(r"!?\[([^\]]+)\]\(\.\./\.\./[^)]*\)", r"\1", markdown)
     return markdown.replace(MARK, "\n\n".join(_sections(ClusterConfig, ""))) if MARK in markdown else markdown
 
 

@@ -23,6 +23,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import budgets
 from python_modules import Definition, Module, is_public, parse_modules
 
 PACKAGES = ("configs", "weights", "cluster", "deployments")
@@ -218,6 +219,19 @@ def print_table(structure: Structure) -> None:
     print("  " + ", ".join(f"{name} {len(found)}" for name, found in verbs))
 
 
+def print_budgets(tree: dict[str, str]) -> None:
+    """Print what `tests/unit/test_budgets.py` holds."""
+    graph, callables, methods = budgets.imports(tree), budgets.callables(tree), budgets.methods(tree)
+    over = sum(count > budgets.MAX_CALLABLES for count in callables.values())
+    large = sum(count > budgets.MAX_METHODS for count in methods.values())
+    circles, pairs = budgets.circles(graph), budgets.mutual_folders(graph)
+    print(f"import circles: {len(circles)}, folders that import each other: {len(pairs)}")
+    print(
+        f"callables in constructors: {sum(callables.values())}, classes with more than {budgets.MAX_CALLABLES}: {over}"
+    )
+    print(f"classes of more than {budgets.MAX_METHODS} methods: {large}")
+
+
 def print_lists(structure: Structure, package: str) -> None:
     """Print what stands behind the figures, for modules below `package` ("." for all)."""
     prefix = package.strip("./").replace("/", ".")
@@ -248,10 +262,12 @@ def main() -> None:
     parser.add_argument("--list", metavar="PACKAGE", help="list what stands behind the figures, below this folder")
     parser.add_argument("--root", type=Path, default=None, help="the tree; default: the current folder")
     arguments = parser.parse_args()
-    structure = Structure(arguments.root or Path.cwd())
+    root = arguments.root or Path.cwd()
+    structure = Structure(root)
     if not structure.modules:
         sys.exit("No modules here: run it at the root of the tree, or pass --root.")
     print_table(structure)
+    print_budgets(budgets.sources(root))
     if arguments.list:
         print_lists(structure, arguments.list)
 

@@ -21,9 +21,13 @@ from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import PAGES
 
 ROOT = Path(__file__).parents[2]
-OF_HOUSE = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "BENCHMARKS.md", "infra/demo/README.md")
-DOCUMENTS = [*OF_HOUSE, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 PACKAGES = ("configs", "weights", "cluster", "deployments")
+OF_HOUSE = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "BENCHMARKS.md", "infra/demo/README.md")
+OF_FOLDERS = [path for package in PACKAGES for path in (ROOT / package).glob("*/README.md")]
+DOCUMENTS = [
+    *OF_HOUSE,
+    *sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *OF_FOLDERS]),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 COMMANDS = typer.main.get_command(_app)
@@ -141,26 +145,16 @@ def test_every_file_exists(document: str) -> None:
     assert {path for path in paths if not (ROOT / path).exists()} == set()
 
 
-def test_architecture_names_what_stands_outside_a_room() -> None:
-    text = read("ARCHITECTURE.md")
-    outside = {file.name for package in PACKAGES for file in (ROOT / package).glob("*.py")} - {"__init__.py"}
-    assert {name for name in outside if name not in text} == set()
+def test_files_named_in_a_folders_readme_are_there() -> None:
+    for path in OF_FOLDERS:
+        named = {span for span in spans(path.read_text()) if re.fullmatch(r"[\w/]+\.py", span)}
+        assert {name for name in named if not (ROOT / name).exists() and not any(path.parent.rglob(name))} == set(), (
+            path
+        )
 
 
-def rows_of(heading: str) -> list[str]:
-    """Return the rows of the table below a heading of ARCHITECTURE.md, without its head."""
-    section = read("ARCHITECTURE.md").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return [line for line in section.splitlines() if line.startswith("| ")][1:]
-
-
-def test_the_glossary_and_the_index_stay_short_and_the_index_names_whole_paths() -> None:
-    assert 10 < len(rows_of("Glossary")) <= 30
-    index = rows_of("Where is ...?")
-    assert 10 < len(index) <= 60
-    named = [span for row in index for span in SPAN.findall(row.split(" | ", 1)[1])]
-    paths = [span for span in named if "/" in span or span.endswith(".py")]
-    assert len(paths) >= len(index)
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_the_architecture_fits_two_pages() -> None:
+    assert len(read("ARCHITECTURE.md").split()) < 1200
 
 
 def test_every_path_of_the_api_is_served() -> None:

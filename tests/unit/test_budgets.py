@@ -1,0 +1,117 @@
+"""The tree keeps its budgets: order among folders, small constructors and classes, a short README in each folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra import budgets
+
+ROOT = Path(__file__).parents[2]
+README_LINES = 40
+# Classes that are over a budget, with what they have: the lists get shorter, and no number larger.
+CALLABLES = {
+    "cluster.keeper.extent_loading:ExtentLoader": 3,
+    "cluster.keeper.held_extents:HeldExtents": 3,
+    "cluster.keeper.ray_extents:RayExtents": 3,
+    "cluster.keeper.shared_memory:Audit": 4,
+    "cluster.placement.serving.link:ControllerLink": 3,
+    "cluster.registry.node_keepers:NodeKeepers": 4,
+    "cluster.registry.served_models:ServedModels": 3,
+    "deployments.modules.cache:ComponentFactory": 3,
+    "deployments.modules.filling:SlotFiller": 3,
+    "deployments.modules.parts:LayerPlacing": 3,
+    "deployments.modules.parts:PartsPlanner": 4,
+    "deployments.modules.resident_modules:ResidentModules": 4,
+    "weights.formats.published_quantization:_Matrix": 3,
+    "weights.residency.entry_table:EntryTable": 4,
+}
+METHODS = {
+    "cluster.admission.dispatcher:Dispatcher": 23,
+    "cluster.admission.pool:Lanes": 22,
+    "cluster.admission.queue:AdmissionQueue": 42,
+    "cluster.admission.replica_slots:ReplicaSlots": 29,
+    "cluster.keeper.held_extents:HeldExtents": 46,
+    "cluster.keeper.ray_extents:RayExtents": 24,
+    "cluster.peers.fetch_queue:FetchQueue": 21,
+    "cluster.placement.observing:Observations": 25,
+    "cluster.placement.serving.actor:Controller": 23,
+    "cluster.registry.actor:WeightRegistry": 23,
+    "cluster.registry.served_models:ServedModels": 37,
+    "deployments.engines.diffusion.families.base:Family": 38,
+    "deployments.engines.diffusion.pipeline:DenoisePipeline": 23,
+    "deployments.engines.llm.engine:LLMEngine": 26,
+    "deployments.engines.text.encoder:TextEncoder": 24,
+    "deployments.ingress.service.service:Service": 40,
+    "deployments.modules.cache:ModuleCache": 34,
+    "deployments.modules.resident_modules:ResidentModules": 31,
+    "weights.memory.device_arena:DeviceArena": 34,
+    "weights.reading.extents:ExtentReader": 22,
+    "weights.residency.entry_table:EntryTable": 35,
+    "weights.storage.store:WeightStore": 30,
+}
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict[str, str]:
+    return budgets.sources(ROOT)
+
+
+def test_no_import_goes_round(tree: dict[str, str]) -> None:
+    graph = budgets.imports(tree)
+    assert sum(map(len, graph.values())) > 1000
+    assert budgets.circles(graph) == []
+    assert budgets.mutual_folders(graph) == []
+
+
+def test_constructors_take_few_callables(tree: dict[str, str]) -> None:
+    over = {name: count for name, count in budgets.callables(tree).items() if count > budgets.MAX_CALLABLES}
+    assert over == CALLABLES, "pass an object that has these methods; a class that is below the bound leaves the list"
+
+
+def test_classes_have_few_methods(tree: dict[str, str]) -> None:
+    over = {name: count for name, count in budgets.methods(tree).items() if count > budgets.MAX_METHODS}
+    assert over == METHODS, "take a part out that has a name; a class that is below the bound leaves the list"
+
+
+def test_each_folder_of_the_second_level_says_what_it_does() -> None:
+    folders = [
+        path for package in budgets.PACKAGES for path in (ROOT / package).iterdir() if (path / "__init__.py").exists()
+    ]
+    assert len(folders) > 20
+    assert [str(path.relative_to(ROOT)) for path in folders if not (path / "README.md").exists()] == []
+    lines = {str(path.relative_to(ROOT)): len((path / "README.md").read_text().splitlines()) for path in folders}
+    assert {path: count for path, count in lines.items() if count > README_LINES} == {}
+
+
+def test_circles_and_pairs_are_found() -> None:
+    tree = {
+        "a.x": "from b.y import Z",
+        "b.y": "def f():\n    from a import w",
+        "a.w": "import c",
+        "c.__init__": "",
+        "b.t": "from b import y",
+    }
+    graph = budgets.imports(tree)
+    assert graph == {"a.x": {"b.y"}, "b.y": {"a.w"}, "a.w": {"c.__init__"}, "c.__init__": set(), "b.t": {"b.y"}}
+    assert budgets.mutual_folders(graph) == [("a", "b")]
+    assert budgets.circles(graph) == []
+    assert budgets.circles(graph | {"a.w": {"a.x"}}) == [["a.w", "a.x", "b.y"]]
+
+
+def test_callables_and_methods_are_counted() -> None:
+    source = """
+Maker = Callable[[], int]
+
+class A:
+    def __init__(self, one: Callable[[], int], two: Maker | None, *, three: int) -> None: ...
+    async def run(self) -> None: ...
+
+@dataclass(frozen=True)
+class B:
+    one: Mapping[str, Callable[..., int]]
+    def run(self, other: Maker) -> None: ...
+"""
+    assert budgets.callables({"m": source}) == {"m:A": 2, "m:B": 1}
+    assert budgets.methods({"m": source}) == {"m:A": 2, "m:B": 1}
