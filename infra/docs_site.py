@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the tables of the schema where the page has the mark. Links to files that are not in the site are left out."""
+    """Put the tables of the schema where the page has the mark; leave out links to files that are not in the site."""
     if page.file.src_uri.startswith("benchmarks/"):
         markdown = re.sub(r"!?\[([^\]]+)\]\(\.\./\.\./[^)]*\)", r"\1", markdown)
     return markdown.replace(MARK, "\n\n".join(_sections(ClusterConfig, ""))) if MARK in markdown else markdown

@@ -145,7 +145,7 @@ class ExtentRef(_Record):
 
 
 class DeltaRef(_Record):
-    """An extent as its lossless difference from tensors of others (weights/storage/deltas): a run of a pack file, the
+    """An extent as its lossless difference from tensors of others (`weights/reading/delta_codec.py`): a run of a pack file, the
     xxh3-128 of its bytes, and the extents that it is against, which are plain: one hop."""
 
     pack: InsidePath
