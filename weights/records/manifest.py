@@ -145,8 +145,10 @@ class ExtentRef(_Record):
 
 
 class DeltaRef(_Record):
-    """An extent as its lossless difference from tensors of others (`weights/reading/delta_codec.py`): a run of a pack file, the
-    xxh3-128 of its bytes, and the extents that it is against, which are plain: one hop."""
+    """An extent as its lossless difference from tensors of others (`weights/reading/delta_codec.py`).
+
+    It is a run of a pack file, with the xxh3-128 of its bytes, against `bases`, which are plain: one hop.
+    """
 
     pack: InsidePath
     offset: Size
