@@ -194,7 +194,7 @@ def _templates(config: ClusterConfig, serve_environment: Mapping[str, str]) -> T
     Workers and text encoders have one together: what a text encoder imports, a worker does too, and copies of two
     templates would share none of it.
     """
-    actors = [f"cluster.{actor}.actor" for actor in ("registry", "keeper", "placement")]
+    actors = [f"cluster.{actor}.actor" for actor in ("registry", "keeper", "placement.serving")]
     # `module:name`, at whose last dot an import path ends.
     classes = [":".join(path.rsplit(".", 1)) for path in (WORKER, TEXT_ENCODER)]
     replicas = [Template(TEMPLATE, classes)] if config.worker.standby else []

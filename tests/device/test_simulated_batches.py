@@ -20,6 +20,7 @@ from kit.hosting import Host, demo_store
 from configs.cluster import WorkerConfig
 from deployments.engines.building.skeletons import blank_module
 from deployments.engines.costs.memory_limits import MemoryLimits
+from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.footprints import make_twin
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import batch_bounds, is_denoise_component
@@ -28,8 +29,10 @@ from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
 from deployments.services.text_service import TextService, whole_text
 from deployments.text.fallback import FallbackEncoder
+from weights.formats.pipeline_parts import pipeline_variant
 from weights.memory.device_arena import DeviceArena
 from weights.records.errors import BudgetExceeded
+from weights.records.manifest import Manifest
 from weights.storage.store import WeightStore
 
 SIDE = 64
@@ -98,19 +101,24 @@ async def draw_all(
     return [result.images[0] for result in results if isinstance(result, ImageResult)]
 
 
+def device_bytes(manifest: Manifest) -> int:
+    """Return what the weights of the denoising take of a device."""
+    parts = [part for part in manifest.components.values() if is_denoise_component(part)]
+    distinct = {ref.sha256: ref for part in parts for ref in part.tensors.values()}
+    return sum(-(-ref.nbytes // 512) * 512 for ref in distinct.values())
+
+
 def test_admission_counts_a_forward(store: WeightStore, device: torch.device, ballast: list[torch.Tensor]) -> None:
     """Weights that leave no room for one image are not held all at once: denoiser and VAE then take turns."""
     manifest = store.manifest("digits-sdxl")
-    weights = sum(part.nbytes for part in manifest.components.values() if is_denoise_component(part))
-    leave(device, 2 * weights, ballast)
-    host = Host(store, str(device), 2 * weights)
+    room = device_bytes(manifest) + 2**16  # beside the weights, less than an image of the model's own size takes
+    leave(device, room, ballast)
+    host = Host(store, str(device), room)
     assert host.can_hold(manifest, is_denoise_component, {})
     host.learn_defaults(manifest, is_denoise_component)
     book = host.footprints
     assert book is not None
-    assert (
-        book.least_bytes(manifest, manifest.components["vae"]) > 2 * weights
-    )  # of 1024x1024 pixels, beside weights of the demo
+    assert book.least_bytes(manifest, manifest.components["vae"]) > 2**16
     assert not host.can_hold(manifest, is_denoise_component, {})
 
 
@@ -121,15 +129,7 @@ async def test_two_rows_of_room_are_two_rows_at_once(
     texts = Host(store, "cpu")
     expected = await draw_all(Host(store, str(device)), texts, requests)
     book = FootprintBook(str(device), batch_bounds(WorkerConfig(device=str(device))))
-    weights = sum(
-        -(-ref.nbytes // 512) * 512
-        for ref in {
-            ref.sha256: ref
-            for part in manifest.components.values()
-            if is_denoise_component(part)
-            for ref in part.tensors.values()
-        }.values()
-    )
+    weights = device_bytes(manifest)
     book.learn(manifest, store.models / manifest.skeleton, SIDE, SIDE, 77)
     room = max(found.bytes_of(2 if kind[0] == "denoise" else 1) for kind, found in book.of(manifest).items())
     budget = weights + room + BESIDE
@@ -156,7 +156,8 @@ def test_admission_counts_a_control_net(store: WeightStore, device: torch.device
     net = nets["outline"].components["controlnet"]
     twin = make_twin(manifest, host.skeleton(manifest), device)
     shapes = [("outline", blank_module(net, host.skeleton(nets["outline"]) / net.folder))]
-    assert book.least_bytes(manifest, net, nets) == twin.record_denoise(1024, 1024, 512, 1, shapes).eager_peak()
+    width, height = FAMILIES["FluxPipeline"].default_sides(pipeline_variant(host.skeleton(manifest)))
+    assert book.least_bytes(manifest, net, nets) == twin.record_denoise(width, height, 512, 1, shapes).eager_peak()
 
 
 @pytest.mark.long

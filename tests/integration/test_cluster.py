@@ -158,7 +158,7 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", CHAT | {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
     ("/v1/chat/completions", CHAT | {"max_tokens": 0}, 400, "max_tokens"),
-    ("/v1/chat/completions", CHAT | {"top_p": 0}, 400, "top_p"),
+    ("/v1/chat/completions", CHAT | {"top_p": -1}, 400, "top_p"),
     ("/v1/chat/completions", CHAT | {"n": 0}, 400, "n"),
     ("/v1/chat/completions", CHAT | {"stream": True, "model": "nope"}, 404, "known"),
     ("/v1/completions", {"model": "adder", "prompt": 3}, 400, "prompt"),

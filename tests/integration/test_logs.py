@@ -54,7 +54,7 @@ def test_no_line_has_a_prompt_and_lines_have_the_id_of_their_request(cluster: Cl
 
     found = {line["levelname"]: line for line in wait_until(of_the_worker, "the lines of the refused request")}
     assert found["ERROR"]["deployment"] == "integration_worker"
-    assert "InvalidRequest" in found["ERROR"]["exc_text"]
+    assert "ContextExceeded: prompt is too long" in found["ERROR"]["exc_text"]
     assert found["INFO"]["message"].startswith("CALL write_text ERROR")
     for file in folder.rglob("*"):
         if file.is_file():

@@ -66,7 +66,8 @@ def test_separate_has_a_file_per_tensor_and_takes_what_a_dead_writer_left(store:
 
 
 def test_inline_keeps_the_files(store: WeightStore, write_pipeline) -> None:
-    source = write_pipeline("p", {"vae": random_tensors(), "unet": {"w": torch.rand(1000)}})
+    kept = {name: tensor for name, tensor in random_tensors().items() if not name.startswith(("F8_", "F64"))}
+    source = write_pipeline("p", {"vae": kept, "unet": {"w": torch.rand(1000)}})
     manifest = externalize(store, "p", source, layout="inline")
     copies = {f"p_inline/{name}": data for name, data in files(source).items() if name.endswith(".safetensors")}
     assert files(store.packs) == copies

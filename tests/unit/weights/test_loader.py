@@ -43,6 +43,10 @@ class GivenExtents:
         return {extent.id: self._buffers[extent.id] for extent in extents}
 
 
+# Types that no engine computes a pipeline with, and what they become when it comes in.
+IN_PIPELINES = {"F8_E4M3": torch.bfloat16, "F8_E5M2": torch.bfloat16, "F64": torch.float32}
+
+
 @pytest.fixture
 def stored(tmp_path: Path, write_pipeline) -> tuple[Manifest, CountedExtents]:
     tensors = {name: torch.ones(3, 5).to(dtype) for name, dtype in TORCH_DTYPES.items()}
@@ -67,7 +71,7 @@ def test_every_dtype_has_its_values(stored) -> None:
     manifest, provider = stored
     loaded = load_model(manifest, provider)["vae"]
     for name, dtype in TORCH_DTYPES.items():
-        assert (loaded[name].dtype, loaded[name].shape) == (dtype, (3, 5))
+        assert (loaded[name].dtype, loaded[name].shape) == (IN_PIPELINES.get(name, dtype), (3, 5))
         assert torch.equal(loaded[name].to(torch.float64), torch.ones(3, 5, dtype=torch.float64))
     assert (loaded["scalar"].shape, loaded["scalar"].item()) == ((), 2.5)
     assert loaded["empty"].shape == (0, 7)

@@ -91,16 +91,17 @@ def assert_near(
     stock: tuple[torch.Tensor, np.ndarray],
     adapters: Any = None,
 ) -> np.ndarray:
-    """Check that latents are within 3e-5 of stock's, and images within 1. Return our images.
+    """Check that latents are within 6e-5 of stock's, and images within 1. Return our images.
 
     Latents, because images have 8 bits, in which most differences are lost. A first step of DDIM divides by a small
-    square root, and guidance multiplies: last bits of convolutions, another processor's, were 1.3e-5.
+    square root, and guidance multiplies: last bits of convolutions, another processor's, were 1.3e-5, and 3.4e-5 where
+    the first sigma stands for no signal at all.
     """
     state = ours.start_request(request, conditioning, adapters)
     while not state.done:
         ours.step([state])
     latents, stock_images = stock
-    assert (state.latents - latents).abs().max() <= 3e-5 * max(1.0, float(latents.abs().max()))
+    assert (state.latents - latents).abs().max() <= 6e-5 * max(1.0, float(latents.abs().max()))
     (images,) = ours.decode([state])
     assert isinstance(images, np.ndarray)
     assert images.shape == stock_images.shape

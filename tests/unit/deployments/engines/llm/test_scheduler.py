@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engines.llm import scheduler as scheduling
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.scheduler import MAX_PREFILLING, MIN_SHARE, Scheduler, _even_shares
+from deployments.engines.llm.sequences import sequence as sequences
 from deployments.engines.llm.sequences.block_manager import BlockPool, block_key
 from deployments.engines.llm.sequences.sequence import Sequence, SequenceStatus
 
@@ -46,7 +46,7 @@ def test_a_prompt_that_waits_for_blocks_is_hashed_once(monkeypatch):
     step(subject)
     taken, hashed = blocks.allocate(30), []
     monkeypatch.setattr(
-        scheduling, "block_key", lambda before, tokens: hashed.append(tuple(tokens)) or block_key(before, tokens)
+        sequences, "block_key", lambda before, tokens: hashed.append(tuple(tokens)) or block_key(before, tokens)
     )
     subject.add_sequence(waiting := sequence("waits", 320))
     for _ in range(10):
