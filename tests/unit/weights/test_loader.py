@@ -43,13 +43,13 @@ class GivenExtents:
         return {extent.id: self._buffers[extent.id] for extent in extents}
 
 
-# Types that no engine computes a pipeline with, and what they become when it comes in.
-IN_PIPELINES = {"F8_E4M3": torch.bfloat16, "F8_E5M2": torch.bfloat16, "F64": torch.float32}
+# Of a pipeline, whose engines compute with no others: these become wide or single when it comes in.
+KEPT = {name: dtype for name, dtype in TORCH_DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "F64")}
 
 
 @pytest.fixture
 def stored(tmp_path: Path, write_pipeline) -> tuple[Manifest, CountedExtents]:
-    tensors = {name: torch.ones(3, 5).to(dtype) for name, dtype in TORCH_DTYPES.items()}
+    tensors = {name: torch.ones(3, 5).to(dtype) for name, dtype in KEPT.items()}
     extra = {"scalar": torch.tensor(2.5, dtype=torch.bfloat16), "empty": torch.zeros(0, 7)}
     source = write_pipeline("p", {"vae": tensors | extra, "unet": {"w": torch.rand(2000)}})
     store = WeightStore(tmp_path / "store")
@@ -70,11 +70,20 @@ def test_attaching_copies_nothing(stored) -> None:
 def test_every_dtype_has_its_values(stored) -> None:
     manifest, provider = stored
     loaded = load_model(manifest, provider)["vae"]
-    for name, dtype in TORCH_DTYPES.items():
-        assert (loaded[name].dtype, loaded[name].shape) == (IN_PIPELINES.get(name, dtype), (3, 5))
+    for name, dtype in KEPT.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (dtype, (3, 5))
         assert torch.equal(loaded[name].to(torch.float64), torch.ones(3, 5, dtype=torch.float64))
     assert (loaded["scalar"].shape, loaded["scalar"].item()) == ((), 2.5)
     assert loaded["empty"].shape == (0, 7)
+
+
+def test_a_model_of_no_pipeline_keeps_every_dtype(tmp_path: Path, write_model) -> None:
+    tensors = {name: torch.ones(3, 5).to(dtype) for name, dtype in TORCH_DTYPES.items()}
+    store = WeightStore(tmp_path / "store")
+    manifest = externalize(store, "m", write_model("m", tensors))
+    loaded = load_model(manifest, CountedExtents(store.packs))["model"]
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == TORCH_DTYPES
+    assert all(torch.equal(tensor.double(), torch.ones(3, 5).double()) for tensor in loaded.values())
 
 
 def test_only_what_is_asked_for_is_fetched(stored) -> None:
