@@ -85,7 +85,7 @@ test-ray: setup judges
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" --times $(TIME_FILES)/ray.tsv $(TWICE)
 
 test-unit: setup judges
-	$(PYTEST) tests/unit -m "not long" -n 3 --dist worksteal --times $(TIME_FILES)/unit.tsv $(TWICE)
+	$(PYTEST) tests/unit -m "not long" -n 2 --dist worksteal --times $(TIME_FILES)/unit.tsv $(TWICE)
 
 test-device: setup
 	$(PYTEST) tests/device -m "not long" -n 2 --dist worksteal --times $(TIME_FILES)/device.tsv $(TWICE)
