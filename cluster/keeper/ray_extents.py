@@ -304,14 +304,15 @@ class RayExtents:
             return
         with self._meeting:
             # Asked again: `generation` may be of an answer that comes late, from an epoch before the one known here.
-            if self._greet(timeout_s=None).generation == self.generation:
+            met = self._greet().generation
+            if met == self.generation:
                 return
             with self._lock:
                 self.generation = ""  # an answer of the epoch before that comes now is not recorded any more
                 offered = {id_: mapped.num_leases for id_, mapped in self._mapped.items()}
                 offers = [HeldOffer(mapped.extent, mapped.ref, mapped.num_leases) for mapped in self._mapped.values()]
             # It may be yet another one that answers.
-            generation = get(self._keeper.adopt.remote(self._holder, offers))
+            generation = _answer_of(self._keeper.adopt.remote(self._holder, offers), met, lambda: _met_by(self._greet))
             with self._lock:
                 self.generation = generation
                 # Given back while the offer was on its way: the keeper counts those leases still.
@@ -322,10 +323,10 @@ class RayExtents:
                 ]
             self._send_release(surplus, generation)
 
-    def _greet(self, timeout_s: float | None = GET_TIMEOUT_S) -> Greeting:
+    def _greet(self) -> Greeting:
         with self._lock:
             uses, self._uses = self._uses, Counter()
-        greeting: Greeting = get(self._keeper.hello.remote(self._holder, self._process, dict(uses)), timeout_s)
+        greeting: Greeting = get(self._keeper.hello.remote(self._holder, self._process, dict(uses)), GET_TIMEOUT_S)
         return greeting
 
     def _give_back(self, ids: list[str], generation: str) -> None:
@@ -386,6 +387,20 @@ def _answer_of(ref: Any, asked: str, now: Callable[[], str]) -> Any:
             if asked and known and known != asked:
                 raise ray.exceptions.ActorUnavailableError("another keeper is in its place", None) from None
             asked = asked or known
+
+
+def _met_by(greet: Callable[[], Greeting]) -> str:
+    """Return the generation of the keeper that runs, as it says itself.
+
+    HAZARD: a busy one is waited for, for a minute: leases that it adopts just now would be offered a second time.
+    """
+    deadline_s = time.monotonic() + RETRY_FOR_S
+    while True:
+        try:
+            return greet().generation
+        except ray.exceptions.GetTimeoutError:
+            if time.monotonic() > deadline_s:
+                raise
 
 
 def _generation_of(found: weakref.ref[RayExtents]) -> str:

@@ -24,6 +24,7 @@ from cluster.process.tracing import begin_tracing
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.records.errors import ClusterError
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
+from cluster.registry.asking import ask_registry
 from cluster.registry.directory import Entry
 from cluster.registry.model_files import write_files
 from configs.cluster import ClusterConfig, ModelReplicaConfig
@@ -158,7 +159,7 @@ class ModelReplica:
         deadline_s = time.monotonic() + REGISTRY_RETRY_S
         while True:
             try:
-                return await call_actor(self._registry, method, *args, **kwargs)
+                return await ask_registry(self._registry, method, *args, **kwargs)
             except ray.exceptions.RayActorError as error:
                 if time.monotonic() > deadline_s:
                     raise

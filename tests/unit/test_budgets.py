@@ -37,7 +37,7 @@ METHODS = {
     "cluster.peers.fetch_queue:FetchQueue": 21,
     "cluster.placement.observing:Observations": 25,
     "cluster.placement.serving.actor:Controller": 23,
-    "cluster.registry.actor:WeightRegistry": 23,
+    "cluster.registry.actor:WeightRegistry": 21,
     "cluster.registry.served_models:ServedModels": 37,
     "deployments.engines.diffusion.families.base:Family": 38,
     "deployments.engines.diffusion.pipeline:DenoisePipeline": 23,

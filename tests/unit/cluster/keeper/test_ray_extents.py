@@ -301,3 +301,51 @@ def test_recalls_are_heard_of_a_keeper_that_was_replaced_though_nobody_says_that
     replica.beat()
     assert recalled.wait(WAIT_S)
     replica.close()
+
+
+def test_a_meeting_with_a_keeper_that_is_replaced_meanwhile_ends_though_nobody_says_that_it_died(
+    keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+    keeper.die()
+    waited = lost_answers(keeper, monkeypatch, {"adopt"})
+    replica.beat()
+    assert waited == ["adopt"]
+    assert keeper.leases == {}
+    replica.beat()
+    assert keeper.leases == {"a": 1}
+    keeper.die()
+    lost_answers(keeper, monkeypatch, {"hello"})
+    assert list(replica.fetch(extents("b"))) == ["b"]  # it meets the keeper that has answered, and then another one
+    assert keeper.leases == {"a": 1, "b": 1}
+
+
+def test_a_keeper_that_is_slow_to_adopt_is_waited_for_and_adopts_once(
+    keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+    num_late = {str: 3, Greeting: 2}  # so many looks come before the answers to `adopt`, and to `hello` meanwhile
+    get = ray.get
+
+    def get_late(found: Any, timeout: float | None = None) -> Any:
+        answer = get(found, timeout=timeout)
+        if num_late.get(type(answer)) and (isinstance(answer, str) or not replica.generation):
+            assert timeout is not None, "an unbounded wait"
+            num_late[type(answer)] -= 1
+            raise ray.exceptions.GetTimeoutError
+        return answer
+
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", get_late)
+    keeper.die()
+    replica.beat()
+    assert num_late == {str: 0, Greeting: 0}
+    assert keeper.adopted == [{}, {"a": 1}]
+    assert keeper.leases == {"a": 1}
+    monkeypatch.setattr("cluster.keeper.ray_extents.RETRY_FOR_S", -1.0)
+    num_late |= {str: 9, Greeting: 9}
+    keeper.die()
+    replica.beat()  # one that says nothing is not waited for without end
+    assert num_late == {str: 8, Greeting: 8}
+    assert replica.generation == ""
