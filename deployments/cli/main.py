@@ -1,7 +1,7 @@
 """The command `atelier`. Thin: it parses, calls, and prints; exit code 2 is a mistake of the caller's.
 
-Each group of commands has a file here; tools that serving does without are found by entry points. Heavy imports (torch, Ray Serve) happen inside the commands that need them, so
-that the others answer at once.
+Each group of commands has a file here; tools that serving does without are found by entry points. Heavy imports
+(torch, Ray Serve) happen inside the commands that need them, so that the others answer at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ for group in (cluster, run, apply, doctor, status, models, orders, generate, cha
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")
 for name, tool in optional_parts(COMMANDS).items():
-    _app.add_typer(tool, name=name if len(tool.registered_commands) > 1 else None)
+    is_group = tool.registered_callback or len(tool.registered_commands) > 1
+    _app.add_typer(tool, name=name if is_group else None)
 
 
 def main() -> None:
