@@ -656,10 +656,12 @@ def test_what_is_mapped_beside_a_fresh_copy_is_looked_at_as_well(keeper, extents
 
 def test_who_was_taken_for_dead_gets_its_leases_back(keeper, extents, replica, reads: Reads, monkeypatch) -> None:
     now_s = [0.0]
-    watch = holder_watch.HolderWatch(lambda holder: node.memory.held.end_holder(holder), 3600.0, 60.0, lambda: now_s[0])
+    watch = holder_watch.HolderWatch(
+        lambda holder: node.memory.held.holders.end(holder), 3600.0, 60.0, lambda: now_s[0]
+    )
     node = keeper()
-    node.memory.held.watch.close()
-    node.memory.held.watch = watch
+    node.memory.held.holders.watch.close()
+    node.memory.held.holders.watch = watch
     # In a container of its own: its process cannot be seen.
     monkeypatch.setattr(ProcessMark, "seen", lambda _: None)
     paused, other = replica(node, "paused"), replica(node, "other")
@@ -686,7 +688,7 @@ def test_the_first_call_of_who_was_taken_for_dead_is_leased_too(keeper, extents,
     node = keeper()
     holder = replica(node)
     holder.fetch([extents["a"]])
-    node.memory.held.end_holder("r")
+    node.memory.held.holders.end("r")
     holder.fetch([extents["b"]])
     assert {found.id: found.holders for found in node.residents()} == {"a": {"r": 1}, "b": {"r": 1}}
 

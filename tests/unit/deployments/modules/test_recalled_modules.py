@@ -61,11 +61,11 @@ class Node:
     async def listening(self) -> None:
         """Wait until the keeper may call all those that have asked it for something."""
         for replica in [replica for replica in self.replicas if replica.extents._ear]:
-            await until(lambda found=replica: found.name in self.keeper.memory.held._recalls)  # type: ignore[misc]
+            await until(lambda found=replica: found.name in self.keeper.memory.held._book.recalls)  # type: ignore[misc]
 
     @property
     def used_bytes(self) -> int:
-        return self.keeper.memory.held.used_bytes
+        return self.keeper.memory.held.residents.used_bytes
 
     def close(self) -> None:
         for replica in self.replicas:
@@ -297,7 +297,7 @@ async def test_what_was_given_up_keeps_no_memory(node) -> None:
     gc.collect()
     gc.disable()
     try:
-        gone = [weakref.ref(here.keeper.memory.held.held(id_).ref.array) for id_ in ("a", "shared")]
+        gone = [weakref.ref(here.keeper.memory.held.residents.held(id_).ref.array) for id_ in ("a", "shared")]
         await two.use("c")
         await until(lambda: not any(ref() is not None for ref in gone))
     finally:
