@@ -18,7 +18,7 @@ import pytest
 import xxhash
 from kit.seeding import seeded_random
 from kit.waiting import wait_until
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
@@ -62,7 +62,7 @@ class Replica:
 
     def __init__(self, node: NodeKeeper, extents: dict[str, ExtentRef], holder: str) -> None:
         self.handle = ActorHandle(node)
-        self.client = RayExtents(self.handle, holder, on_damage=self.on_damage, on_recall=self.on_recall)
+        self.client = RayExtents(self.handle, holder, User(self.on_damage, self.on_recall))
         self.recalls: list[tuple[tuple[str, ...], bool]] = []
         self.damaged: list[str] = []
         self.gate = threading.Event()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
@@ -75,7 +75,7 @@ class Replica(ModuleCache):
         self.provider = RayExtents(
             ActorHandle(node.keeper),
             name,
-            on_damage=lambda extents: loop.call_soon_threadsafe(self.invalidate, extents),
+            User(lambda extents: loop.call_soon_threadsafe(self.invalidate, extents)),
         )
         super().__init__(
             self._manifest_of,

@@ -20,7 +20,7 @@ import pytest
 import torch
 import xxhash
 from kit.waiting import until
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
@@ -108,7 +108,7 @@ class Replica(ModuleCache):
         self.overdue: list[bool] = []
         self.slow = threading.Event()
         self.slow.set()
-        self.extents = RayExtents(ActorHandle(node.keeper), name, on_recall=self._called)
+        self.extents = RayExtents(ActorHandle(node.keeper), name, User(on_recall=self._called))
         budget, factory = ModuleBudget(budget_bytes), ComponentFactory(self._make)
         super().__init__(self._manifest_of, self.extents, Path("/store"), budget, factory, kept=self.extents)
 
