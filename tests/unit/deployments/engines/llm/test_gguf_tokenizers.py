@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.records.protocol import EngineError
-from weights.quantization.gguf_vocabulary import vocabulary_metadata
+from infra.offline.gguf_vocabulary import vocabulary_metadata
 from weights.records.errors import FormatError
 
 HARD = [

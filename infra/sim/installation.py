@@ -12,8 +12,8 @@ from typing import Any, Final, cast
 import torch
 
 from configs.simulated import SimulatedConfig, parse_simulated
-from weights.memory.simulated.kernels import SimulatedKernels
-from weights.memory.simulated.memory import DeviceMemory
+from infra.sim.kernels import SimulatedKernels
+from infra.sim.memory import DeviceMemory
 from weights.platform.torch_seam import op_names, patch_data, patch_storages, register_device
 from weights.records.errors import WeightsError
 

@@ -15,11 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, write_kuiper
-from weights.formats.safetensors import write_safetensors
-from weights.formats.tensors import SourceTensor
-from weights.loading.stage_transforms import dequantize_int8, quantize_int8
-from weights.quantization.folders import (
+from infra.offline.folders import (
     ErrorSum,
     Progress,
     QuantizationReport,
@@ -31,6 +27,10 @@ from weights.quantization.folders import (
     read_array,
     staged_target,
 )
+from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, write_kuiper
+from weights.formats.safetensors import write_safetensors
+from weights.formats.tensors import SourceTensor
+from weights.loading.stage_transforms import dequantize_int8, quantize_int8
 from weights.records.dtypes import GROUP_INT8_METHOD
 from weights.records.errors import FormatError, WeightsError
 

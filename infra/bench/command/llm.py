@@ -34,15 +34,15 @@ from typing import Any, Final, Literal
 import torch
 from transformers import AutoConfig
 
-from deployments.bench.batch_decoder import BatchDecoder, BatchToken
-from deployments.bench.llm_serving import Serving, serve_arrivals, serving_figures, stream_beside_prompts
-from deployments.bench.peers import TOKENS, LlamaCpp, Transformers, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
 from deployments.engines.llm.sequences.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.records.protocol import SamplingParams, TextRequest
+from infra.bench.command.batch_decoder import BatchDecoder, BatchToken
+from infra.bench.command.llm_serving import Serving, serve_arrivals, serving_figures, stream_beside_prompts
+from infra.bench.command.peers import TOKENS, LlamaCpp, Transformers, llama_cpp_python
 from weights.loading.views import Tensors, mapped_tensors
 
 Output = Literal["md", "csv", "json", "jsonl"]

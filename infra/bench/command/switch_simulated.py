@@ -40,7 +40,7 @@ NUM_CALLS: Final = 2000
 
 def measure_simulated(stock: Path) -> dict[str, Any]:
     """Measure in another process; returns a JSON-able object. `stock` is the folder of the demo's models."""
-    command = [sys.executable, "-m", "deployments.bench.switch_simulated", str(stock)]
+    command = [sys.executable, "-m", "infra.bench.command.switch_simulated", str(stock)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -65,7 +65,7 @@ def simulated_tables(found: dict[str, Any]) -> list[Table]:
 
 def _measure(stock: Path) -> dict[str, Any]:
     from configs.simulated import SimulatedConfig
-    from weights.memory.simulated import simulate
+    from infra.sim import simulate
 
     sim = simulate(SimulatedConfig(memory_bytes=2**30))
     link = sim.memory_of()

@@ -14,7 +14,7 @@ from typing import Final
 import psutil
 import ray
 
-from deployments.bench.figures import private_bytes, pss_bytes
+from infra.bench.command.figures import private_bytes, pss_bytes
 
 _QUIET_WAIT_S: Final = 20.0
 _BUSY_PERCENT: Final = 15.0

@@ -54,10 +54,10 @@ class _OrderedProcess:
 
 
 class Peer(_OrderedProcess):
-    """The stock libraries' process. `python -m deployments.bench.stock 1` shows why it ends, where it does."""
+    """The stock libraries' process. `python -m infra.bench.command.stock 1` shows why it ends, where it does."""
 
     def __init__(self, num_threads: int) -> None:
-        super().__init__("the stock process", [sys.executable, "-m", "deployments.bench.stock", str(num_threads)])
+        super().__init__("the stock process", [sys.executable, "-m", "infra.bench.command.stock", str(num_threads)])
 
     def run_order(self, do: str, **order: Any) -> float:
         """Return the milliseconds that the order took inside the peer, without the pipe."""

@@ -14,16 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from weights.memory.simulated.memory import (
-    HOST,
-    DeviceMemory,
-    adopt,
-    block_of,
-    host_alias,
-    lay_over,
-    storage_over,
-    tensor_over,
-)
+from infra.sim.memory import HOST, DeviceMemory, adopt, block_of, host_alias, lay_over, storage_over, tensor_over
 from weights.platform.torch_seam import below_autograd, has_kernel, op_names, schema_of
 
 # These look at sizes only, so the host's kernel makes the view; aliasing and in-place on views are then torch's own.

@@ -5,6 +5,6 @@ memory shows is real: a tensor on the wrong device raises, memory runs out, byte
 kernels and the time that ops take are not.
 """
 
-from weights.memory.simulated.installation import VARIABLE, check_simulated, simulate
+from infra.sim.installation import VARIABLE, check_simulated, simulate
 
 __all__ = ["VARIABLE", "check_simulated", "simulate"]

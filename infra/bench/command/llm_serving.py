@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from deployments.bench.peers import TOKENS
 from deployments.engines.records.protocol import Engine, SamplingParams, TextDelta, TextRequest
+from infra.bench.command.peers import TOKENS
 
 TextEngine = Engine[TextRequest, TextDelta]
 Clock = Callable[[], float]

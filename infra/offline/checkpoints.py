@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from weights.quantization.folders import Progress, QuantizationReport, read_model
-from weights.quantization.gguf_export import BlockKind, export_gguf
-from weights.quantization.group_int8 import export_group_int8, export_kuiper
+from infra.offline.folders import Progress, QuantizationReport, read_model
+from infra.offline.gguf_export import BlockKind, export_gguf
+from infra.offline.group_int8 import export_group_int8, export_kuiper
 from weights.records.errors import WeightsError
 
 Form = Literal["kuiper-int8", "gguf-f32", "gguf-q8_0", "gguf-q4_0", "int8-group"]

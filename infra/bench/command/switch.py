@@ -23,12 +23,12 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from deployments.bench.figures import OnProgress, Parts, summary
-from deployments.bench.machine import object_store_bytes, own_memory_bytes, private_ray, touch_memory, wait_for_quiet
-from deployments.bench.peers import Peer
-from deployments.bench.switch_node import BenchNode, Models, node_of
-from deployments.bench.switch_simulated import measure_simulated, simulated_tables
-from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, write_pipelines
+from infra.bench.command.figures import OnProgress, Parts, summary
+from infra.bench.command.machine import object_store_bytes, own_memory_bytes, private_ray, touch_memory, wait_for_quiet
+from infra.bench.command.peers import Peer
+from infra.bench.command.switch_node import BenchNode, Models, node_of
+from infra.bench.command.switch_simulated import measure_simulated, simulated_tables
+from infra.bench.command.synthetic import ALIAS, FLUX, SDXL, TUNED, write_pipelines
 
 DEMO = {FLUX: "digits-flux", TUNED: "digits-flux-inverted", ALIAS: "digits-flux", SDXL: "digits-sdxl"}
 REPLICAS_AT_ONCE = 5  # that start side by side; they are measured one by one

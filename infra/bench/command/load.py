@@ -31,11 +31,11 @@ from xxhash import xxh3_128
 
 from cluster.keeper.actor import KeeperSettings, keeper_class
 from cluster.keeper.ray_extents import RayExtents
-from deployments.bench import load_peers
-from deployments.bench.figures import OnProgress, Parts
-from deployments.bench.machine import private_ray, touch_memory
-from deployments.bench.synthetic import write_flux_transformer
 from deployments.console.output import Column, print_line, print_table
+from infra.bench.command import load_peers
+from infra.bench.command.figures import OnProgress, Parts
+from infra.bench.command.machine import private_ray, touch_memory
+from infra.bench.command.synthetic import write_flux_transformer
 from weights.loading.views import attach
 from weights.memory.host_pool import ByteArray, allocate_pages
 from weights.operations.externalize import externalize
@@ -181,7 +181,7 @@ class _Bench:
 
     def _peer(self, name: str) -> Callable[[str], _Loaded]:
         def load(mode: str) -> _Loaded:
-            command = [sys.executable, "-m", "deployments.bench.load_peers", name, str(self._sources[name]), mode]
+            command = [sys.executable, "-m", "infra.bench.command.load_peers", name, str(self._sources[name]), mode]
             done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
             if done.returncode:
                 raise WeightsError(

@@ -25,12 +25,12 @@ from rich.table import Table
 
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from deployments.bench.figures import OnProgress, Parts
-from deployments.bench.peers import Peer
 from deployments.console.client import Client
 from deployments.console.running import cluster_up
 from deployments.engines.llm.chat import Message
 from deployments.records import ChatRequest, ImageRequest
+from infra.bench.command.figures import OnProgress, Parts
+from infra.bench.command.peers import Peer
 
 LOOKS = [
     "bold",

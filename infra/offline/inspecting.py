@@ -66,7 +66,7 @@ def graph(
 
     Lists the operations that make the largest buffers; all of them with --wide.
     """
-    from deployments.plots.benches import arena_plot
+    from infra.offline.inspecting_plots import arena_plot
     from weights.memory.lifetimes import place
     from weights.storage.store import WeightStore
 
@@ -116,7 +116,7 @@ def _print_sums(record: Mapping[str, Any], lacks: list[str]) -> None:
 
 def _splits(found: Recording, lacking: list[str]) -> dict[str, int]:
     """Return what a device costs that lacks operations. Raises OptionError for one that the forward has not."""
-    from deployments.engines.graph.splitting import split_recording
+    from infra.offline.splitting import split_recording
 
     known = {node.op.split(".")[1] for node in found.nodes}
     if unknown := set(lacking) - known:

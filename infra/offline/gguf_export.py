@@ -17,11 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weights.formats.ggml_values import unpack_blocks
-from weights.formats.gguf import GgufValue, encode_gguf_header, write_gguf
-from weights.formats.gguf_names import EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
-from weights.formats.tensors import SourceTensor
-from weights.quantization.folders import (
+from infra.offline.folders import (
     ErrorSum,
     Progress,
     QuantizationReport,
@@ -32,7 +28,11 @@ from weights.quantization.folders import (
     read_array,
     staged_target,
 )
-from weights.quantization.gguf_vocabulary import vocabulary_metadata
+from infra.offline.gguf_vocabulary import vocabulary_metadata
+from weights.formats.ggml_values import unpack_blocks
+from weights.formats.gguf import GgufValue, encode_gguf_header, write_gguf
+from weights.formats.gguf_names import EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
+from weights.formats.tensors import SourceTensor
 from weights.records.dtypes import tensor_nbytes
 from weights.records.errors import FormatError, WeightsError
 

@@ -15,7 +15,7 @@ from deployments.console.output import Json, OptionError, check_plot, write_file
 from deployments.console.progress import progress_bar
 
 if TYPE_CHECKING:
-    from deployments.bench.llm import Case
+    from infra.bench.command.llm import Case
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 _err = Console(stderr=True)
@@ -33,7 +33,7 @@ def bench_serve(
     """Measure the demo cluster beside stock diffusers and transformers in one process."""
     check_plot(plot)
     from configs.loading import load_cluster_config
-    from deployments.bench.serve import measure_serve, print_serve_figures
+    from infra.bench.command.serve import measure_serve, print_serve_figures
 
     with progress_bar("measuring: a cluster and a stock process, some minutes", "steps") as progress:
         figures = measure_serve(load_cluster_config(config), str(config), rounds, seed, progress)
@@ -54,7 +54,7 @@ def bench_load(
 ) -> None:
     """Measure cold and warm loads into shared memory, beside other loaders and the raw disk."""
     check_plot(plot)
-    from deployments.bench.load import measure_load, print_load_figures
+    from infra.bench.command.load import measure_load, print_load_figures
 
     with progress_bar("measuring: writes some 35 GB, some minutes", "steps", console=_err) as progress:
         tell = partial(_err.print, highlight=False, markup=False)
@@ -75,7 +75,7 @@ def bench_switch(
 ) -> None:
     """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
     check_plot(plot)
-    from deployments.bench.switch import SwitchRounds, measure_switch, print_switch_figures
+    from infra.bench.command.switch import SwitchRounds, measure_switch, print_switch_figures
 
     settings = SwitchRounds(num_attaches=attaches, rounds=rounds, num_switches=switches)
     with progress_bar("measuring: writes some 6 GB, some minutes", "steps") as progress:
@@ -126,8 +126,8 @@ def bench_llm(
     """
     check_plot(plot)
     _check_language_model(model)
-    from deployments.bench.llm import BenchSettings, formatted, measure_llm, measure_opening, measure_serving
-    from deployments.bench.llm_serving import Serving, formatted_figures
+    from infra.bench.command.llm import BenchSettings, formatted, measure_llm, measure_opening, measure_serving
+    from infra.bench.command.llm_serving import Serving, formatted_figures
 
     if output not in ("md", "csv", "json", "jsonl"):
         raise typer.BadParameter(f"{output!r}; expected md, csv, json or jsonl", param_hint="-o")
@@ -166,7 +166,7 @@ def bench_llm(
 
 
 def _write_plot(path: Path | None, name: str, figures: Any) -> None:
-    from deployments.plots.benches import PLOTS
+    from infra.bench.command.plots import PLOTS
 
     if path is not None:
         write_file(path, PLOTS[name](figures))
@@ -188,7 +188,7 @@ def _llm_cases(
     prompts: list[int], answers: list[int], prompt_gen: list[str], depths: list[int], parallel: str
 ) -> list[Case]:
     """Return the tests that the options ask for: each size at each depth with each number of streams."""
-    from deployments.bench.llm import Case
+    from infra.bench.command.llm import Case
 
     pairs = []
     for text in prompt_gen:

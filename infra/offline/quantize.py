@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from weights.quantization.folders import QuantizationReport, QuantizedTensor
-    from weights.quantization.fp8_pipeline import Scales
+    from infra.offline.folders import QuantizationReport, QuantizedTensor
+    from infra.offline.fp8_pipeline import Scales
 
 app = typer.Typer()
 
@@ -104,13 +104,13 @@ def _quantized(
     source: Path, target: Path, to: _FormName, group_size: int, progress: Callable[[int, int], None]
 ) -> QuantizationReport:
     if to != "fp8-row" and to != "fp8-tensor":
-        from weights.quantization.checkpoints import quantize_checkpoint
+        from infra.offline.checkpoints import quantize_checkpoint
 
         return quantize_checkpoint(source, target, to, group_size=group_size, progress=progress)
     from deployments.engines.diffusion.families import family_of
     from deployments.engines.records.protocol import EngineError
+    from infra.offline.fp8_pipeline import export_fp8
     from weights.formats.folder import read_json
-    from weights.quantization.fp8_pipeline import export_fp8
 
     class_name = read_json(source / "model_index.json").get("_class_name")
     try:

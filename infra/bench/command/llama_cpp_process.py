@@ -134,7 +134,7 @@ class _Slots:
 def _main() -> None:
     path, *numbers = sys.argv[1:]
     judge = _Judge(path, *map(int, numbers))
-    print(json.dumps({"version": llama_cpp.__version__, "n_params": judge.llama._model.n_params()}), flush=True)  # noqa: T201
+    print(json.dumps({"version": llama_cpp.__version__, "n_params": judge.llama._model.n_params()}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         match order.pop("do"):
@@ -150,7 +150,7 @@ def _main() -> None:
                 answer = judge.quantize(**order)
             case _:
                 answer = judge.run_greedy(**order)
-        print(json.dumps(answer), flush=True)  # noqa: T201
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

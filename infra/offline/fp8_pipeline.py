@@ -17,10 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from weights.formats.checkpoint import read_checkpoint
-from weights.formats.safetensors import write_safetensors
-from weights.formats.tensors import SourceTensor
-from weights.quantization.folders import (
+from infra.offline.folders import (
     ErrorSum,
     Progress,
     QuantizationReport,
@@ -30,6 +27,9 @@ from weights.quantization.folders import (
     read_array,
     staged_target,
 )
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.safetensors import write_safetensors
+from weights.formats.tensors import SourceTensor
 from weights.records.errors import FormatError, WeightsError
 
 Scales = Literal["row", "tensor"]

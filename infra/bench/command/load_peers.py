@@ -1,4 +1,4 @@
-"""A load by one loader, in a process of its own: `python -m deployments.bench.load_peers NAME FOLDER {cold,warm}`.
+"""A load by one loader, in a process of its own: `python -m infra.bench.command.load_peers NAME FOLDER {cold,warm}`.
 
 Prints one JSON object: seconds until every tensor of the folder's weight files is in memory with every byte touched,
 the bytes, the process's peak RSS, and a digest of all tensors (taken after the clock stopped).
