@@ -35,7 +35,6 @@ METHODS = {
     "cluster.keeper.held_extents:HeldExtents": 46,
     "cluster.keeper.ray_extents:RayExtents": 24,
     "cluster.peers.fetch_queue:FetchQueue": 21,
-    "cluster.placement.observing:Observations": 25,
     "cluster.placement.serving.actor:Controller": 23,
     "cluster.registry.actor:WeightRegistry": 23,
     "cluster.registry.served_models:ServedModels": 37,
