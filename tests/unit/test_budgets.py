@@ -25,7 +25,6 @@ METHODS = {
     "cluster.admission.queue:AdmissionQueue": 42,
     "cluster.admission.replica_slots:ReplicaSlots": 29,
     "cluster.peers.fetch_queue:FetchQueue": 21,
-    "cluster.placement.observing:Observations": 25,
     "cluster.placement.serving.actor:Controller": 23,
     "cluster.registry.actor:WeightRegistry": 21,
     "cluster.registry.served_models:ServedModels": 37,
