@@ -19,9 +19,9 @@ from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.nn.packed_weights import Arithmetic
 from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.engines.servable import why_unservable
+from infra.offline.checkpoints import quantize_checkpoint
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import encode_gguf_header, read_gguf, write_gguf
-from weights.quantization.checkpoints import quantize_checkpoint
 
 ADDITION = "<s><|user|>2+3<|end|><|assistant|>"
 DEMO = Path(__file__).resolve().parents[5] / "infra" / "demo" / "models"
