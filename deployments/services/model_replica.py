@@ -149,7 +149,7 @@ class ModelReplica:
         self._module_cache.release_recalled(extents, is_overdue)
 
     def find_keeper(self, node: str, replica: str | None) -> Any:
-        """Return the handle of a node's keeper. Blocks. A registry that has ended is started anew, for the next call."""
+        """Return the handle of a node's keeper. Blocks. A registry that has ended is started anew for the next call."""
         try:
             return get(call_actor(self._registry, WeightRegistry.keeper, node, replica), KEEPER_TIMEOUT_S)
         except ray.exceptions.ActorDiedError:
