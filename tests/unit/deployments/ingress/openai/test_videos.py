@@ -504,6 +504,7 @@ def test_a_clock_that_steps_ends_no_video_and_keeps_none_that_is_lost(step_s: fl
     assert all(maker.note_progress(id_, 10, has_begun=True) for id_ in (lost, alive))
     assert statuses(kept) == ("in_progress", "in_progress")
     monotonic.now_s += LOST_S + 1
+    clock.now_s += 1
     assert maker.note_progress(alive, 20, has_begun=True)
     assert statuses(kept) == ("failed", "in_progress")
     assert statuses(kept_videos(tmp_path, clock, monotonic, ttl_s=7200.0)) == ("failed", "in_progress")
