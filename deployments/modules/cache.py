@@ -12,29 +12,26 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.cluster import ModelReplicaConfig
 from deployments.engines.records.protocol import StockRequest
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import FetchManifest, ManifestVersions, Report, SlotFiller, switch_report
 from deployments.modules.footprints import FootprintBook
-from deployments.modules.loading import Builder, ComponentBuilder
 from deployments.modules.parts import (
     ROOM_PART,
-    LayerCaches,
-    LayerPlacing,
+    WHOLE,
+    Fitting,
     Merging,
     Part,
     PartName,
     PartsPlanner,
     RequestParts,
-    Streaming,
     Wants,
-    WorkingMemory,
-    no_working_memory,
 )
 from deployments.modules.resident_modules import Built, ModuleSlot, Occupancy, ResidentModules, SlotLease
 from deployments.modules.stock_parts import with_stock_parts
@@ -44,7 +41,7 @@ from deployments.records.errors import ModelUnavailable
 from deployments.records.tasks import in_thread, shared_task
 from weights.memory.device_arena import DeviceArena
 from weights.records.errors import BudgetExceeded
-from weights.records.manifest import Component, ExtentRef, Manifest
+from weights.records.manifest import ExtentRef, Manifest
 from weights.residency.sizes import shown_bytes
 
 MAX_WAIT_FOR_ROOM_S = 60.0
@@ -91,64 +88,6 @@ class Lease:
         return self._resident.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleBudget:
-    """The bytes that weights may take on a device. `name` is what refusals call the budget.
-
-    `others` are devices with the same budget each, which have layers of language models only; `host_bytes` bounds the
-    KV caches of layers that the host computes, None where it computes none.
-    """
-
-    nbytes: int
-    device: str = "cpu"
-    name: str = "this replica's budget"
-    others: Sequence[str] = ()
-    host_bytes: int | None = 0
-
-    @property
-    def is_host(self) -> bool:
-        """Tell whether it is the host's memory: there is no other device to leave layers off."""
-        return self.device in ("cpu", "cpu-private")
-
-    @classmethod
-    def of(cls, settings: ModelReplicaConfig, section: str) -> ModuleBudget:
-        """Return the budget that a section of the config gives each replica."""
-        name = f"{section}.{settings.weights_budget_key}"
-        return cls(settings.weights_budget_bytes, settings.device, name, settings.other_devices, settings.host_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ComponentFactory:
-    """The builder of components, and what the cache has to know of what it builds.
-
-    `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
-    thread. What `can_stream` and is larger than the budget comes to its device block by block; of what has
-    `layer_caches`, some layers are computed on the host, or come from there for a step if it `streams_layers`.
-    `footprints` are those of its forwards; None where none are planned.
-    """
-
-    build: Builder
-    retire: Callable[[Any], None] = lambda thing: None
-    working_memory: WorkingMemory = no_working_memory
-    can_stream: Callable[[Component], bool] = lambda component: False
-    footprints: FootprintBook | None = None
-    layer_caches: LayerCaches = lambda component, skeleton: None
-    streams_layers: Callable[[Component], bool] = lambda component: False
-
-    @classmethod
-    def of(cls, builder: ComponentBuilder) -> ComponentFactory:
-        """Return the factory of all that a worker runs."""
-        return cls(
-            builder,
-            builder.retire,
-            builder.working_memory,
-            builder.can_stream,
-            builder.footprints,
-            builder.layer_caches,
-            builder.streams_layers,
-        )
-
-
 class ModuleCache:
     """A cache of built modules. Lives on one event loop; attaching and building run in threads, beside running work."""
 
@@ -158,7 +97,7 @@ class ModuleCache:
         provider: LeasedExtents,
         models: Path,
         budget: ModuleBudget,
-        factory: ComponentFactory,
+        builder: Builder,
         *,
         report: Report = lambda model, version, error: None,
         kept: KeptExtents | None = None,
@@ -177,16 +116,15 @@ class ModuleCache:
 
         self.manifests = ManifestVersions(fetch, models)
         self._provider = provider
-        self._models = models
-        self._retire = factory.retire
+        self._retire = builder.retire
         self._clock = clock
-        self._footprints = factory.footprints
         self._device = budget.device
         self._kept = kept
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes, budget.others)
-        if factory.footprints is not None:
-            factory.footprints.memory = self.forward_memory
-        self.planner = self._open_planner(budget, factory)
+        self._footprints = builder.footprints
+        if self._footprints is not None:
+            self._footprints.memory = self.forward_memory
+        self.planner = PartsPlanner(budget, builder, self._tier, models, is_on_node=kept is not None)
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
         self._modules = ResidentModules(
@@ -199,27 +137,10 @@ class ModuleCache:
             devices=budget.others,
             host_bytes=0 if budget.is_host else budget.host_bytes or 0,
         )
-        self._filler = SlotFiller(
-            self._modules, self.manifests, self._tier, factory.build, self.skeleton, report, clock
-        )
+        self._filler = SlotFiller(self._modules, self.manifests, self._tier, builder, models, report, clock)
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = SwitchLog()
-
-    def _open_planner(self, budget: ModuleBudget, factory: ComponentFactory) -> PartsPlanner:
-        size_of = self._tier.size_of
-        streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, size_of)
-        placing = LayerPlacing(factory.layer_caches, size_of, factory.streams_layers, budget.others, budget.host_bytes)
-        return PartsPlanner(
-            budget.nbytes,
-            size_of,
-            factory.working_memory,
-            self.skeleton,
-            streaming,
-            self._workspace_bytes,
-            None if budget.is_host else placing,
-            is_on_node=self._kept is not None,
-        )
 
     @property
     def footprints(self) -> FootprintBook | None:
@@ -257,10 +178,6 @@ class ModuleCache:
             return {}
         return book.plan_call(manifest, wanted, self.skeleton(manifest), request)
 
-    def _workspace_bytes(self, manifest: Manifest, component: Component, adapters: Collection[str] = ()) -> int:
-        book = self.footprints
-        return 0 if book is None else book.inside(book.least_bytes(manifest, component, adapters))
-
     @property
     def forward_memory(self) -> DeviceArena | None:
         """The books in which forwards take room; None where nobody counts it."""
@@ -268,7 +185,7 @@ class ModuleCache:
 
     def skeleton(self, manifest: Manifest) -> Path:
         """Return the folder with everything of it but the weights."""
-        return self._models / manifest.skeleton
+        return self.planner.skeleton(manifest)
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -279,16 +196,12 @@ class ModuleCache:
         *,
         version: str | None = None,
         adapter_versions: Mapping[str, str] | None = None,
+        fitting: Fitting = WHOLE,
         max_wait_s: float | None = None,
-        streams: bool = False,
-        merging: Merging | None = None,
-        room_bytes: int = 0,
     ) -> AsyncIterator[Lease]:
         """Lease the components of `model` that are `wanted`, and the adapters that are, built.
 
-        With `merging`, as `choose_merging` returned it, that adapter's private weights have their room. With `streams`,
-        the largest component comes block by block where there is no room for all; without, only where there is none for
-        it alone. There is room for a forward that takes `room_bytes` of the budget.
+        `fitting` has the merging that `choose_merging` returned, and no other.
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within `max_wait_s`, MAX_WAIT_FOR_ROOM_S unless it is given. Raises ModelUnavailable at its end when
         the weights turned out to be damaged meanwhile: nobody knows since when, so what was computed is not to be
@@ -299,7 +212,7 @@ class ModuleCache:
         self._follow_pin(manifest)
         versions = adapter_versions or {}
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
-        parts = self.planner.plan(manifest, wanted, others, streams=streams, merging=merging, room_bytes=room_bytes)
+        parts = self.planner.plan(manifest, wanted, others, fitting)
         taken, built = await self._take_built(RequestParts(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = {name: slot for name, slot in taken.slots.items() if name != ROOM_PART}
         fresh = {*taken.fresh} - {ROOM_PART}
@@ -383,7 +296,7 @@ class ModuleCache:
 
         Who else is here does not matter, since an image changes by rounding with the form of its LoRA.
         """
-        parts = self.planner.plan(manifest, wanted, adapters, merging=merging)
+        parts = self.planner.plan(manifest, wanted, adapters, Fitting(merging))
         is_merged = any(part.is_variant and name.is_adapter for name, part in parts.items())
         return merging if is_merged and self._modules.can_hold(RequestParts(manifest.model, parts)) else None
 
@@ -393,7 +306,7 @@ class ModuleCache:
         """Return whether the budget has room for these together, beside what is pinned."""
         if self._kept:  # the weights are the node's
             return True
-        parts = self.planner.plan(manifest, wanted, adapters, merging=merging)
+        parts = self.planner.plan(manifest, wanted, adapters, Fitting(merging))
         return self._modules.can_hold(RequestParts(manifest.model, parts))
 
     def holds(self, model: str) -> bool:

@@ -16,8 +16,8 @@ from typing import Any, Final
 from cluster.records.errors import KeeperFailed
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.nn.streamed_blocks import stream_blocks
+from deployments.modules.builder import Builder
 from deployments.modules.device_tier import DeviceTier, Fetched
-from deployments.modules.loading import Builder
 from deployments.modules.parts import Part, PartName, distinct_bytes
 from deployments.modules.resident_modules import Built, ModuleSlot, ResidentModules
 from deployments.records import SwitchReport
@@ -114,8 +114,8 @@ Filling = tuple[ModuleSlot, Part]
 class SlotFiller:
     """Fills the slots of a request in one thread, beside running work, and notes in `modules` what came of each.
 
-    `report` gets (model, version, error) when that cannot be loaded, and None when it can again. `skeleton` returns the
-    folder of a manifest. Lives on one event loop.
+    `report` gets (model, version, error) when that cannot be loaded, and None when it can again. `models` is the
+    store's folder of manifests and skeletons. Lives on one event loop.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class SlotFiller:
         modules: ResidentModules,
         manifests: ManifestVersions,
         tier: DeviceTier,
-        build: Builder,
-        skeleton: Callable[[Manifest], Path],
+        builder: Builder,
+        models: Path,
         report: Report,
         clock: Callable[[], float],
     ) -> None:
         self._modules = modules
         self._manifests = manifests
         self._tier = tier
-        self._build = build
-        self._skeleton = skeleton
+        self._builder = builder
+        self._models = models
         self._report = report
         self._clock = clock
         # By model and version the modules that could not be loaded.
@@ -289,7 +289,7 @@ class SlotFiller:
         attached = self._clock()
         try:
             with panics_as_errors():
-                thing = self._build(part.component, self._skeleton(part.manifest), placed.tensors)
+                thing = self._builder(part.component, self._models / part.manifest.skeleton, placed.tensors)
                 if placed.stream is not None:
                     _begin_streaming(thing, placed.stream)
         except Exception as error:  # of many libraries; none of it is the fault of the request that came first

@@ -28,7 +28,7 @@ from deployments.engines.records.protocol import ConditionedRequest, DiffusionOu
 from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.modules.parts import Merging
+from deployments.modules.parts import Fitting, Merging
 from deployments.records import (
     CacheUse,
     ClipRequest,
@@ -198,7 +198,7 @@ class ImageService:
                     request.model,
                     version=manifest.fingerprint,
                     adapter_versions=request.adapter_versions,
-                    merging=merging,
+                    fitting=Fitting(merging, streams=not is_whole),
                 )
                 if is_whole:
                     output, report = await self._run_colocated(request, lease_parts, with_text, on_progress)
@@ -241,7 +241,7 @@ class ImageService:
             request,
             replace(await with_text(), num_previews=0),
             manifest,
-            lambda wants, names, max_wait_s: lease_parts(wants, names, max_wait_s=max_wait_s, streams=True),
+            lambda wants, names, max_wait_s: lease_parts(wants, names, max_wait_s=max_wait_s),
             partial(self._denoise, on_progress=on_progress, is_whole=False),
         )
 
