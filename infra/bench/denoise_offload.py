@@ -45,7 +45,7 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
     from configs.simulated import SimulatedConfig
     from deployments.modules.loading import is_denoise_component
     from infra.bench.denoise_models import make_model
-    from weights.memory.simulated import simulate
+    from infra.sim import simulate
     from weights.operations.externalize import externalize
     from weights.storage.store import WeightStore
 

@@ -54,7 +54,7 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
     from deployments.engines.diffusion.rows import BatchBounds, decode_kind
     from deployments.engines.graph.workspace import UNBOUNDED, Workspace
     from infra.bench.denoise_models import NUM_TOKENS, make_model
-    from weights.memory.simulated import simulate
+    from infra.sim import simulate
     from weights.operations.externalize import externalize
     from weights.storage.store import WeightStore
 

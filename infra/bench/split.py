@@ -75,7 +75,7 @@ async def _measure(hidden_size: int) -> list[dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from configs.simulated import SimulatedConfig
-    from weights.memory.simulated import simulate
+    from infra.sim import simulate
 
     link = simulate(SimulatedConfig(memory_bytes=2**30)).memory_of()
     torch.manual_seed(0)

@@ -22,7 +22,6 @@ import torch
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults
-from deployments.bench.figures import percentile
 from deployments.console.output import Column, print_json, print_line, print_table
 from deployments.engines.stock.inputs import FIELDS
 from deployments.modules.budget import ModuleBudget
@@ -36,6 +35,7 @@ from deployments.requests.defaults import with_image_defaults
 from deployments.services.image_service import ImageService
 from deployments.services.text_service import TextService
 from deployments.text.fallback import FallbackEncoder
+from infra.bench.command.figures import percentile
 from infra.bench.stock_models import CLASSES, Sizes, build_pipeline, options_of, save_chat
 from weights.loading.provider import LocalExtents
 from weights.operations.externalize import externalize
