@@ -43,7 +43,6 @@ METHODS = {
     "deployments.engines.diffusion.pipeline:DenoisePipeline": 23,
     "deployments.engines.llm.engine:LLMEngine": 26,
     "deployments.engines.text.encoder:TextEncoder": 24,
-    "deployments.ingress.service.service:Service": 40,
     "deployments.modules.cache:ModuleCache": 34,
     "deployments.modules.resident_modules:ResidentModules": 31,
     "weights.memory.device_arena:DeviceArena": 34,

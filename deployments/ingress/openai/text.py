@@ -371,7 +371,7 @@ async def _respond(
             yield event_of(json_text(form.usage(chunk)))
         yield event_of("[DONE]")
 
-    return await stream_events(service.stream_text(record), events_of, _error_event, headers=headers)
+    return await stream_events(service.texts.stream_text(record), events_of, _error_event, headers=headers)
 
 
 def _error_event(error: Exception) -> str:
