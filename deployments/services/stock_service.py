@@ -120,7 +120,7 @@ class StockService:
         request = request.model_copy(update={"prompt": texts[0], "negative_prompt": texts[1]})
         stock = _stock_request(request)
         asked = ConditioningRequest(
-            request.model, request.prompt, None, False, None, priority=request.priority, timeout_s=request.timeout_s
+            request.model, request.prompt, None, False, priority=request.priority, timeout_s=request.timeout_s
         )
         made, warnings = await self._run(asked, manifest, stock, source, on_progress)
         warnings += (weights_lost(manifest.class_name or ""),) if is_lost else ()
@@ -134,7 +134,7 @@ class StockService:
         start, class_name = time.perf_counter(), manifest.class_name or ""
         described = await in_thread(check_class, class_name)
         stock = clip_request(request, class_name, described)
-        asked = ConditioningRequest(request.model, request.prompt, None, False, None, priority=request.priority)
+        asked = ConditioningRequest(request.model, request.prompt, None, False, priority=request.priority)
         made, warnings = await self._run(asked, manifest, stock, source, on_progress)
         encoding_s = time.perf_counter()
         result = await in_thread(_clip_of, request, made, warnings, frame_rate(request, described))
