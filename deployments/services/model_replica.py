@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
 import ray
 import torch
 
-from cluster.keeper.ray_extents import RayExtents
+from cluster.keeper.ray_extents import ExtentUser, RayExtents
 from cluster.process.logs import configure_logs
 from cluster.process.ray_calls import call_actor, get
 from cluster.process.tracing import begin_tracing
@@ -58,6 +58,25 @@ class _Builder(Protocol):
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any: ...
     def prepare(self, component: Component, skeleton: Path) -> None: ...
     def retire(self, thing: Any) -> None: ...
+
+
+class _ReplicaExtents(ExtentUser):
+    """What a replica makes of the extents of its node's keeper."""
+
+    def __init__(self, replica: ModelReplica, here: tuple[str, str | None], *, keeps: bool) -> None:
+        self.keeps = keeps
+        self._replica = replica
+        self._here = here
+        self._loop = asyncio.get_running_loop()
+
+    def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+        self._replica.release_recalled(extents, is_overdue)
+
+    def note_damage(self, extents: Sequence[str]) -> None:
+        self._loop.call_soon_threadsafe(self._replica.invalidate, extents)
+
+    def find_keeper(self) -> Any:
+        return self._replica.find_keeper(*self._here)
 
 
 class ModelReplica:
@@ -133,23 +152,19 @@ class ModelReplica:
         here = context.get_node_id(), context.get_actor_name()
         # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
         keeper: Any = await self._call_registry(WeightRegistry.keeper, *here)
-        loop = asyncio.get_running_loop()
+        return RayExtents(keeper, holder, _ReplicaExtents(self, here, keeps=keeps))
 
-        def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
-            # In the thread that asks: the event loop may be busy.
-            self._module_cache.release_recalled(extents, is_overdue)
+    def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+        """Release what was made of these extents and is not in use. From any thread: the event loop may be busy."""
+        self._module_cache.release_recalled(extents, is_overdue)
 
-        def on_damage(extents: Sequence[str]) -> None:
-            loop.call_soon_threadsafe(self._invalidate, extents)
-
-        def reconnect() -> Any:
-            try:
-                return get(call_actor(self._registry, WeightRegistry.keeper, *here), KEEPER_TIMEOUT_S)
-            except ray.exceptions.ActorDiedError:
-                self._registry = self._connect_registry()
-                raise  # it is asked again after a moment
-
-        return RayExtents(keeper, holder, on_damage, reconnect, on_recall if keeps else None)
+    def find_keeper(self, node: str, replica: str | None) -> Any:
+        """Return the handle of a keeper. Blocks. A registry that has ended is started anew, for the next call."""
+        try:
+            return get(call_actor(self._registry, WeightRegistry.keeper, node, replica), KEEPER_TIMEOUT_S)
+        except ray.exceptions.ActorDiedError:
+            self._registry = self._connect_registry()
+            raise
 
     async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the registry, perhaps twice: wait for one that restarts, which is not the fault of the model asked for.
@@ -192,7 +207,7 @@ class ModelReplica:
     def _note_program(self, entry: Entry | None, manifest: Manifest) -> None:
         """Follow what the config wants of a program, from its next lease on."""
 
-    def _invalidate(self, extents: Sequence[str]) -> None:
+    def invalidate(self, extents: Sequence[str]) -> None:
         """Serve nothing that was made of these extents: they were found damaged. On the event loop."""
         self._module_cache.invalidate(extents)
 

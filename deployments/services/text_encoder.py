@@ -213,9 +213,9 @@ class TextEncoderService(ModelReplica):
             for component in manifest.components.values():
                 self._programs.compile(component)
 
-    def _invalidate(self, extents: Sequence[str]) -> None:
+    def invalidate(self, extents: Sequence[str]) -> None:
         """Forget all encodings as well: nobody knows since when the weights that computed them were damaged."""
-        super()._invalidate(extents)
+        super().invalidate(extents)
         self._cache.forget_all()
 
     def _run_batch(self, jobs: Sequence[TextJob], priority: int, timeout_s: float | None) -> Awaitable[list[Encoding]]:

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from cluster.keeper.actor import KeeperStats, keeper_class
-from cluster.keeper.ray_extents import RayExtents
+from cluster.keeper.ray_extents import ExtentUser, RayExtents
 from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
@@ -112,7 +112,7 @@ def _tensors(manifest: Manifest) -> dict[str, int]:
     return {ref.sha256: ref.nbytes for component in manifest.components.values() for ref in component.tensors.values()}
 
 
-class _BenchReplica:
+class _BenchReplica(ExtentUser):
     """A replica that switches as a worker and a text encoder do, for a whole pipeline.
 
     `prepare`: make the structures of the models at start, as a replica of the cluster does. Imports are done always.
@@ -133,11 +133,11 @@ class _BenchReplica:
         keeps: bool = True,
     ) -> None:
         self._budget_bytes = budget_bytes
-        keeps = keeps and device == "cpu"
-        extents = RayExtents(keeper, f"replica-{os.getpid()}", on_recall=self._release_recalled if keeps else None)
+        self.keeps = keeps = keeps and device == "cpu"
+        extents = RayExtents(keeper, f"replica-{os.getpid()}", self)
         self._module_cache = await _open_cache(extents, skeletons, manifests, budget_bytes, device, prepare, keeps)
 
-    def _release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+    def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
         self._module_cache.release_recalled(extents, is_overdue)
 
     async def pid(self) -> int:

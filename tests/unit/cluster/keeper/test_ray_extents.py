@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 from kit.waiting import wait_until
-from unit.cluster.keeper.local_keeper import Ref, fail_with, ray_get
+from unit.cluster.keeper.local_keeper import Ref, User, fail_with, ray_get
 
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, RecallAnswer
@@ -143,7 +143,7 @@ def test_a_keeper_in_place_of_one_that_is_gone_for_good_is_found_and_told(keeper
             raise taken
         return taken
 
-    replica = RayExtents(keeper, "r", connect=connect)
+    replica = RayExtents(keeper, "r", User(connect=connect))
     replica.fetch(extents("a"))
     for method in ("hello", "acquire"):
         setattr(keeper, f"on_{method}", lambda *_: fail_with(ray.exceptions.ActorDiedError())())
@@ -293,7 +293,7 @@ def test_recalls_are_heard_of_a_keeper_that_was_replaced_though_nobody_says_that
         return Recall()
 
     keeper.on_next_recall = next_recall  # type: ignore[attr-defined]
-    replica = RayExtents(keeper, "r", on_recall=lambda *_: recalled.set())
+    replica = RayExtents(keeper, "r", User(on_recall=lambda *_: recalled.set()))
     replica.fetch(extents("a"))  # begins to listen
     waited = lost_answers(keeper, monkeypatch, {"next_recall"})
     has_met.set()

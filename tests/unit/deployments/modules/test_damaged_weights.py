@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
@@ -56,7 +56,7 @@ class Node:
         """Write into the largest tensor of the component that is in shared memory. Returns the tensor's name."""
         refs = self.store.manifest(model).components[component].tensors
         name = max(refs, key=lambda name: refs[name].nbytes)
-        held = self.keeper.memory.held.held(refs[name].extent)
+        held = self.keeper.memory.held.residents.held(refs[name].extent)
         assert held is not None
         held.view[refs[name].offset + refs[name].nbytes // 2 + 3] ^= 0x7F
         return name
@@ -75,7 +75,7 @@ class Replica(ModuleCache):
         self.provider = RayExtents(
             ActorHandle(node.keeper),
             name,
-            on_damage=lambda extents: loop.call_soon_threadsafe(self.invalidate, extents),
+            User(lambda extents: loop.call_soon_threadsafe(self.invalidate, extents)),
         )
         super().__init__(
             self._manifest_of,
@@ -173,7 +173,7 @@ async def test_what_a_device_was_given_of_a_damaged_copy_is_uploaded_again(node:
     await node.replica("cpu", "other").use()
     name = node.damage()  # before the upload
     assert not replica.is_sound(await replica.use())
-    assert node.keeper.memory.held.bytes_by_holder().keys() == {"other"}
+    assert node.keeper.memory.held.residents.bytes_by_holder().keys() == {"other"}
     refs = node.store.manifest(MODEL).components["transformer"].tensors
     beside = {ref.sha256: ref.nbytes for ref in refs.values() if ref.extent == refs[name].extent}
     node.find()

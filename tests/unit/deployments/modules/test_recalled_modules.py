@@ -20,7 +20,7 @@ import pytest
 import torch
 import xxhash
 from kit.waiting import until
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
@@ -61,11 +61,11 @@ class Node:
     async def listening(self) -> None:
         """Wait until the keeper may call all those that have asked it for something."""
         for replica in [replica for replica in self.replicas if replica.extents._ear]:
-            await until(lambda found=replica: found.name in self.keeper.memory.held._recalls)  # type: ignore[misc]
+            await until(lambda found=replica: found.name in self.keeper.memory.held._book.recalls)  # type: ignore[misc]
 
     @property
     def used_bytes(self) -> int:
-        return self.keeper.memory.held.used_bytes
+        return self.keeper.memory.held.residents.used_bytes
 
     def close(self) -> None:
         for replica in self.replicas:
@@ -108,7 +108,7 @@ class Replica(ModuleCache):
         self.overdue: list[bool] = []
         self.slow = threading.Event()
         self.slow.set()
-        self.extents = RayExtents(ActorHandle(node.keeper), name, on_recall=self._called)
+        self.extents = RayExtents(ActorHandle(node.keeper), name, User(on_recall=self._called))
         budget, factory = ModuleBudget(budget_bytes), ComponentFactory(self._make)
         super().__init__(self._manifest_of, self.extents, Path("/store"), budget, factory, kept=self.extents)
 
@@ -297,7 +297,7 @@ async def test_what_was_given_up_keeps_no_memory(node) -> None:
     gc.collect()
     gc.disable()
     try:
-        gone = [weakref.ref(here.keeper.memory.held.held(id_).ref.array) for id_ in ("a", "shared")]
+        gone = [weakref.ref(here.keeper.memory.held.residents.held(id_).ref.array) for id_ in ("a", "shared")]
         await two.use("c")
         await until(lambda: not any(ref() is not None for ref in gone))
     finally:
