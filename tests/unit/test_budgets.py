@@ -25,7 +25,6 @@ METHODS = {
     "cluster.admission.pool:Lanes": 22,
     "cluster.admission.queue:AdmissionQueue": 42,
     "cluster.admission.replica_slots:ReplicaSlots": 29,
-    "cluster.peers.fetch_queue:FetchQueue": 21,
     "cluster.placement.observing:Observations": 25,
     "cluster.registry.actor:WeightRegistry": 21,
     "deployments.engines.diffusion.families.base:Family": 38,
