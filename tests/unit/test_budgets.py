@@ -16,7 +16,6 @@ CALLABLES = {
     "cluster.registry.node_keepers:NodeKeepers": 4,
     "cluster.registry.served_models:ServedModels": 3,
     "weights.formats.published_quantization:_Matrix": 3,
-    "weights.residency.entry_table:EntryTable": 4,
 }
 METHODS = {
     "cluster.admission.dispatcher:Dispatcher": 23,
@@ -34,7 +33,6 @@ METHODS = {
     "deployments.ingress.service.service:Service": 40,
     "weights.memory.device_arena:DeviceArena": 34,
     "weights.reading.extents:ExtentReader": 22,
-    "weights.residency.entry_table:EntryTable": 35,
     "weights.storage.store:WeightStore": 30,
 }
 
