@@ -15,7 +15,6 @@ CALLABLES = {
     "cluster.placement.serving.link:ControllerLink": 3,
     "cluster.registry.node_keepers:NodeKeepers": 4,
     "cluster.registry.served_models:ServedModels": 3,
-    "weights.formats.published_quantization:_Matrix": 3,
 }
 METHODS = {
     "cluster.admission.dispatcher:Dispatcher": 23,
