@@ -31,7 +31,6 @@ METHODS = {
     "deployments.engines.text.encoder:TextEncoder": 24,
     "deployments.ingress.service.service:Service": 40,
     "weights.memory.device_arena:DeviceArena": 34,
-    "weights.reading.extents:ExtentReader": 22,
     "weights.storage.store:WeightStore": 30,
 }
 
