@@ -16,9 +16,9 @@ import functools
 import inspect
 import logging
 import secrets
+import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
 
@@ -28,9 +28,9 @@ import ray
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question
 from cluster.process.logs import configure_logs
-from cluster.process.ray_calls import call_actor, end_control_plane, get, named_everywhere, node_addresses
-from cluster.ray_seam.serve_control import draining_nodes, serving_nodes
-from cluster.records.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
+from cluster.process.ray_calls import call_actor, get, node_addresses
+from cluster.ray_seam.serve_control import draining_nodes
+from cluster.records.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.records.errors import RegistrationRefused
 from cluster.records.overrides import Overrides
 from cluster.registry.directory import DirectoryChange, Entry
@@ -38,11 +38,11 @@ from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers
+from cluster.registry.node_rounds import NodeRounds
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.room import Room
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from cluster.registry.users import Users
-from cluster.start.node_checks import NodeWatch, problems_by_node, wanted_of, why_no_haproxy
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
@@ -64,7 +64,6 @@ __all__ = [
     "tell_registry",
 ]
 
-_NODE_POLL_S: Final = 5.0
 _TELL_TIMEOUT_S: Final = 30.0
 _SECRET_BYTES: Final = 32
 _IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
@@ -168,6 +167,7 @@ class WeightRegistry:
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         configure_logs(config.logging.format)
+        self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
         self._applied = applied_file(store.path, config.name)
@@ -204,9 +204,12 @@ class WeightRegistry:
         self._admission: AdmissionConfig | None = None
         self._remember_limits(first, config)
         await self._models.begin_imports()
-        self._node_watch: NodeWatch | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._polling = asyncio.ensure_future(self._follow_nodes(config))
+        self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
+        self._polling = asyncio.ensure_future(self._nodes.follow())
+
+    async def up_s(self) -> float:
+        """Return for how long this process has been the registry. By that callers know whether they asked it."""
+        return time.monotonic() - self._began_s
 
     # config
 
@@ -349,9 +352,7 @@ class WeightRegistry:
         extents = self._models.extents()
         wanted = {model: extents[model] for model in models if model in extents}
         found = await asyncio.to_thread(cluster_residency, stats, residents, wanted)
-        by_node = self._node_watch.problems if self._node_watch else {}
-        problems = [line for lines in by_node.values() for line in lines]
-        return {"num_nodes": len(all_nodes), "node_problems": problems, **found}
+        return {"num_nodes": len(all_nodes), "node_problems": self._nodes.problems, **found}
 
     # settings at run time
 
@@ -379,58 +380,10 @@ class WeightRegistry:
         """Return what operators have ordered over the controller's head."""
         return await asyncio.to_thread(self._overrides.read) or Overrides()
 
-    async def _follow_nodes(self, config: ClusterConfig) -> None:
-        # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.
-        to_start = config.ray.address is None
-        while ray.is_initialized():
-            try:
-                users = self._users.names  # Ray's answer may be older than who comes meanwhile
-                alive, named = await asyncio.to_thread(lambda: (node_addresses(), named_everywhere()))
-                hosts = alive if to_start and len(alive) == 1 else keeper_nodes(cluster_key(config), named)
-                await self._keepers.follow(alive, hosts)
-                to_start = False
-                self._end_after_users(config, users - set(named))
-                if self._looking is None or self._looking.done():
-                    self._looking = asyncio.ensure_future(self._look_at_nodes(config, alive))
-            except Exception:  # Ray's own: the next round may do better
-                logger.exception("the nodes could not be looked at")
-            await asyncio.sleep(_NODE_POLL_S)
-
-    async def _look_at_nodes(self, config: ClusterConfig, alive: Mapping[str, str]) -> None:
-        """Look at nodes that have joined, beside everything else: one that hangs is waited for."""
-        if self._node_watch is None:  # `up` has looked at those that are there
-            self._node_watch = NodeWatch(partial(_node_problems, config), () if _is_restarted() else alive)
-        try:
-            for line in await asyncio.to_thread(self._node_watch.look, alive):
-                logger.warning("%s", line)
-        except ray.exceptions.RayError as error:
-            logger.warning("nodes that join could not be looked at: %s", str(error).partition("\n")[0])
-
-    def _end_after_users(self, config: ClusterConfig, ended: Collection[str]) -> None:
-        """End the control plane, and this process, when the last of its replicas has ended.
-
-        HAZARD: from the decision on, the event loop stands still: a replica that comes at this moment is not answered
-        any more, but told by Ray that the registry has died, and starts another one.
-        """
-        have_ended = self._users.have_ended(ended)
-        self._models.follow_replicas(self._users.names)
-        if have_ended and not self._keepers.may_have_holders:
-            logger.info(
-                "the last replica of cluster %s with this config has ended: its control plane ends", config.name
-            )
-            end_control_plane(config)
-
 
 def _node_of_several() -> str:
     """Return the address of this process's node where Ray has others, else ""."""
     return ray.util.get_node_ip_address() if ray.is_initialized() and len(node_addresses()) > 1 else ""
-
-
-def _node_problems(config: ClusterConfig, nodes: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what nodes lack for the cluster, whose head tells whether it has HAProxy. Blocks."""
-    needs_haproxy = config.http.proxy == "haproxy" and not why_no_haproxy()
-    wanted = wanted_of(config, has_serve=False, needs_haproxy=needs_haproxy)
-    return problems_by_node(nodes, wanted, serving_nodes)
 
 
 def _is_restarted() -> bool:

@@ -196,7 +196,7 @@ def inspect(
 
 def _plot_of(store: WeightStore, model: str | None) -> str:
     """Return the picture of a model, or of all."""
-    from deployments.plots.benches import store_plot
+    from deployments.plots.svg import store_plot
     from weights.operations.maintenance import totals
 
     manifests = [store.manifest(model)] if model else store.manifests().values()

@@ -20,13 +20,12 @@ from deployments.engines.records.protocol import (
     ImagePromptUse,
 )
 from deployments.modules.cache import Lease, ModuleCache
-from deployments.modules.parts import Merging
+from deployments.modules.parts import Fitting, Merging, Wants
 from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
-from weights.records.manifest import Component, Manifest
+from weights.records.manifest import Manifest
 
 OnProgress = Callable[[ImageProgress], None]
-Wants = Callable[[Component], bool]
 _NumberT = TypeVar("_NumberT", int, float)
 
 
@@ -58,7 +57,6 @@ class ImageJob:
         adapters: Sequence[str],
         *,
         max_wait_s: float | None = None,
-        streams: bool = False,
     ) -> AbstractAsyncContextManager[Lease]:
         """Return a lease of the wanted components of its model, and of some of its adapters."""
         return cache.lease(
@@ -68,8 +66,7 @@ class ImageJob:
             version=self.manifest.fingerprint,
             adapter_versions=self.request.adapter_versions,
             max_wait_s=max_wait_s,
-            streams=streams,
-            merging=self.merging,
+            fitting=Fitting(self.merging, streams=not self.is_whole),
         )
 
     def conditioned(self, conditioning: Conditioning) -> ConditionedRequest:

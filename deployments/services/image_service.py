@@ -197,8 +197,8 @@ class ImageService:
         cache, request = self._module_cache, job.request
         find, versions = cache.manifests.find_version, request.adapter_versions
         adapters = {name: await find(name, versions.get(name)) for name in job.adapter_names}
-        if adapters and cache.footprints is not None:
-            await in_thread(cache.learn_adapted, job.manifest, adapters)
+        if adapters and cache.forwards.footprints is not None:
+            await in_thread(cache.forwards.learn_adapted, job.manifest, adapters)
         merging = self._merging(request, job.manifest, adapters)
         is_whole = cache.can_hold(job.manifest, is_denoise_component, adapters, merging)
         denoise = job.denoise if merging is None else replace(job.denoise, merges_adapter=True)
@@ -270,7 +270,7 @@ class ImageService:
 
     async def _learn_footprints(self, lease: Lease, request: ConditionedRequest, pipeline: DenoisePipeline) -> None:
         """Learn what forwards of a request take, beside the steps of others, where their memory is counted."""
-        if (book := self._module_cache.footprints) is None:
+        if (book := self._module_cache.forwards.footprints) is None:
             return
         wanted, folder = request.request, lease.skeleton
         lengths = {
@@ -285,7 +285,7 @@ class ImageService:
                 await in_thread(book.learn, lease.manifest, folder, *size, shapes)
 
     def _workspace(self, lease: Lease) -> Workspace:
-        book = self._module_cache.footprints
+        book = self._module_cache.forwards.footprints
         return UNBOUNDED if book is None else Workspace(book.memory, book.of(lease.manifest))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:

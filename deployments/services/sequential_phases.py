@@ -22,9 +22,10 @@ from deployments.engines.graph.workspace import Workspace
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
+from deployments.modules.parts import Wants
 from deployments.records import SwitchReport
 from deployments.replicas.step_loop import DeviceThread
-from deployments.services.image_requests import ImageJob, Wants
+from deployments.services.image_requests import ImageJob
 from weights.records.manifest import Component
 from weights.residency.recent import Recent
 
@@ -61,7 +62,7 @@ class SequentialPhases:
         request, family = job.request, family_of(job.manifest.class_name or "")
         denoiser = family.denoiser_name
         nets = sorted({use.name for use in request.control})
-        take = partial(job.lease, self._cache, streams=True)
+        take = partial(job.lease, self._cache)
         reports = []
         if request.init_image is not None or request.references or (nets and family.encodes_controls):
             async with take(_all_but(denoiser), nets) as lease:

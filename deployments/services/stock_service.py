@@ -26,6 +26,7 @@ from deployments.engines.stock.texts import NotApart, TextCall, TextPlanner, wei
 from deployments.engines.text.prompt_weights import plain_texts, weights_lost
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import is_denoise_component, is_pipeline_component
+from deployments.modules.parts import Fitting
 from deployments.modules.stock_parts import is_stock_text
 from deployments.records import (
     CacheUse,
@@ -164,14 +165,16 @@ class StockService:
         encoding = asyncio.ensure_future(_encode(asked, stock, planner, first, source))
         wants = is_pipeline_component if planner is None else is_denoise_component
         try:
-            cache = self._module_cache
-            planned = await in_thread(cache.plan_call, manifest, wants, stock) if cache.footprints else {}
-            room_bytes = cache.footprints.inside(max(planned.values())) if cache.footprints and planned else 0
+            cache, forwards = self._module_cache, self._module_cache.forwards
+            book = forwards.footprints
+            planned = await in_thread(forwards.plan_call, manifest, wants, stock) if book else {}
+            room_bytes = book.inside(max(planned.values())) if book and planned else 0
             if source.is_first:
                 await encoding
-            async with cache.lease(asked.model, wants, version=manifest.fingerprint, room_bytes=room_bytes) as lease:
+            fitting = Fitting(room_bytes=room_bytes)
+            async with cache.lease(asked.model, wants, version=manifest.fingerprint, fitting=fitting) as lease:
                 loaded: _LoadedModel = lease.bound(
-                    lambda: _LoadedModel(self._device, cache.forward_memory), f"stock {manifest.fingerprint}"
+                    lambda: _LoadedModel(self._device, forwards.memory), f"stock {manifest.fingerprint}"
                 )
                 engine, loop = await loaded.engine_of(lease, planner)
                 encoded = await encoding

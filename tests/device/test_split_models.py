@@ -25,9 +25,9 @@ from deployments.modules import loading
 from deployments.modules.loading import is_denoise_component
 from deployments.modules.parts import HOST, beside_adapters
 from deployments.records.errors import ServiceError
+from infra.offline.checkpoints import quantize_checkpoint
 from weights.memory.block_plan import Rates
 from weights.operations.intake import import_model
-from weights.quantization.checkpoints import quantize_checkpoint
 from weights.records.errors import BudgetExceeded, WeightsError
 from weights.storage.store import WeightStore
 

@@ -26,9 +26,9 @@ from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
 from deployments.text.fallback import FallbackEncoder
 from deployments.text.requests import Conditioning, ConditioningRequest
+from infra.offline.fp8_pipeline import export_fp8
 from weights.operations.externalize import externalize
 from weights.operations.intake import import_model
-from weights.quantization.fp8_pipeline import export_fp8
 from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.usefixtures("learned_once")

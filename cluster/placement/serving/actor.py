@@ -22,9 +22,10 @@ from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.placement.autoscaling import Scaling
 from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
-from cluster.placement.observing import WORKERS, CatalogEntry, Observations
+from cluster.placement.observing import CatalogEntry, Observations
 from cluster.placement.on_demand import why_on_demand
 from cluster.placement.reports import Orders, SlotAnswer, SlotReport, SlotUpdate, Update, WorkerReport
+from cluster.placement.seen_workers import WORKERS
 from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.state import SloClass, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST

@@ -47,7 +47,7 @@ def test_the_files_are_current() -> None:
 
 
 def test_every_alert_is_explained_to_operators() -> None:
-    text = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    text = (Path(__file__).parents[4] / "docs/operations/start.md").read_text()
     assert [alert.name for alert in ALERTS if f"`{alert.name}`" not in text] == []
 
 
