@@ -60,7 +60,7 @@ def text_requests(
     placed = None
     if isinstance(request, ChatRequest):
         text, use = _chat_prompt(engine, request)
-        chat, placed = _naming_model(request, lambda: engine.encode_rendered(text, images))
+        chat, placed = _naming_model(request, lambda: engine.chats.encode_rendered(text, images))
         prompts = [chat]
         constraint = _answer_grammar(engine, request, use)
         hidden = _hidden_tokens(engine, use.form)
@@ -97,7 +97,7 @@ def prompt_tokens(
     """
     if isinstance(request, ChatRequest):
         text, _ = _chat_prompt(engine, request)
-        tokens, _ = _naming_model(request, lambda: engine.encode_rendered(text, images))
+        tokens, _ = _naming_model(request, lambda: engine.chats.encode_rendered(text, images))
     else:
         (prompt,) = request.prompts
         if not isinstance(prompt, str):
@@ -207,7 +207,7 @@ def _chat_prompt(engine: LLMEngine, request: ChatRequest) -> tuple[str, AnswerUs
     options = ChatOptions(
         tools, variables, opens_turn=request.add_generation_prompt, continues=request.continue_final_message
     )
-    text = _naming_model(request, lambda: engine.render_chat(messages, options))
+    text = _naming_model(request, lambda: engine.chats.render(messages, options))
     begun = "" if request.continue_final_message else use.form.begun(text)
     if use.forced and use.form.tools is not None:
         thought = use.form.reasoning

@@ -20,9 +20,6 @@ METHODS = {
     "cluster.admission.replica_slots:ReplicaSlots": 29,
     "cluster.registry.actor:WeightRegistry": 21,
     "deployments.engines.diffusion.families.base:Family": 38,
-    "deployments.engines.diffusion.pipeline:DenoisePipeline": 23,
-    "deployments.engines.llm.engine:LLMEngine": 26,
-    "deployments.engines.text.encoder:TextEncoder": 24,
     "weights.memory.device_arena:DeviceArena": 34,
     "weights.storage.store:WeightStore": 30,
 }
