@@ -122,6 +122,7 @@ def _stripped(*texts: str) -> tuple[str, ...]:
 
 
 HARMONY_START: Final = "<|start|>assistant"
+HARMONY_THOUGHT: Final = "<|channel|>analysis<|message|>"
 _OBJECT: Final = '{"name": NAME, "arguments": '
 _PARAMETERS: Final = '{"name": NAME, "parameters": '
 

@@ -235,9 +235,27 @@ class TextBody(ClientPart):
         return value
 
 
+class ReasoningOptions(ClientPart, extra="ignore"):
+    """How much is thought, as gateways say it."""
+
+    enabled: bool | None = None
+    effort: ReasoningEffort | None = None
+    max_tokens: NoneOrTokens = None
+    exclude: bool | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the record."""
+        return {
+            "enable_thinking": self.enabled,
+            "reasoning_effort": self.effort,
+            "thinking_token_budget": self.max_tokens,
+        }
+
+
 _ABOUT_PROMPT: Final = (
     "reasoning_effort",
     "enable_thinking",
+    "thinking_token_budget",
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",
@@ -260,6 +278,10 @@ class ChatBody(TextBody):
         None, description="how much is thought, where the model knows that"
     )
     enable_thinking: bool | None = Field(None, description="false: the model answers without reasoning, if it can")
+    reasoning: ReasoningOptions | None = Field(None, description="another way to say how much is thought")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, le=MAX_INT32, description="reasoning is ended behind so many tokens; -1: it ends by itself"
+    )
     include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
     chat_template_kwargs: dict[Name, Any] | None = Field(None, max_length=64)
     add_generation_prompt: bool | None = None
@@ -276,6 +298,11 @@ class ChatBody(TextBody):
         if self.has_functions:
             return "function_call"
         return "one" if self.parallel_tool_calls is False else "any"
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Return whether the answer has what was thought."""
+        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
     def echoed(self) -> str:
@@ -301,7 +328,11 @@ class ChatBody(TextBody):
                 name = f"messages.{number}.content"
                 raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
         options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
-        options |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
+        said = self.reasoning.fields() if self.reasoning is not None else {}
+        said |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
+        if said.get("thinking_token_budget") == -1:
+            del said["thinking_token_budget"]
+        options |= said
         options["parallel_tool_calls"] = self.calls == "any"
         if self.tool_choice is not None:
             options["tool_choice"] = self.tool_choice
@@ -346,7 +377,7 @@ def create_text_router(service: Service, images: ChatImages) -> APIRouter:
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
         record = await images.record_of(body.to_fields())
-        form = ChatForm(body.model, body.calls, shows_reasoning=body.include_reasoning is not False, echo=body.echoed)
+        form = ChatForm(body.model, body.calls, shows_reasoning=body.shows_reasoning, echo=body.echoed)
         return await _respond(service, body, record, form)
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
