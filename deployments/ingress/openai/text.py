@@ -164,21 +164,34 @@ class StructuredOutputs(ClientPart):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = Field(None, description="Lark or GBNF")
-    structural_tag: None = Field(None, description="is not supported: tools write calls in the model's own form")
+    structural_tag: dict[str, Any] | str | None = Field(None, description="text with parts of given forms")
 
     def to_record(self) -> dict[str, Any] | None:
         """Return the record's form of the answer; None where nothing is said. Raises InvalidRequest."""
-        schema: Any = self.json_
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"structured_outputs.json: no JSON: {error}", "structured_outputs") from None
+        schema = _object_of(self.json_, "json")
         if schema is None and self.json_object:
             schema = {"type": "object"}
+        tag = _object_of(self.structural_tag, "structural_tag")
         given = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given |= {"structural_tag": tag}
         found = {name: value for name, value in given.items() if value is not None}
         return found or None
+
+
+def _object_of(given: Any, field: str) -> Any:
+    """Return what may come as the text of JSON too. Raises InvalidRequest."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs.{field}: no JSON: {error}", "structured_outputs") from None
+
+
+class StructuralTag(ClientPart, extra="allow"):
+    """A form of the answer in parts, as `structured_outputs.structural_tag`."""
+
+    type: Literal["structural_tag"]
 
 
 class TextBody(ClientPart):
@@ -270,7 +283,7 @@ class ChatBody(TextBody):
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | StructuralTag, Field(discriminator="type")] | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer is the only one")
@@ -327,7 +340,12 @@ class ChatBody(TextBody):
             if message.content is None and message.role != "assistant":
                 name = f"messages.{number}.content"
                 raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
-        options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
+        form = self.response_format
+        if isinstance(form, StructuralTag):
+            if options["answer_grammar"] is not None:
+                raise InvalidRequest("response_format: structured_outputs say the form too", "response_format")
+            options["answer_grammar"], form = {"structural_tag": form.model_extra or {}}, None
+        options |= {"response_format": form, "tools": tuple(self.tools or ())}
         said = self.reasoning.fields() if self.reasoning is not None else {}
         said |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
         if said.get("thinking_token_budget") == -1:
