@@ -118,7 +118,7 @@ def _call(grammar: LarkGrammar, form: ToolForm, function: Function) -> str:
         return f"{grammar.literal(name + form.name_end)} {grammar.json(schema)}"
     if form.syntax == "tagged":
         arguments = _tagged(grammar, form, schema)
-        return f"{grammar.literal(name + form.name_end)} {arguments} {grammar.literal(form.call[1])}"
+        return f"{grammar.literal(name + form.name_end + form.first)} {arguments} {grammar.literal(form.call[1])}"
     members = [
         (f"{key}{'=' if form.syntax == 'python' else ':'}", _value(grammar, form, one, schema), is_needed)
         for key, one, is_needed in _properties(schema)
@@ -142,8 +142,10 @@ def _tagged(grammar: LarkGrammar, form: ToolForm, root: Mapping[str, Any]) -> st
     (before, behind), (opening, closing) = form.tags.key, form.tags.value
     found = []
     for key, schema, is_needed in _properties(root):
-        head = grammar.literal(before + key + behind + opening)
-        if types_of(schema, root) == {"string"}:
+        types = types_of(schema, root)
+        said = form.tags.said[types != {"string"}].replace("TYPE", next(iter(types)) if len(types) == 1 else "object")
+        head = grammar.literal(before + key + behind + said + opening)
+        if types == {"string"}:
             values = _texts(schema, root)
             value = " | ".join(map(grammar.literal, values)) if values else ""
             body = f"({value}) {grammar.literal(closing)}" if value else grammar.up_to(closing)
