@@ -359,6 +359,10 @@ class TokenConstraint(Protocol):
     def is_complete(self) -> bool:
         """Return whether nothing can follow."""
 
+    @property
+    def is_free(self) -> bool:
+        """Return whether any token may come next, so that no mask is needed."""
+
     def fork(self) -> TokenConstraint:
         """Return the constraint of another text, which begins as this one stands."""
 
