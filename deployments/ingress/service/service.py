@@ -243,9 +243,11 @@ class Service:
         await self._check_makes(record, makes)
         request = with_clip_defaults(request, record.defaults, record.class_name)
         check_clip(request, self._config.ingress.limits, makes)
-        terms = self._terms(request)
+        find, terms = self._catalog.find_adapter, self._terms(request)
+        adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}
         update = {"model_version": record.fingerprint, "priority": terms.priority, "tenant": terms.tenant}
-        return request.model_copy(update=update)
+        versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
+        return request.model_copy(update=update | {"adapter_versions": versions})
 
     @counted("clip")
     async def make_clip(
