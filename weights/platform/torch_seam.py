@@ -112,6 +112,11 @@ def forward_hooks_of(module: nn.Module) -> dict[Any, Callable[..., Any]]:
     return module._forward_hooks
 
 
+def keyword_hooks_of(module: nn.Module) -> dict[Any, bool]:
+    """Return the table of those of a module's hooks that are given its arguments by keyword as well, behind others."""
+    return module._forward_hooks_with_kwargs
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the table of a module's own submodules."""
     return module._modules
