@@ -1,7 +1,7 @@
 """Names that operators and clients rely on are still there: metrics, error codes, keys of the config.
 
-`kept_names.json` lists them. `PYTHONPATH=.:tests python tests/unit/test_names_are_kept.py` adds new names. A name that goes
-or changes is a change for users: remove it from the list by hand, and write a line in CHANGELOG.md.
+`kept_names.json` lists them. `PYTHONPATH=.:tests python tests/unit/test_names_are_kept.py` adds new names. A name that
+goes or changes is a change for users: remove it from the list by hand, and write a line in CHANGELOG.md.
 """
 
 from __future__ import annotations
