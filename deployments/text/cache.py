@@ -248,7 +248,7 @@ class EncodingCache:
         entry = self._entries.get(digest)
         if entry is None or entry.versions == _versions(entry.encoding):
             return entry
-        logger.error("a cached encoding was written to by one who used it; it is computed anew")
+        logger.error("cached encoding was modified in place; recomputing")
         self._mutated += 1
         self._eviction.remove(digest)
         del self._entries[digest]
