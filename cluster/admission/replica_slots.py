@@ -7,8 +7,8 @@ Where several ingresses have queues, each owns a part of every replica, the othe
 starts beyond that part. What has no name is the ingress's own.
 
 Requests of a model on one replica share its batches, so a joining request costs the delay that it adds to its batch,
-and the batch to it. A switch on demand (`cluster/placement/on_demand.py`) takes the replica with the least work, switch and
-loss together. An idle replica takes it at once. A replica with running models, which must end first, takes only a
+and the batch to it. A switch on demand (`cluster/placement/on_demand.py`) takes the replica with the least work, switch
+and loss together. An idle replica takes it at once. A replica with running models, which must end first, takes only a
 request that has waited for some time, so fewer switches are needed.
 """
 

@@ -15,7 +15,6 @@ CALLABLES = {
     "cluster.placement.serving.link:ControllerLink": 3,
     "cluster.registry.node_keepers:NodeKeepers": 4,
     "cluster.registry.served_models:ServedModels": 3,
-    "deployments.modules.resident_modules:ResidentModules": 4,
     "weights.formats.published_quantization:_Matrix": 3,
     "weights.residency.entry_table:EntryTable": 4,
 }
@@ -32,9 +31,6 @@ METHODS = {
     "deployments.engines.diffusion.pipeline:DenoisePipeline": 23,
     "deployments.engines.llm.engine:LLMEngine": 26,
     "deployments.engines.text.encoder:TextEncoder": 24,
-    "deployments.ingress.service.service:Service": 40,
-    "deployments.modules.cache:ModuleCache": 32,
-    "deployments.modules.resident_modules:ResidentModules": 31,
     "weights.memory.device_arena:DeviceArena": 34,
     "weights.reading.extents:ExtentReader": 22,
     "weights.residency.entry_table:EntryTable": 35,
