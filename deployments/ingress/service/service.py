@@ -81,8 +81,8 @@ class Service:
     """The methods of every protocol, with those of `texts` and `listing`; `operations` is for operators.
 
     `encoder` and `worker` are deployment handles. `queue` is the admission queue; by default it has one anonymous
-    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none(deployment)` makes the
-    function that says why no replica of it can answer. `meter` counts the requests.
+    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none(deployment)` makes
+    the function that says why no replica of it can answer. `meter` counts the requests.
     """
 
     def __init__(
