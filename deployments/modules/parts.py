@@ -197,7 +197,7 @@ class PartsPlanner:
         self._models = models
         self._streaming = None if budget.device == "cpu" else Streaming(builder, memory)
         self._layers = None if budget.is_host else LayerPlacing(builder, memory, budget.others, budget.host_bytes)
-        self._is_on_node = is_on_node
+        self.is_on_node = is_on_node
         self.gpu_layers: dict[str, GpuLayers] = {}  # by model, where the config says so
 
     def skeleton(self, manifest: Manifest) -> Path:
@@ -225,7 +225,7 @@ class PartsPlanner:
             for component in filter(wanted, adapter.components.values()):
                 needed = self._workspace(manifest, component, beside)
                 parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
-        if fitting.room_bytes and not self._is_on_node:
+        if fitting.room_bytes and not self.is_on_node:
             parts[ROOM_PART] = _room_part(manifest, fitting.room_bytes)
         if fitting.merging is not None:
             parts = merged_parts(parts, fitting.merging, self._memory.size_of) or parts
@@ -245,7 +245,7 @@ class PartsPlanner:
 
     def _part(self, manifest: Manifest, component: Component, needed_bytes: int) -> Part:
         working_bytes = self._builder.working_memory(component, self.skeleton(manifest))
-        if self._is_on_node:
+        if self.is_on_node:
             return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
         footprint = dict(device_footprint(component, self._memory.size_of, working_bytes))
         pieces = workspace_pieces(needed_bytes)

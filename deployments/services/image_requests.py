@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cluster.ray_seam.request_ids import part_id
+from configs.options import Denoising, PromptReading, said
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.records.protocol import (
     AdapterUse,
@@ -31,19 +32,14 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         guidance_scale=_filled(request.guidance_scale),
         seed=_filled(request.seed),
         num_images=request.n,
-        true_cfg_scale=1.0 if request.true_cfg_scale is None else request.true_cfg_scale,
         adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
         init_image=request.init_image,
         mask_image=request.mask_image,
         image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
-        scheduler=request.scheduler,
         scheduler_options=request.scheduler_options,
-        sigmas=request.sigmas,
-        timesteps=request.timesteps,
-        strength=1.0 if request.strength is None else request.strength,
-        deterministic=bool(request.deterministic),
         references=request.references,
         control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
+        **said(request, Denoising),
     )
 
 
@@ -61,18 +57,16 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
         use_negative=family.uses_negative(denoise, request.negative_prompt is not None),
-        max_sequence_length=request.max_sequence_length,
         model_version=request.model_version,
         text_padding=request.text_padding,
         long_text=request.long_text,
-        prompt_syntax=request.prompt_syntax or "plain",
-        clip_skip=request.clip_skip or 0,
         priority=request.priority,
         timeout_s=request.timeout_s,
         adapters={use.name: use.scale if use.text_scale is None else use.text_scale for use in request.lora},
         encodes_alone=bool(request.deterministic),
         adapter_versions=request.adapter_versions,
         images=tuple(map(family.seen_reference, denoise.references)),
+        **said(request, PromptReading),
     )
 
 

@@ -186,8 +186,8 @@ class ImageService:
                 if encode_first:
                     await encoding
                 adapters = await self._adapters_of(request)
-                if adapters and self._module_cache.footprints is not None:
-                    await in_thread(self._module_cache.learn_adapted, manifest, adapters)
+                if adapters and self._module_cache.forwards.footprints is not None:
+                    await in_thread(self._module_cache.forwards.learn_adapted, manifest, adapters)
                 merging = self._merging(request, manifest, adapters)
                 if merging is not None:
                     denoise = replace(denoise, merges_adapter=True)
@@ -295,7 +295,7 @@ class ImageService:
 
     async def _learn_footprints(self, lease: Lease, request: ConditionedRequest, pipeline: DenoisePipeline) -> None:
         """Learn what forwards of a request take, beside the steps of others, where their memory is counted."""
-        if (book := self._module_cache.footprints) is None:
+        if (book := self._module_cache.forwards.footprints) is None:
             return
         wanted, folder = request.request, lease.skeleton
         lengths = {
@@ -310,7 +310,7 @@ class ImageService:
                 await in_thread(book.learn, lease.manifest, folder, *size, shapes)
 
     def _workspace(self, lease: Lease) -> Workspace:
-        book = self._module_cache.footprints
+        book = self._module_cache.forwards.footprints
         return UNBOUNDED if book is None else Workspace(book.memory, book.of(lease.manifest))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:

@@ -258,7 +258,7 @@ async def prepare_models(
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
                 await asyncio.to_thread(prepare, component, module_cache.skeleton(manifest))
-            await asyncio.to_thread(module_cache.learn_defaults, manifest, wanted)
+            await asyncio.to_thread(module_cache.forwards.learn_defaults, manifest, wanted)
             if model.preload and await module_cache.has_room_for(manifest, wanted):
                 async with module_cache.lease(model.id, wanted):
                     pass

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from cluster.ray_seam.request_ids import part_id
+from configs.options import Sampling, said
 from deployments.engines.llm.answer_forms import AnswerForm
 from deployments.engines.llm.answer_grammars import call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
@@ -25,17 +26,6 @@ from deployments.records.errors import InvalidRequest
 # Without bounds, small and quantized models draw nonsense; these are llama.cpp's.
 _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05})
 _ReadT = TypeVar("_ReadT")
-_SAMPLING_NAMES: Final = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +276,8 @@ def _answer_grammar(engine: LLMEngine, request: ChatRequest, use: AnswerUse) -> 
 
 def _sampling(request: TextRequestRecord, engine: LLMEngine, num_prompt_tokens: int) -> SamplingParams:
     most: dict[str, Any] = {"max_tokens": max(1, engine.max_model_len - num_prompt_tokens)}
-    given = {name: value for name in _SAMPLING_NAMES if (value := getattr(request, name)) is not None}
     return SamplingParams(
-        **{**most, **_DEFAULTS, **engine.generation_defaults, **given},
+        **{**most, **_DEFAULTS, **engine.generation_defaults, **said(request, Sampling)},
         logit_bias=tuple(request.logit_bias.items()),
         seed=request.seed,
         stop=request.stop,

@@ -283,7 +283,7 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         """Answer 200 from the first model on that can be asked, 503 as long as there is none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                health = await service.health()
+                health = await service.listing.health()
         except TimeoutError:
             return json_response(HealthAnswer(status="starting", models_ready=0, models=0), 503)
         answer = HealthAnswer(

@@ -560,7 +560,7 @@ def create_messages_router(service: Service, images: ChatImages) -> APIRouter:
                 for event in form.events(chunk):
                     yield event
 
-        return await stream_events(service.stream_text(record), events_of, form.failure, headers=headers)
+        return await stream_events(service.texts.stream_text(record), events_of, form.failure, headers=headers)
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -569,7 +569,7 @@ def create_messages_router(service: Service, images: ChatImages) -> APIRouter:
     )
     async def count_tokens(body: CountBody) -> Response:
         """The number of tokens that a message's prompt has."""
-        result = await service.tokenize(await images.record_of(body.to_fields()))
+        result = await service.texts.tokenize(await images.record_of(body.to_fields()))
         count = TokenCount(input_tokens=len(result.token_ids))
         return json_response(count, headers=_request_id() | warning_header(body.warnings()))
 

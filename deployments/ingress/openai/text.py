@@ -12,6 +12,7 @@ from pydantic import Field, StrictInt, field_validator
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
+from configs.options import SamplingOptions
 from deployments.engines.llm.chat import (
     Function,
     FunctionCall,
@@ -181,20 +182,14 @@ class StructuredOutputs(ClientPart):
         return found or None
 
 
-class TextBody(ClientPart):
+class TextBody(ClientPart, SamplingOptions):
     """The options of both endpoints."""
 
     model: Name
     max_tokens: NoneOrTokens = None
     n: Count | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
     top_p: TopP = None
     top_k: int | None = Field(None, ge=-1, le=MAX_INT32, description="0 or -1: no limit")
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
     seed: TextSeed = None
     stop: str | tuple[str, ...] | None = None
@@ -376,7 +371,7 @@ async def _respond(
             yield event_of(json_text(form.usage(chunk)))
         yield event_of("[DONE]")
 
-    return await stream_events(service.stream_text(record), events_of, _error_event, headers=headers)
+    return await stream_events(service.texts.stream_text(record), events_of, _error_event, headers=headers)
 
 
 def _error_event(error: Exception) -> str:

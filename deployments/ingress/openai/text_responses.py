@@ -475,7 +475,7 @@ def create_responses_router(
             # Kept first: who has the last event may follow on it.
             yield form.ending(await keeping.keep(form.answer(chunk, warnings)))
 
-        return await stream_events(service.stream_text(record), events_of, form.failure, headers=headers)
+        return await stream_events(service.texts.stream_text(record), events_of, form.failure, headers=headers)
 
     @router.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=documented(**_GONE))
     async def read(response_id: str) -> Response:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.sampling.token_picker import TokenPicker
 from deployments.engines.native.library import DrawnRow, Kernels, load_kernels
-from deployments.engines.records.protocol import ComputationFailed, SamplingParams, TokenLogprob
+from deployments.engines.records.protocol import ComputationFailed, EngineError, SamplingParams, TokenLogprob
 
 _BLOCK: Final = 128  # tokens: the maxima of blocks tell where the best tokens are
 _FEW: Final = 64  # candidates that are looked at first
@@ -32,6 +32,9 @@ _ROWS_AT_ONCE: Final = 2
 _TINY_TEMPERATURE: Final = 1e-3
 _LEAST_TEMPERATURE: Final = 1e-30
 _BITS: Final = 32  # of a word of a constraint's mask
+_SEED_LIMITS: Final = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
+_MAX_BIAS: Final = 100.0  # OpenAI's
+_MAX_LOGPROBS: Final = 20  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,35 @@ class SampledToken:
 
     token_id: int
     logprob: TokenLogprob | None = None
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise EngineError unless every parameter is in its range."""
+    low, high = _SEED_LIMITS
+    infinite = float("inf")
+    penalty = sampling.repetition_penalty
+    rules = (
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < infinite, "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 to 1"),
+        ("typical_p", sampling.typical_p, 0 < sampling.typical_p <= 1, "more than 0 and at most 1"),
+        ("repetition_penalty", penalty, 0 < penalty < infinite, "more than 0"),
+        ("frequency_penalty", sampling.frequency_penalty, abs(sampling.frequency_penalty) < infinite, "a number"),
+        ("presence_penalty", sampling.presence_penalty, abs(sampling.presence_penalty) < infinite, "a number"),
+        ("num_logprobs", sampling.num_logprobs, 0 <= (sampling.num_logprobs or 0) <= _MAX_LOGPROBS, "0 to 20"),
+        ("seed", sampling.seed, sampling.seed is None or low <= sampling.seed <= high, f"{low} to {high}"),
+        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
+    )
+    for name, value, holds, expected in rules:
+        if not holds:
+            raise EngineError(f"{name} is {value!r}; expected {expected}")
+    for token_id, bias in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size or not abs(bias) <= _MAX_BIAS:
+            raise EngineError(
+                f"logit_bias of token {token_id} is {bias!r}; expected tokens 0 to {vocab_size - 1} and -100 to 100"
+            )
 
 
 @torch.inference_mode()  # logits that were made in it may be changed in place nowhere else

@@ -158,13 +158,13 @@ async def test_a_request_that_runs_on_damaged_weights_is_told_and_the_next_is_no
             # Nobody took the weights away from the one that runs.
             for parameter, was in zip(running.modules["transformer"].parameters(), before, strict=True):
                 assert torch.equal(parameter, was)
-            assert [entry.key for entry in replica._modules._table.detached] == [damaged_key]
+            assert [entry.key for entry in replica._modules.table.detached] == [damaged_key]
             shown = [entry["damaged"] for entry in replica.describe()["modules"] if entry["leases"]]
             assert sorted(shown) == [False, True]
 
     with pytest.raises(ModelUnavailable, match=r"'digits-flux' \(transformer\) were damaged .* withheld; try again"):
         await run()
-    assert replica._modules._table.detached == []
+    assert replica._modules.table.detached == []
     assert node.keeper.stats().leased_bytes == (node.keeper.stats().resident_bytes if device == "cpu" else 0)
     assert await replica.use()
 
@@ -205,7 +205,7 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
         go_on.set()
         lease = await asyncio.wait_for(using, WAIT_S)
         assert replica.is_sound(lease)
-        assert replica._modules._table.detached == []
+        assert replica._modules.table.detached == []
 
 
 async def test_an_invalidated_module_counts_as_long_as_it_is_used(node: Node) -> None:

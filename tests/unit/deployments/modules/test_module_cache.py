@@ -152,7 +152,7 @@ class Host(ModuleCache):
             return lease
 
     def drop(self, component: Component) -> None:
-        book = self._modules._table
+        book = self._modules.table
         book.evict([book.entries[component.module_key]])
 
     def hold(self, model: str) -> Holder:
@@ -484,7 +484,7 @@ async def test_models_that_share_all_modules_have_pipelines_of_their_own_setting
         assert first is not other
         assert lease.bound(object, "shift 1") is first
     host.drop(manifest("a").components["unet"])
-    assert host._modules._bound == {}
+    assert host._modules.pipelines._bound == {}
 
 
 async def test_many_requests_on_little_room_all_end() -> None:
