@@ -102,6 +102,11 @@ class LanguageModelConfig(StrictModel):
         description="on the CPU, make answers the same, bit for bit, with and without a hit in the prefix cache; keys "
         "and values of completions are then not shared with later prompts",
     )
+    prompt_lookup: bool = Field(
+        False,
+        description="propose the tokens that stood behind the last ones before, in prompt or answer, and check several "
+        "in one step: the same tokens, sooner where a text repeats itself",
+    )
     max_num_seqs: int = Field(64, ge=1, description="maximum sequences that run at once")
     packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(
         "fast",

@@ -102,8 +102,8 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
         "worker",
         "num_cpus num_gpus placement devices resident_bytes device_budget_bytes encodes_alone max_batch_rows "
         "max_batch_pixels max_decode_pixels max_vae_bytes num_threads kv_cache_bytes kv_dtype max_step_tokens "
-        "max_decode_delay max_prefill_beside_decode deterministic packed_arithmetic decode_threads prefill_threads "
-        "replay",
+        "max_decode_delay max_prefill_beside_decode deterministic prompt_lookup packed_arithmetic decode_threads "
+        "prefill_threads replay",
     ),
     (_MODEL_REPLICAS, "simulated", "num_devices memory_bytes link_gbps unsupported_ops host_ops"),
 )

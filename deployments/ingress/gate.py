@@ -72,6 +72,7 @@ _SERVE: Final = "/-/"  # HAProxy's health checks, which have no key
 _TIMEOUT: Final = b"x-request-timeout-seconds"
 _RECEIVED: Final = RECEIVED.encode()
 _MAX_AGE_S: Final = 3600.0
+_STEP_S: Final = 0.5  # less is the wall clock's drift
 # Connections accepted at one look of the event loop at its sockets; more cost every single connection something.
 _MOST_ACCEPTED: Final = 16
 _LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the client's time stays what it said
@@ -187,6 +188,29 @@ def _name_of(host: str) -> str:
     return host.partition(":")[0].removesuffix(".")
 
 
+class Arrivals:
+    """When requests came to this machine's HAProxy, which notes the wall clock's time.
+
+    The wall clock may step between a note and its reading: the time before the last step is known, too. The clock of
+    another machine's HAProxy may be minutes off, so its notes say nothing here. A client that sends the header itself
+    makes its own request older, at most.
+    """
+
+    def __init__(self, clock_name: bytes) -> None:
+        self._clock_name = clock_name
+        self._offset_s, self._offset_before_s = 0.0, 0.0  # of the wall clock, from a clock that never steps
+
+    def arrived_s(self, scope: Scope, wall_s: float, now_s: float) -> float:
+        """Return when a request came, on the clock that says `now_s`; now where nothing is known of it."""
+        if abs(wall_s - now_s - self._offset_s) > _STEP_S:
+            self._offset_s, self._offset_before_s = wall_s - now_s, self._offset_s
+        name, _, noted = dict(scope["headers"]).get(_RECEIVED, b"").rpartition(b":")
+        if name != self._clock_name or not noted.isdigit() or len(noted) > 20:
+            return now_s
+        ages = (now_s + offset_s - int(noted) / 1e6 for offset_s in (self._offset_s, self._offset_before_s))
+        return now_s - min((age for age in ages if 0 <= age < _MAX_AGE_S), default=0.0)
+
+
 class ReadGate:
     """ASGI middleware: a key, then a read slot. Large bodies need no slot: they come piece by piece, and are read in
     threads.
@@ -201,7 +225,7 @@ class ReadGate:
         self._limiter = limiter
         self._access = access
         self._before_serve = before_serve
-        self._clock_name = machine_clock().encode()
+        self._arrivals = Arrivals(machine_clock().encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_probe = scope["type"] != "http" or (self._before_serve and scope["path"].startswith(_SERVE))
@@ -226,7 +250,7 @@ class ReadGate:
 
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in once it has a slot. It has none while its client sends: slow ones hold up nobody."""
-        arrived_s = _arrived_s(scope, self._clock_name, self._limiter.clock())
+        arrived_s = self._arrivals.arrived_s(scope, time.time(), self._limiter.clock())
         try:
             messages = await receive_small(receive)
         except ServiceError as slow:
@@ -337,18 +361,6 @@ def _accept_many(server: uvicorn.Server) -> None:
         await startup([*sockets, *further] if sockets else None)
 
     server.startup = start  # type: ignore[method-assign]
-
-
-def _arrived_s(scope: Scope, clock_name: bytes, now_s: float) -> float:
-    """Return when the request came to this machine's HAProxy, which notes it, on the clock that says `now_s`; else now.
-
-    The clock of another machine's HAProxy may be minutes off, so that its note says nothing here. Somebody else who
-    sends the header makes the own request older, at most.
-    """
-    name, _, noted = dict(scope["headers"]).get(_RECEIVED, b"").rpartition(b":")
-    if name != clock_name or not noted.isdigit() or len(noted) > 20:
-        return now_s
-    return now_s - min(max(0.0, time.time() - int(noted) / 1e6), _MAX_AGE_S)
 
 
 def _timeout_s(scope: Scope) -> float:

@@ -11,6 +11,7 @@ from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampling.sampler import SampledToken, check_sampling
 from deployments.engines.llm.sampling.token_picker import TokenPicker
 from deployments.engines.llm.sequences.pooled_states import PooledStates
+from deployments.engines.llm.sequences.prompt_lookup import PromptLookup
 from deployments.engines.llm.sequences.sequence import Sequence, SequenceLora
 from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
 from deployments.engines.records.protocol import EngineError, PromptTooLong, TextDelta, TextRequest
@@ -60,9 +61,11 @@ class Completion:
         eos_token_ids: frozenset[int],
         loras: tuple[SequenceLora, ...] = (),
         prompt_logprobs: PromptLogprobs | None = None,
+        looks_up_prompts: bool = False,
     ) -> Completion:
         """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
+        max_tokens = min(sampling.max_tokens, max_model_len - len(prompt))
         pooled = None if request.pooling is None else PooledStates(len(prompt), request.pooling)
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
         return cls(
@@ -76,13 +79,14 @@ class Completion:
                 prompt_logprobs,
                 pooled,
                 request.images,
+                lookup=PromptLookup(len(prompt) + max_tokens) if looks_up_prompts else None,
             ),
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()
             ),
             decoder=IncrementalDecoder(tokenizer, prompt, request.hidden_token_ids),
             matcher=StopMatcher(sampling.stop),
-            max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
+            max_tokens=max_tokens,
             end_token_ids=eos | frozenset(sampling.stop_token_ids),
         )
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -47,7 +47,7 @@ from deployments.engines.llm.sampling.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Scheduler
 from deployments.engines.llm.sequences.block_manager import BlockPool
 from deployments.engines.llm.sequences.kv_cache import CachePlan, KvDtype, cache_tensors, plan_blocks, plan_cache
-from deployments.engines.llm.sequences.sequence import Chunk, Sequence
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence, SequenceStatus
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from deployments.engines.llm.tokenizer import (
     encode_text,
@@ -133,6 +133,7 @@ class LLMEngine:
         self._requests: dict[str, list[Completion]] = {}
         self._stream: BlockStream | None = None
         self._cancelled: set[str] = set()
+        self._verified: list[tuple[Chunk, torch.Tensor]] = []  # chunks, and the logits behind their proposed tokens
         self._other_step_s: float | None = None
         self.failures: dict[str, Exception] = {}
 
@@ -190,6 +191,7 @@ class LLMEngine:
                 eos_token_ids=self._eos_token_ids,
                 loras=loras,
                 prompt_logprobs=scores,
+                looks_up_prompts=self._config.looks_up_prompts and self._shares_prompts,
             )
             for index in range(request.n)
         ]
@@ -219,11 +221,11 @@ class LLMEngine:
         self._other_step_s = other_step_s
 
     def step(self) -> list[TextDelta]:
-        """Move the scheduled requests on by one token, or compute a part of a long prompt.
+        """Move the scheduled requests on by one token or more, or compute a part of a long prompt.
 
-        The result has one delta for every completion that got a token or ended; it is empty without work.
+        The result has a delta for every token of a completion, and for one that ended; it is empty without work.
         """
-        self.failures = {}
+        self.failures, self._verified = {}, []
         plan = self._scheduler.schedule(self._other_step_s)
         num_threads = self._config.prefill_threads if plan.num_prompt_tokens else self._config.decode_threads
         leased = _leased_threads(self._config, num_threads) if self._uses_host else contextlib.nullcontext()
@@ -235,7 +237,8 @@ class LLMEngine:
                 chunks, tokens = self._run_wanted(plan.chunks)
         deltas = self._postprocess(chunks, tokens)
         if plan.chunks and not self.failures and chunks == plan.chunks:
-            self._pace.note_step(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
+            num_beside = plan.num_prompt_tokens + plan.num_proposed_tokens
+            self._pace.note_step(plan.num_decoding, num_beside, self._clock() - begin_s)
         return deltas
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
@@ -283,11 +286,6 @@ class LLMEngine:
                 self.failures[completion.sequence.request_id] = outcome
         return tokens
 
-    def _completions(self, sequence: Sequence) -> list[Completion]:
-        """Return the completions that the sequence's next token begins: its own, and those that are forked from it."""
-        completions = self._requests[sequence.request_id]
-        return completions if sequence.num_siblings else [one for one in completions if one.sequence is sequence]
-
     def _logits(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
         """One row per last chunk, from as few forwards as memory allows: running a chunk again is harmless."""
         longest = max(chunk.num_tokens for chunk in chunks)
@@ -306,25 +304,51 @@ class LLMEngine:
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.request_id not in self.failures:
-                completions = self._completions(sequence) if chunk.is_last else []
+                completions = _completions(self._requests, sequence) if chunk.is_last else []
                 drawn = [tokens.get(completion) for completion in completions]
                 self._scheduler.complete(chunk, drawn[0].token_id if drawn and drawn[0] else None)
                 for completion in completions[1:]:
                     self._scheduler.fork(sequence, completion.sequence, tokens[completion].token_id)
                 advanced = [self._advance(one, token) for one, token in zip(completions, drawn, strict=True)]
                 deltas += [delta for delta in advanced if delta is not None]
+        deltas += self._accept_proposals()
         for request_id in self.failures:
             self._fail(request_id)
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
     def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Items[SampledToken | Exception]]:
         """Run the model; return the completions that get a token, and the tokens. Raises what the model raises."""
+        sampled = [chunk for chunk in chunks if chunk.has_logits]
         logits = self._logits(chunks)
-        groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]
+        verified = list[tuple[Chunk, torch.Tensor]]()
+        if any(chunk.proposed for chunk in sampled):
+            rows = torch.split(logits, [chunk.num_logits for chunk in sampled])
+            verified = [(chunk, own[1:]) for chunk, own in zip(sampled, rows, strict=True) if chunk.proposed]
+            logits = torch.cat([own[:1] for own in rows])
+        groups = [_completions(self._requests, chunk.sequence) for chunk in sampled]
         completions = [completion for group in groups for completion in group]
         if len(completions) > len(groups):  # a prompt's row is the first of all its completions
             logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
-        return completions, sample(logits, [completion.picker for completion in completions])
+        outcomes = sample(logits, [completion.picker for completion in completions])
+        self._verified += verified
+        return completions, outcomes
+
+    def _accept_proposals(self) -> list[TextDelta]:
+        """Let sequences go on with their proposed tokens, as long as these are the tokens that are drawn."""
+        deltas, place, going = [], 0, self._verified
+        while going := [one for one in going if _is_right(one[0], place, self.failures)]:
+            completions = [one for chunk, _ in going for one in _completions(self._requests, chunk.sequence)]
+            logits = torch.stack([rows[place] for _, rows in going])
+            outcomes = sample(logits, [completion.picker for completion in completions])
+            place += 1
+            for completion, outcome in zip(completions, outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    self.failures[completion.sequence.request_id] = outcome
+                    continue
+                self._scheduler.accept(completion.sequence, outcome.token_id)
+                if (delta := self._advance(completion, outcome)) is not None:
+                    deltas.append(delta)
+        return deltas
 
     def _advance(self, completion: Completion, token: SampledToken | None) -> TextDelta | None:
         """Return what the token adds to the completion, without one its prompt's embedding.
@@ -358,6 +382,26 @@ class LLMEngine:
         else:
             self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
+
+
+def _completions(requests: Mapping[str, list[Completion]], sequence: Sequence) -> list[Completion]:
+    """Return the completions that the sequence's next token begins: its own, and those that are forked from it."""
+    completions = requests[sequence.request_id]
+    return completions if sequence.num_siblings else [one for one in completions if one.sequence is sequence]
+
+
+def _is_right(chunk: Chunk, place: int, failures: Collection[str]) -> bool:
+    """Return whether a chunk's proposed token of that place is the last one drawn of a sequence that goes on.
+
+    Where it is not, the sequence's lookup is told how many were.
+    """
+    sequence, proposed = chunk.sequence, chunk.proposed
+    is_on = sequence.status is SequenceStatus.RUNNING and sequence.request_id not in failures
+    if is_on and place < len(proposed) and sequence.token_ids[-1] == proposed[place]:
+        return True
+    if sequence.lookup is not None:
+        sequence.lookup.note(len(proposed), place)
+    return False
 
 
 def _leased_threads(config: LLMEngineConfig, count: int | None) -> AbstractContextManager[object]:

@@ -63,7 +63,7 @@ class ModelRunner:
     def run(self, chunks: Collection[Chunk], check: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Store the chunks' keys and values and return float32 logits.
 
-        The result is (N, vocabulary) with one row per chunk that has logits, in order. Running
+        The result is (N, vocabulary) with a row for each token that has logits, in order. Running
         the same chunks again is harmless: the same slots get the same values. `check` is called before each layer, and
         once where the kernels compute all layers in one call; what it raises ends the step there (`StepAborted`).
         """
@@ -77,7 +77,8 @@ class ModelRunner:
             return self._run_layers(chunks, check)
         left = [chunk for chunk in chunks if chunk not in taken]
         parts = {True: self._run_kernels(taken, check), False: self._run_layers(left, check)}
-        of_kernels = torch.tensor([chunk in taken for chunk in chunks if chunk.has_logits], device=self._model.device)
+        are_taken = [is_taken for chunk in chunks for is_taken in [chunk in taken] * chunk.num_logits]
+        of_kernels = torch.tensor(are_taken, device=self._model.device)
         logits = torch.empty(len(of_kernels), self._model.spec.vocab_size, device=self._model.device)
         for is_taken, part in parts.items():
             logits[of_kernels == is_taken] = part
@@ -88,7 +89,7 @@ class ModelRunner:
         if self._split is not None:
             return self._run_split(chunks, check)
         model = self._model
-        tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
         multiple = self._row_multiple
         if isinstance(model, StockModel) and not model.pads_completions and _are_completions(chunks):
             multiple = len(tokens) if len(tokens) > 1 else 2  # parts of a single row are contiguous, those of more not
@@ -129,7 +130,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run the layers where they are, with `spans` by the host's kernels where it has them."""
         assert self._split is not None
-        tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
 
         def plan(window: int, device: torch.device) -> StepAttention:
             return plan_attention(chunks, self._cache, device, window)
@@ -144,10 +145,7 @@ class ModelRunner:
             return self._logits(hidden, _last_rows(chunks))
 
     def _run_kernels(self, chunks: Collection[Chunk], check: Callable[[], None]) -> torch.Tensor:
-        spans = [
-            TokenSpan(chunk.sequence.token_ids[chunk.start : chunk.end], chunk.start, chunk.sequence.block_table)
-            for chunk in chunks
-        ]
+        spans = [TokenSpan(chunk.token_ids, chunk.start, chunk.sequence.block_table) for chunk in chunks]
         if self._decoder is None:
             return self._run_split(chunks, check, spans)
         rows = _last_rows(chunks)
@@ -267,12 +265,11 @@ def _shown(chunks: Collection[Chunk]) -> list[tuple[int, int, int, PromptImages]
 
 
 def _last_rows(chunks: Collection[Chunk]) -> list[int]:
-    """The row of the last token of every chunk after which a token is sampled."""
-    rows, end = [], 0
+    """The rows of the tokens after which a token may be sampled."""
+    rows, end = list[int](), 0
     for chunk in chunks:
         end += chunk.num_tokens
-        if chunk.has_logits:
-            rows.append(end - 1)
+        rows.extend(range(end - chunk.num_logits, end))
     return rows
 
 
@@ -315,7 +312,7 @@ def _row_adapters(
     rows: dict[SequenceLora, list[int]] = {}
     end = 0
     for chunk in chunks:
-        start, end = end, end + (int(chunk.has_logits) if of_head and not all_rows else chunk.num_tokens)
+        start, end = end, end + (chunk.num_logits if of_head and not all_rows else chunk.num_tokens)
         for lora in chunk.sequence.loras:
             rows.setdefault(lora, []).extend(range(start, end))
     row_multiple = settled_rows() if computes_on_host(device) else 1

@@ -60,6 +60,11 @@ class PrefillPace:
             allowed_s += fewest_s - idle_s
         return self._most_within(num_decoding, allowed_s, self._max_tokens)
 
+    def free_tokens(self, num_decoding: int) -> int:
+        """Return the most tokens beside `num_decoding` sequences that add little to what a step takes."""
+        kind = _name(num_decoding)
+        return self._most_within(num_decoding, FREE_GROWTH * self._costs.seconds(kind, num_decoding), self._max_tokens)
+
     def tokens_beside(self, num_decoding: int, other_step_s: float, max_tokens: int) -> int:
         """Return the most prompt tokens, up to `max_tokens`, of a step that an engine with such steps waits for."""
         fewest_s = self._costs.least_seconds(_name(num_decoding), num_decoding + FEWEST)

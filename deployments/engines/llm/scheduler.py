@@ -8,6 +8,7 @@ from typing import Final
 
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, BlockPool, blocks_for
+from deployments.engines.llm.sequences.proposals import with_proposals
 from deployments.engines.llm.sequences.sequence import Chunk, Sequence, SequenceStatus, StepPlan
 from deployments.engines.llm.state_slots import StateSlots
 
@@ -109,13 +110,19 @@ class Scheduler:
         if other_step_s is not None and self._pace is not None:
             budget = min(budget, self._pace.tokens_beside(num_decoding, other_step_s, budget))
         self._seat_waiting(budget)
-        chunks += self._schedule_prefill(budget)
-        return StepPlan(tuple(chunks), tuple(self._copies), num_decoding)
+        prompts = self._schedule_prefill(budget)
+        if budget > 0 and not prompts:  # of a budget of 0 the pace asks for a step that measures decoding alone
+            room = budget if self._pace is None or not chunks else min(budget, self._pace.free_tokens(num_decoding))
+            chunks = with_proposals(chunks, room, self._blocks) if self._states is None else chunks
+        return StepPlan((*chunks, *prompts), tuple(self._copies), num_decoding)
 
     def complete(self, chunk: Chunk, token_id: int | None) -> None:
-        """Note that `chunk` is in the KV cache and, when it was the last, append the sampled token."""
+        """Note that `chunk` is in the KV cache and, when it was the last, append the sampled token.
+
+        Of its proposed tokens `accept` tells those that are the sequence's.
+        """
         sequence = chunk.sequence
-        sequence.num_computed_tokens = chunk.end
+        sequence.num_computed_tokens = chunk.end - len(chunk.proposed)
         self._publish_blocks(sequence)
         if self._states is not None:
             self._states.settle(sequence, chunk)
@@ -123,6 +130,12 @@ class Scheduler:
             sequence.token_ids.append(token_id)
         if chunk.is_last and sequence in self._prefilling:
             self._prefilling.remove(sequence)
+
+    def accept(self, sequence: Sequence, token_id: int) -> None:
+        """Note that the last token, a proposed one, is in the KV cache, and append the one sampled after it."""
+        sequence.num_computed_tokens += 1
+        self._publish_blocks(sequence)
+        sequence.token_ids.append(token_id)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks at once."""

@@ -10,6 +10,7 @@ from typing import Any
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, block_key
 from deployments.engines.llm.sequences.pooled_states import PooledStates
+from deployments.engines.llm.sequences.prompt_lookup import PromptLookup
 from deployments.engines.llm.sequences.slot_table import SlotTable
 from deployments.engines.nn.lora import Pairs
 from deployments.engines.records.prompt_images import PromptImages
@@ -95,6 +96,7 @@ class Sequence:
     state_slot: int | None = None
     state_cut: int = 0
     next_states: tuple[tuple[int, int], ...] = ()
+    lookup: PromptLookup | None = None  # what proposes tokens, None where none are
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -126,7 +128,8 @@ class Chunk:
 
     `is_last` tells that it reaches the end of what was known when it was made: then a token is sampled after it, unless
     its hidden states were all that was wanted. Recurrent layers begin with the `state` in a slot, None for the first
-    token, and leave others: each the place in the sequence that it is behind, and its slot.
+    token, and leave others: each the place in the sequence that it is behind, and its slot. The last tokens may be
+    `proposed` ones, which the sequence does not have: behind each of them a token may be sampled, too.
     """
 
     sequence: Sequence
@@ -135,15 +138,25 @@ class Chunk:
     is_last: bool
     state: int | None = None
     kept_states: tuple[tuple[int, int], ...] = ()
+    proposed: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
 
     @property
+    def token_ids(self) -> list[int]:
+        return [*self.sequence.token_ids[self.start : self.end - len(self.proposed)], *self.proposed]
+
+    @property
     def has_logits(self) -> bool:
         """Return whether a token is sampled after it."""
         return self.is_last and self.sequence.pooled is None
+
+    @property
+    def num_logits(self) -> int:
+        """Return how many of its last tokens have logits."""
+        return (1 + len(self.proposed)) * self.has_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +174,8 @@ class StepPlan:
     def num_prompt_tokens(self) -> int:
         """Return how many tokens of prompts the step computes."""
         return sum(chunk.num_tokens for chunk in self.chunks[self.num_decoding :])
+
+    @property
+    def num_proposed_tokens(self) -> int:
+        """Return how many proposed tokens the step looks at."""
+        return sum(len(chunk.proposed) for chunk in self.chunks)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.admission.dispatcher import NotAdmitted
 from cluster.admission.fair_slots import NUM_READ_SLOTS, ReadLimiter, release_read_slot
 from cluster.door.haproxy_rules import RECEIVED, machine_clock
-from deployments.ingress.gate import WAITED, ReadGate
+from deployments.ingress.gate import WAITED, Arrivals, ReadGate
 
 
 class App:
@@ -150,6 +150,21 @@ async def test_the_time_since_haproxy_got_the_request_counts(noted: Any, waited_
     async with client(app) as http:
         await http.post("/v1/embeddings", content=b"{}", headers={RECEIVED: noted()})
     assert app.waited_s == [pytest.approx(waited_s, abs=2.0)]
+
+
+@pytest.mark.parametrize("step_s", [7200.0, 600.0, -600.0, -7200.0])
+def test_a_step_of_the_wall_clock_makes_no_request_older(step_s: float) -> None:
+    def scope(noted_s: float) -> Scope:
+        return {"type": "http", "headers": [(RECEIVED.encode(), f"here:{int(noted_s * 1e6)}".encode())]}
+
+    subject, wall_s = Arrivals(b"here"), 1.7e9
+    assert subject.arrived_s(scope(wall_s - 2), wall_s, 100.0) == pytest.approx(98.0, abs=0.01)
+    before = scope(wall_s + 10 - 3)  # the clock steps while it waits
+    wall_s += step_s
+    assert subject.arrived_s(before, wall_s + 10, 110.0) == pytest.approx(107.0, abs=0.01)
+    assert subject.arrived_s(scope(wall_s + 11 - 1), wall_s + 11, 111.0) == pytest.approx(110.0, abs=0.01)
+    drifted = scope(wall_s + 50 - 1)
+    assert subject.arrived_s(drifted, wall_s + 50.1, 150.0) == pytest.approx(149.0, abs=0.2)
 
 
 async def test_what_is_too_late_when_its_turn_comes_is_not_read() -> None:
