@@ -26,7 +26,6 @@ METHODS = {
     "cluster.admission.queue:AdmissionQueue": 42,
     "cluster.admission.replica_slots:ReplicaSlots": 29,
     "cluster.placement.observing:Observations": 25,
-    "cluster.registry.actor:WeightRegistry": 21,
     "deployments.engines.diffusion.families.base:Family": 38,
     "deployments.engines.diffusion.pipeline:DenoisePipeline": 23,
     "deployments.engines.llm.engine:LLMEngine": 26,
