@@ -20,7 +20,7 @@ class RuntimeSettings:
         self._admission: AdmissionConfig | None = None
 
     def follow(self, before: ClusterConfig, after: ClusterConfig) -> None:
-        """Give limits that differ from those of a config before to replicas that start with that one."""
+        """Remember limits that differ from the old config: replicas that start from now on use them."""
         if after.admission != before.admission:
             self._admission = after.admission
         if after.text_encoder.batching != before.text_encoder.batching:

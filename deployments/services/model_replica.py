@@ -8,11 +8,11 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 
 import ray
 import torch
@@ -30,9 +30,11 @@ from cluster.registry.model_files import write_files
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.building.build import import_class
-from deployments.engines.building.skeletons import SkeletonPool
 from deployments.engines.records.protocol import EngineError
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
+from deployments.modules.loading import ComponentBuilder
 from deployments.records.errors import ServiceError, as_service_errors
 from weights.memory.devices import open_device
 from weights.records.errors import WeightsError
@@ -48,16 +50,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger("atelier.replica")
-
-
-class _Builder(Protocol):
-    """A builder of the components of a replica: ComponentBuilder or TextEncoderBuilder."""
-
-    skeletons: SkeletonPool
-
-    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any: ...
-    def prepare(self, component: Component, skeleton: Path) -> None: ...
-    def retire(self, thing: Any) -> None: ...
 
 
 class _ReplicaExtents(ExtentUser):
@@ -99,14 +91,12 @@ class ModelReplica:
         config: ClusterConfig,
         holder: str,
         settings: ModelReplicaConfig,
-        builder: _Builder,
+        builder: ComponentBuilder | TextEncoderBuilder,
         num_threads: int | None = None,
-        factory: ComponentFactory | None = None,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
-        `holder` names this replica where it has leases; `factory` is the builder's, if there is more to know of it.
-        Raises WeightsError for a device that is not there.
+        `holder` names this replica where it has leases. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
@@ -133,7 +123,7 @@ class ModelReplica:
             provider,
             self._models,
             ModuleBudget.of(settings, self._section),
-            factory or ComponentFactory(builder, builder.retire),
+            builder,
             report=report_attach,
             kept=provider if keeps else None,
         )
@@ -159,7 +149,7 @@ class ModelReplica:
         self._module_cache.release_recalled(extents, is_overdue)
 
     def find_keeper(self, node: str, replica: str | None) -> Any:
-        """Return the handle of a keeper. Blocks. A registry that has ended is started anew, for the next call."""
+        """Return the handle of a node's keeper. Blocks. A registry that has ended is started anew for the next call."""
         try:
             return get(call_actor(self._registry, WeightRegistry.keeper, node, replica), KEEPER_TIMEOUT_S)
         except ray.exceptions.ActorDiedError:
@@ -268,7 +258,7 @@ async def prepare_models(
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
                 await asyncio.to_thread(prepare, component, module_cache.skeleton(manifest))
-            await asyncio.to_thread(module_cache.learn_defaults, manifest, wanted)
+            await asyncio.to_thread(module_cache.forwards.learn_defaults, manifest, wanted)
             if model.preload and await module_cache.has_room_for(manifest, wanted):
                 async with module_cache.lease(model.id, wanted):
                     pass

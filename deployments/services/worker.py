@@ -19,7 +19,6 @@ from cluster.placement.serving.actor import connect_controller
 from cluster.placement.serving.link import ControllerLink
 from cluster.process.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
-from deployments.modules.cache import ComponentFactory
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.records import (
     ClipRequest,
@@ -89,7 +88,6 @@ class Worker(ModelReplica):
             self._settings,
             builder,
             self._settings.num_threads,
-            ComponentFactory.of(builder),
         )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)

@@ -20,9 +20,10 @@ from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.placement.autoscaling import Scaling
 from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
-from cluster.placement.observing import WORKERS, Observations
+from cluster.placement.observing import Observations
 from cluster.placement.on_demand import why_on_demand
 from cluster.placement.reports import SlotAnswer, SlotReport, SlotUpdate, Update, WorkerReport
+from cluster.placement.seen_workers import WORKERS
 from cluster.placement.serving.followed_registry import FollowedRegistry
 from cluster.placement.serving.mailboxes import Mailboxes
 from cluster.placement.serving.slot_desk import SlotDesk

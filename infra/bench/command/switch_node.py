@@ -19,7 +19,9 @@ from cluster.keeper.actor import KeeperStats, keeper_class
 from cluster.keeper.ray_extents import ExtentUser, RayExtents
 from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
+from deployments.modules.cache import ModuleCache
 from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
 from deployments.modules.loading import ComponentBuilder
 from deployments.services.model_replica import limit_torch_threads, prepare_models
@@ -191,7 +193,7 @@ async def _open_cache(
         extents,
         skeletons,
         ModuleBudget(budget_bytes, device),
-        ComponentFactory(builder, builder.retire),
+        builder,
         kept=extents if keeps else None,
     )
     models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
@@ -212,7 +214,7 @@ def _touch_parameters(modules: Mapping[str, Any]) -> None:
             np.bitwise_or.reduce(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-class _PipelineBuilder:
+class _PipelineBuilder(Builder):
     """A builder of both services' components."""
 
     def __init__(self, prepares: bool) -> None:

@@ -265,10 +265,9 @@ async def test_who_is_at_rest_reports_no_more_than_changes_and_lives_by_listenin
     # The worker gets the model that was asked for when it is worth it, a second later.
     await until(lambda: models.heard and controller._is_at_rest() and models.link._reported == models.state.lasting)
     monkeypatch.setattr(controller._observations, "note_worker", note_worker)
-    began = dict(controller._observations._seen_s)
-    await until(
-        lambda: all(seen_s > began[name] + STALE_S for name, seen_s in controller._observations._seen_s.items())
-    )
+    seen = controller._observations._workers._seen_s, controller._observations._queues._seen_s
+    began = {name: seen_s for found in seen for name, seen_s in found.items()}
+    await until(lambda: all(seen_s > began[name] + STALE_S for found in seen for name, seen_s in found.items()))
     assert reports == []
     monkeypatch.setattr(models, "apply", lambda orders: None)  # nothing changes the state but this test
     models.state = replace(models.state, budget_bytes=13)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.tiny_models import save_controlnet
+from kit.tiny.parts import save_controlnet
 from kit.waiting import until
 from safetensors.torch import save_file
 from unit.cluster.registry.model_sources import Sources

@@ -18,7 +18,8 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_g
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
-from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records.errors import ModelUnavailable
 from weights.loading.loader import load_from_store
@@ -82,7 +83,7 @@ class Replica(ModuleCache):
             self.provider,
             node.store.models,
             ModuleBudget(budget_bytes, device),
-            ComponentFactory(self.builder, self.builder.retire),
+            self.builder,
         )
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:
@@ -157,13 +158,13 @@ async def test_a_request_that_runs_on_damaged_weights_is_told_and_the_next_is_no
             # Nobody took the weights away from the one that runs.
             for parameter, was in zip(running.modules["transformer"].parameters(), before, strict=True):
                 assert torch.equal(parameter, was)
-            assert [entry.key for entry in replica._modules._table.detached] == [damaged_key]
+            assert [entry.key for entry in replica._modules.table.detached] == [damaged_key]
             shown = [entry["damaged"] for entry in replica.describe()["modules"] if entry["leases"]]
             assert sorted(shown) == [False, True]
 
     with pytest.raises(ModelUnavailable, match=r"'digits-flux' \(transformer\) were damaged .* withheld; try again"):
         await run()
-    assert replica._modules._table.detached == []
+    assert replica._modules.table.detached == []
     assert node.keeper.stats().leased_bytes == (node.keeper.stats().resident_bytes if device == "cpu" else 0)
     assert await replica.use()
 
@@ -188,14 +189,14 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
     for device in DEVICES:
         replica = node.replica(device, f"during-{device}")
         reached, go_on = threading.Event(), threading.Event()
-        build = replica._filler._build
+        build = replica._filler._builder
 
         def slow(*arguments: Any, build: Callable[..., Any] = build, go: Any = (reached, go_on)) -> Any:
             go[0].set()
             assert go[1].wait(WAIT_S)
             return build(*arguments)
 
-        replica._filler._build = slow
+        replica._filler._builder = slow
         using = asyncio.ensure_future(replica.use())
         assert await asyncio.to_thread(reached.wait, WAIT_S)
         node.damage()
@@ -204,7 +205,7 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
         go_on.set()
         lease = await asyncio.wait_for(using, WAIT_S)
         assert replica.is_sound(lease)
-        assert replica._modules._table.detached == []
+        assert replica._modules.table.detached == []
 
 
 async def test_an_invalidated_module_counts_as_long_as_it_is_used(node: Node) -> None:
@@ -231,15 +232,15 @@ async def test_an_invalidated_module_counts_as_long_as_it_is_used(node: Node) ->
 async def test_a_building_that_fails_after_its_weights_were_damaged_takes_nothing_of_the_next(node: Node) -> None:
     replica = node.replica("cpu")
     reached, go_on = threading.Event(), threading.Event()
-    build = replica._filler._build
+    build = replica._filler._builder
 
     def fails_once(*arguments: Any) -> Any:
-        replica._filler._build = build
+        replica._filler._builder = build
         reached.set()
         assert go_on.wait(WAIT_S)
         raise ValueError("cannot be built")
 
-    replica._filler._build = fails_once
+    replica._filler._builder = fails_once
     failing = asyncio.ensure_future(replica.use())
     assert await asyncio.to_thread(reached.wait, WAIT_S)
     node.damage()

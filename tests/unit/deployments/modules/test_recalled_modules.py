@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_g
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
-from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
+from deployments.modules.cache import Lease, ModuleCache
 from weights.records.errors import BudgetExceeded
 from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
 
@@ -99,6 +101,18 @@ class Node:
         )
 
 
+class _Maker(Builder):
+    """Makes the modules of a replica."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Module:
+        self._replica.num_built += 1
+        assert self._replica.slow.wait(WAIT_S)
+        return Module(dict(tensors))
+
+
 class Replica(ModuleCache):
     """One replica; `slow` blocks builds until it is set."""
 
@@ -109,8 +123,8 @@ class Replica(ModuleCache):
         self.slow = threading.Event()
         self.slow.set()
         self.extents = RayExtents(ActorHandle(node.keeper), name, User(on_recall=self._called))
-        budget, factory = ModuleBudget(budget_bytes), ComponentFactory(self._make)
-        super().__init__(self._manifest_of, self.extents, Path("/store"), budget, factory, kept=self.extents)
+        budget = ModuleBudget(budget_bytes)
+        super().__init__(self._manifest_of, self.extents, Path("/store"), budget, _Maker(self), kept=self.extents)
 
     def _called(self, extents: Any, is_overdue: bool) -> None:
         self.overdue.append(is_overdue)
@@ -118,11 +132,6 @@ class Replica(ModuleCache):
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:
         return self.node.manifests[model]
-
-    def _make(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Module:
-        self.num_built += 1
-        assert self.slow.wait(WAIT_S)
-        return Module(tensors)
 
     async def use(self, model: str, seconds: float = 0.0) -> Lease:
         async with self.lease(model, lambda _: True) as lease:
