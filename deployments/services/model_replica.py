@@ -161,13 +161,15 @@ class ModelReplica:
 
         One that has ended with the replicas before this one is started anew.
         """
-        deadline_s = time.monotonic() + REGISTRY_RETRY_S
+        deadline_s = math.inf
         while True:
             try:
                 return await ask_registry(self._registry, method, *args, **kwargs)
             except ray.exceptions.RayActorError as error:
-                if time.monotonic() > deadline_s:
+                now_s = time.monotonic()
+                if now_s > deadline_s:
                     raise
+                deadline_s = min(deadline_s, now_s + REGISTRY_RETRY_S)  # its answer may have been waited for long
                 is_gone = isinstance(error, ray.exceptions.ActorDiedError)
             if is_gone:
                 self._registry = await asyncio.to_thread(self._connect_registry)

@@ -47,7 +47,7 @@ class Registry:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.registry.asking.LOOK_S", 0.001)
+    monkeypatch.setattr("cluster.registry.asking.LOOK_S", 0.005)
     monkeypatch.setattr("cluster.registry.asking.SILENT_S", 0.05)
 
 
@@ -70,6 +70,23 @@ async def test_one_that_was_replaced_or_is_silent_is_not_though_nobody_says_that
     assert registry.num_given_up == 1
 
 
+async def test_a_registry_that_is_slow_to_start_is_asked_again_and_answers() -> None:
+    """What asks whether it lives may be lost, too."""
+    registry, slow = Registry(1e6, num_looks=4), 2
+
+    async def up_s() -> float:
+        nonlocal slow
+        if slow:
+            slow -= 1
+            await asyncio.Event().wait()
+        return await registry._up_s()
+
+    registry.up_s = SimpleNamespace(remote=up_s)
+    record: Any = await asyncio.wait_for(ask_registry(registry, WeightRegistry.find_model, "m"), 10)
+    assert record == "record of m"
+    assert (slow, registry.num_looks) == (0, 4)
+
+
 async def test_a_snapshot_says_that_the_registry_is_gone() -> None:
     snapshot = RegistrySnapshot(lambda: Registry(-1.0))
     with pytest.raises(ActorUnavailableError, match="another registry"):
@@ -78,6 +95,7 @@ async def test_a_snapshot_says_that_the_registry_is_gone() -> None:
 
 async def test_a_replica_asks_the_registry_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.services.model_replica.REGISTRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("deployments.services.model_replica.REGISTRY_RETRY_S", 0.002)  # from when it fails first
     registries = [Registry(-1.0), Registry(1e6, num_looks=2)]
     replica = object.__new__(ModelReplica)
     # Ray's handle stays; the actor behind it is another one.
