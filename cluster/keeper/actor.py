@@ -212,6 +212,21 @@ def _begin(settings: KeeperSettings) -> str:
     return host
 
 
+class _ShownMemory:
+    """The memory of a node as other nodes get it."""
+
+    def __init__(self, memory: NodeMemory, reading: Reading) -> None:
+        self._residents = memory.residents
+        self._reading = reading
+        self.resident_ids = memory.residents.ids
+        self.look_soon = memory.audit.look_soon
+
+    def lookup(self, id_: str) -> ByteArray | StoredBytes | None:
+        """Return an extent that is here, or the delta that it was stored as."""
+        delta = self._residents.delta(id_) if id_.startswith(DELTA_KEY) else None
+        return self._reading.stored(delta) if delta else self._residents.view(id_)
+
+
 class NodeKeeper:
     """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
 
@@ -269,7 +284,7 @@ class NodeKeeper:
         )
         self.memory.start(populate=settings.populate)
         if self.peering:
-            self.peering.start(self._shown, self._residents.ids, self.memory.audit.look_soon)
+            self.peering.start(_ShownMemory(self.memory, self.reading))
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         """Return references to the extents by id, each leased to `holder` once more until `release`.
@@ -423,11 +438,6 @@ class NodeKeeper:
         self.reading.close()
         if self.peering:
             self.peering.close()
-
-    def _shown(self, id_: str) -> ByteArray | StoredBytes | None:
-        """Return what another node may have: an extent that is here, or the delta that it was stored as."""
-        delta = self._residents.delta(id_) if id_.startswith(DELTA_KEY) else None
-        return self.reading.stored(delta) if delta else self._residents.view(id_)
 
     def _generation(self, epoch: int) -> str:
         """Return the name of the leases of one epoch of a holder."""

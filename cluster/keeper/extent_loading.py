@@ -22,7 +22,7 @@ from cluster.records.errors import PeerUnavailable
 from weights.memory.host_pool import ByteArray, HostBufferPool
 from weights.platform.panics import as_error
 from weights.reading.blocks import resolve_pack
-from weights.reading.extents import ExtentReader, Place
+from weights.reading.extents import ExtentReader
 from weights.reading.planning import ReadPlan, ReadPlanner
 from weights.reading.report import LoadReport, Stage, StageClock
 from weights.records.errors import ExtentCorrupt, StoreError
@@ -117,15 +117,16 @@ class Peers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """An extent on its way to where it is kept: `place` makes the memory, `seal` ends the writing and says what it is.
+class Writing(Protocol):
+    """An extent on its way to where it is kept."""
 
-    Both may raise.
-    """
+    def place(self) -> ByteArray:
+        """Return the memory, which is made by the first call. May raise."""
+        ...
 
-    place: Place
-    seal: Callable[[], Any]
+    def seal(self) -> Any:
+        """End the writing. Return what the extent is known by. May raise."""
+        ...
 
 
 # Everything of a `Writing` that was not sealed goes with the block.

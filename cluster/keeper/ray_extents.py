@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ HEARTBEAT_S: Final = 1.0
 RETRY_FOR_S: Final = 60.0  # a keeper that was killed is back within seconds
 RETRY_PAUSE_S: Final = 0.1
 GET_TIMEOUT_S: Final = 10.0
+MAX_LOST: Final = 256
 LOOK_S: Final = 5.0  # so often who waits for an answer looks whether its keeper is the one that was asked
 
 
@@ -76,6 +79,7 @@ class RayExtents:
         self._ear: threading.Thread | None = None
         self._closed = threading.Event()
         self._last_report: LoadReport | None = None
+        self._lost: deque[tuple[Any, Sequence[str]]] = deque(maxlen=MAX_LOST)  # calls that were made again
 
     @property
     def generation(self) -> str:
@@ -98,7 +102,8 @@ class RayExtents:
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
             # All of them, mapped or not: whoever waits for some of what it needs must not hold the rest.
-            acquired: LeasedRefs = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder))
+            ids = [extent.id for extent in extents]
+            acquired: LeasedRefs = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder), ids)
             self._leases.note_given(acquired.refs)
             try:
                 self._meet(acquired.generation)
@@ -107,7 +112,7 @@ class RayExtents:
                 # The keeper died between its answer and here, and the only view of the bytes with it.
                 if time.monotonic() > deadline_s:
                     raise
-                self._send_release(GivenBack([extent.id for extent in extents], acquired.generation))
+                self._send_release(GivenBack(ids, acquired.generation))
                 continue
             found = dict(zip(acquired.refs, views, strict=True))
             if surplus := self._leases.keep(extents, acquired, found):
@@ -164,6 +169,7 @@ class RayExtents:
             return
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # not back yet
+        self._give_lost_back()
         if not greeting.wanted_bytes:
             self._leases.forget_calls()
         damaged, given_back = self._leases.note_damage(greeting.invalidated)
@@ -194,15 +200,21 @@ class RayExtents:
         """Return the object reference of the next recall; `answer` is to the one before."""
         return self._keeper.next_recall.remote(self._holder, answer)
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
-        """The answer, of a restarted keeper if need be. A call that a dying keeper was at is made again."""
+    def _ask(self, call: Callable[[], Any], leased: Sequence[str] = ()) -> Any:
+        """The answer, of a restarted keeper if need be. A call that a dying keeper was at is made again.
+
+        It gives leases on `leased`. HAZARD: a call that was made again may have been for the keeper that is there now.
+        """
         self.start_beating()
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
+            answer = None
             try:
-                asked = self.generation
-                return _answer_of(call(), asked, lambda: self.generation)
+                asked, answer = self.generation, call()
+                return _answer_of(answer, asked, lambda: self.generation)
             except ray.exceptions.RayActorError:
+                if leased and answer is not None:
+                    self._lost.append((answer, leased))
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(RETRY_PAUSE_S)
@@ -236,6 +248,18 @@ class RayExtents:
             given_back += leases.ids
         else:
             self._send_release(leases)
+
+    def _give_lost_back(self) -> None:
+        """Give back the leases of calls that were made again and have an answer by now."""
+        for _ in range(len(self._lost)):
+            answer, leased = self._lost.popleft()
+            with contextlib.suppress(Exception):  # the call has failed: it has no leases
+                try:
+                    acquired: LeasedRefs = get(answer, 0)
+                except ray.exceptions.GetTimeoutError:
+                    self._lost.append((answer, leased))
+                    continue
+                self._send_release(GivenBack(list(leased), acquired.generation))
 
     def _send_release(self, leases: GivenBack) -> None:
         if leases.ids:

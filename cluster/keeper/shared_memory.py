@@ -8,7 +8,6 @@ operation in one replica changes the weights of all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -247,23 +246,20 @@ class _StoreWriter:
 
         Making it raises BudgetExceeded when the store is full and nothing may be evicted.
         """
-
-        @functools.cache
-        def created() -> NewObject:
-            found = self._with_room(extent, lambda: self._store.create_object(extent.nbytes, self.used_bytes))
-            self._count_writing(found.reserved_bytes)
-            return found
-
-        def seal() -> tuple[Any, ByteArray]:
-            return self._with_room(extent, lambda: created().seal(self.used_bytes))
-
+        writing = _ObjectWriting(self, extent)
         try:
-            yield Writing(lambda: created().out, seal)
+            yield writing
         finally:
-            if created.cache_info().currsize:
-                self._count_writing(-created().reserved_bytes)
+            self.count_writing(-writing.reserved_bytes)
 
-    def _with_room(self, extent: ExtentRef, put: Callable[[], _Result]) -> _Result:
+    def create_object(self, extent: ExtentRef) -> NewObject:
+        """Return a place for the extent, which counts as being written."""
+        found = self.with_room(extent, lambda: self._store.create_object(extent.nbytes, self.used_bytes))
+        self.count_writing(found.reserved_bytes)
+        return found
+
+    def with_room(self, extent: ExtentRef, put: Callable[[], _Result]) -> _Result:
+        """Return what `put` returns, for whose room others are evicted."""
         while True:
             try:
                 return put()
@@ -272,9 +268,33 @@ class _StoreWriter:
                 if not self._held.shed(extent.nbytes):
                     raise BudgetExceeded(f"{error} ({self._held.residents.holders_text()})") from None
 
-    def _count_writing(self, nbytes: int) -> None:
+    def count_writing(self, nbytes: int) -> None:
+        """Count bytes that are in the store, and not held yet."""
         with self._counting:
             self._writing_bytes += nbytes
+
+
+class _ObjectWriting:
+    """An extent that is being written into an object of the store."""
+
+    def __init__(self, writer: _StoreWriter, extent: ExtentRef) -> None:
+        self._writer = writer
+        self._extent = extent
+        self._object: NewObject | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._object.reserved_bytes if self._object else 0
+
+    def place(self) -> ByteArray:
+        return self._made().out
+
+    def seal(self) -> tuple[Any, ByteArray]:
+        return self._writer.with_room(self._extent, lambda: self._made().seal(self._writer.used_bytes))
+
+    def _made(self) -> NewObject:
+        self._object = self._object or self._writer.create_object(self._extent)
+        return self._object
 
 
 class NodeMemory:

@@ -9,14 +9,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import ray
 
 from cluster.peers.client import PeerClient
 from cluster.peers.protocol import RENEW_S, Located, Question, ResidencyReport
-from cluster.peers.server import Lookup, OnDoubt, PeerServer
+from cluster.peers.server import PeerServer, ServedMemory
 from cluster.process.ray_calls import get
 
 ANSWER_TIMEOUT_S: Final = 2.0
@@ -85,16 +84,10 @@ class PeerLink:
         self._renewed_s = -float("inf")
         self._thread: threading.Thread | None = None
 
-    def start(
-        self, lookup: Lookup, resident_ids: Callable[[], list[str]], on_doubt: OnDoubt = lambda id_: None
-    ) -> None:
-        """Serve and report what they say is resident. They are never called from within `changed`.
-
-        `on_doubt` hears of extents that had other bytes than they should have when a peer got them from here.
-        """
-        arguments = (partial(PeerServer, lookup, on_doubt=on_doubt), resident_ids)
+    def start(self, memory: ServedMemory) -> None:
+        """Serve and report what the memory has. It is never asked from within `changed`."""
         self._open_by_s = self._clock() + OPEN_WITHIN_S
-        self._thread = threading.Thread(target=self._report_until_closed, args=arguments, name="peer-link", daemon=True)
+        self._thread = threading.Thread(target=self._report_until_closed, args=(memory,), name="peer-link", daemon=True)
         self._thread.start()
 
     @property
@@ -150,7 +143,7 @@ class PeerLink:
             client.close()
             server.close()
 
-    def _report_until_closed(self, serve: Callable[..., PeerServer], resident_ids: Callable[[], list[str]]) -> None:
+    def _report_until_closed(self, memory: ServedMemory) -> None:
         wait_s = 0.0
         while not self._closed.is_set():
             self._wake.wait(wait_s)
@@ -158,20 +151,20 @@ class PeerLink:
             if self._closed.is_set():
                 return
             try:
-                self._ends = self._ends or self._open(serve)
+                self._ends = self._ends or self._open(memory)
                 self._opened.set()
-                wait_s = RENEW_S if self._report(resident_ids) else _FULL_REPORT_S
+                wait_s = RENEW_S if self._report(memory) else _FULL_REPORT_S
             except Exception as error:
                 logger.debug("the registry does not answer: %s", error)
                 self._full_since_s = -float("inf")  # it may have lost its map: the next report is a full one
                 self._closed.wait(RETRY_S)
                 wait_s = 0.0
 
-    def _open(self, serve: Callable[..., PeerServer]) -> tuple[PeerServer, PeerClient]:
+    def _open(self, memory: ServedMemory) -> tuple[PeerServer, PeerClient]:
         secret = self._registry.peer_secret()
-        return serve(secret, host=self._host), PeerClient(secret)
+        return PeerServer(memory, secret, host=self._host), PeerClient(secret)
 
-    def _report(self, resident_ids: Callable[[], list[str]]) -> bool:
+    def _report(self, memory: ServedMemory) -> bool:
         """Report what is new. Return True while there are claims, which must be renewed soon."""
         with self._lock:
             changes, self._changes = self._changes, {}
@@ -180,7 +173,7 @@ class PeerLink:
         is_full = now_s - self._full_since_s >= _FULL_REPORT_S
         is_renewal = bool(claimed) and now_s - self._renewed_s >= RENEW_S
         # Read after the changes were taken: every later one is reported again.
-        added = resident_ids() if is_full else [id_ for id_, is_here in changes.items() if is_here]
+        added = memory.resident_ids() if is_full else [id_ for id_, is_here in changes.items() if is_here]
         removed = [id_ for id_, is_here in changes.items() if not is_here]
         if self._ends and (is_full or is_renewal or added or removed):
             server = self._ends[0]

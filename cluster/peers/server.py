@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from cluster.peers.protocol import (
     HELLO_BYTES,
@@ -37,10 +37,9 @@ from weights.memory.host_pool import ByteArray
 
 __all__ = [
     "LINGER_S",
-    "Lookup",
-    "OnDoubt",
     "PeerServer",
     "PeerServerStats",
+    "ServedMemory",
     "ServerLimits",
     "StoredBytes",
     "TransferSlots",
@@ -68,11 +67,24 @@ class StoredBytes:
         return found if len(found) == nbytes else None
 
 
-# Returns all bytes of an extent as a 1-D array, or where they are stored, or None when it is not resident. The array is
-# referenced until the range is sent, so that an eviction meanwhile does no harm. Called from many threads.
-Lookup = Callable[[str], ByteArray | StoredBytes | None]
-# Hears that a peer got other bytes of an extent than it should have. Called from many threads; it must not block.
-OnDoubt = Callable[[str], object]
+class ServedMemory(Protocol):
+    """A node's memory as other nodes get it. Called from many threads."""
+
+    def lookup(self, id_: str) -> ByteArray | StoredBytes | None:
+        """Return all bytes of an extent as a 1-D array, or where they are stored; None when it is not resident.
+
+        The array is referenced until the range is sent, so that an eviction meanwhile does no harm.
+        """
+        ...
+
+    def resident_ids(self) -> list[str]:
+        """Return the ids of all that others may get."""
+        ...
+
+    def look_soon(self, id_: str) -> object:
+        """Take in that a peer got other bytes of an extent than it should have. Must not block."""
+        ...
+
 
 _ACCEPT_RETRY_S: Final = 0.1
 MAX_STRANGERS: Final = 32  # connections that have not proved the secret yet
@@ -147,16 +159,14 @@ class PeerServer:
 
     def __init__(
         self,
-        lookup: Lookup,
+        memory: ServedMemory,
         secret: bytes,
         *,
         host: str,
         port: int = 0,
         limits: ServerLimits = _LIMITS,
-        on_doubt: OnDoubt = lambda id_: None,
     ) -> None:
-        self._lookup = lookup
-        self._on_doubt = on_doubt
+        self._memory = memory
         self._secret = check_secret(secret)
         self._limits = limits
         self._slots = TransferSlots(limits.max_transfers, limits.linger_s)
@@ -301,10 +311,10 @@ class PeerServer:
         connection.idle_since_s = None
         stream.settimeout(self._limits.timeout_s)
         if request.is_doubt:
-            self._on_doubt(request.extent_id)
+            self._memory.look_soon(request.extent_id)
             stream.sendall(encode_reply(Status.OK, 0, self._slots.num_active))
             return
-        found = self._lookup(request.extent_id)
+        found = self._memory.lookup(request.extent_id)
         if found is None:
             self._refuse(stream, Status.UNKNOWN_EXTENT)
         elif request.nbytes > MAX_RANGE_BYTES or request.offset + request.nbytes > found.nbytes:

@@ -1,8 +1,9 @@
 """Failures to load models: which replica could not load which version, why, and for how long it is spared. Pure.
 
-A queue has one book of each deployment, to give requests to other replicas; the registry has one of the cluster, to
-say that a model is unavailable. A replica is tried again after a time that doubles with each failure in a row, and at
-once for another version of the model. Who replaces it has another name, and begins anew.
+A worker has a book of its own, which it reports; a queue has one of each deployment, to give requests to other
+replicas; the registry has one of the cluster, to say that a model is unavailable. A replica is tried again after a time
+that doubles with each failure in a row, and at once for another version of the model. Who replaces it has another name,
+and begins anew.
 """
 
 from __future__ import annotations
@@ -22,24 +23,36 @@ def retry_after_s(num_failures: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class Failure:
+    """A load that failed `num` times in a row, the last time at `at_s`."""
+
     num: int
-    until_s: float
+    at_s: float
     error: str
+
+    @property
+    def until_s(self) -> float:
+        """When the replica may try again."""
+        return self.at_s + retry_after_s(self.num)
 
 
 class LoadFailures:
-    """The failures of each model's last version, by replica. Times are parameters, of one clock."""
+    """The failures of each model's last version, by replica. Times are parameters, of one clock.
 
-    def __init__(self) -> None:
-        self._failed: dict[tuple[str, str], dict[str, _Failure]] = {}
+    Failures that are less than `one_load_s` apart are of one load, and count as one.
+    """
+
+    def __init__(self, one_load_s: float = 0.0) -> None:
+        self._one_load_s = one_load_s
+        self._failed: dict[tuple[str, str], dict[str, Failure]] = {}
 
     def note_failure(self, model: str, version: str, replica: str, now_s: float, error: str = "") -> None:
         """Take in that a replica could not load a version. What is known of other versions is forgotten."""
         self.forget_model(model, version)
         failed = self._failed.setdefault((model, version), {})
-        num = failed[replica].num + 1 if replica in failed else 1
-        failed[replica] = _Failure(num, now_s + retry_after_s(num), error)
+        before = failed.get(replica)
+        num = before.num + (now_s - before.at_s >= self._one_load_s) if before else 1
+        failed[replica] = Failure(num, now_s, error)
 
     def note_load(self, model: str, version: str, replica: str) -> None:
         """Take in that a replica has loaded it."""
@@ -54,7 +67,18 @@ class LoadFailures:
             if not self._failed[key]:
                 del self._failed[key]
 
-    def forget_model(self, model: str, but: str = "") -> None:
+    def forget_before(self, at_s: float) -> None:
+        """Forget what was not tried since."""
+        for key, failed in list(self._failed.items()):
+            self._failed[key] = {replica: one for replica, one in failed.items() if one.at_s >= at_s}
+            if not self._failed[key]:
+                del self._failed[key]
+
+    def of_replica(self, replica: str) -> dict[tuple[str, str], Failure]:
+        """Return the failures of one replica, by model and version."""
+        return {key: failed[replica] for key, failed in self._failed.items() if replica in failed}
+
+    def forget_model(self, model: str, but: str | None = None) -> None:
         """Forget a model that has gone, or gets a new version, `but` one version."""
         for key in [key for key in self._failed if key[0] == model and key[1] != but]:
             del self._failed[key]

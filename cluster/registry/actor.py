@@ -4,8 +4,7 @@ It imports checkpoints into the store, says which models are ready and which are
 which extents, and gives each node its keeper. It never holds weights or references to them, and nothing is lost with
 it: the models come back from the config and the registration files, the map of residency from the keepers.
 
-The actor is its parts: what a part does is exposed as the part's own method, and only what takes both of them is
-written here.
+The actor is its parts. What a part answers as it is, is exposed as the part's method; the rest is written here.
 """
 
 from __future__ import annotations
@@ -13,28 +12,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import logging
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import psutil
 import ray
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
-from cluster.peers.protocol import Located, Question
+from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.process.logs import configure_logs
 from cluster.process.ray_calls import call_actor, get, node_addresses
 from cluster.ray_seam.serve_control import draining_nodes
 from cluster.records.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.records.errors import RegistrationRefused
-from cluster.records.overrides import Overrides
-from cluster.registry.directory import DirectoryChange, Entry
-from cluster.registry.extent_locations import ResidencyMap, cluster_residency
+from cluster.registry.directory import DirectoryChange, Entry, ModelRecord
+from cluster.registry.extent_locations import GroupNews, Revision, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.model_loads import ModelLoads
@@ -43,11 +40,11 @@ from cluster.registry.node_rounds import NodeRounds
 from cluster.registry.publishing import ModelSources
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.room import Room
+from cluster.registry.runtime_settings import RuntimeSettings
 from cluster.registry.served_models import ServedModels
 from cluster.registry.users import Users
 from cluster.registry.watched_directory import MAX_WATCH_S
-from configs.admission import AdmissionConfig, ControllerConfig
-from configs.batching import BatchingConfig
+from configs.admission import ControllerConfig
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from weights.formats.folder import check_inside
@@ -95,38 +92,24 @@ def _in_group(group: str) -> Callable[[Method[P, R]], Method[P, R]]:
     """
 
     def grouped(method: Method[P, R]) -> Method[P, R]:
-        @functools.wraps(method)
+        @functools.wraps(ray.method(concurrency_group=group)(method))
         async def on_registrys_loop(self: WeightRegistry, *args: P.args, **kwargs: P.kwargs) -> R:
             call = method(self, *args, **kwargs)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
-        # HAZARD: Ray looks for the group at the innermost function, which may be a part's and must not be marked.
-        found: Any = on_registrys_loop
-        found.__signature__ = inspect.signature(method)
-        del found.__wrapped__
-        return cast("Method[P, R]", ray.method(concurrency_group=group)(found))
+        return cast("Method[P, R]", on_registrys_loop)
 
     return grouped
 
 
-@overload
-def _expose(part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Method[P, R]: ...
-
-
-@overload
-def _expose(part: str, method: Callable[Concatenate[Any, P], R]) -> Method[P, R]: ...
-
-
-def _expose(part: str, method: Any) -> Any:
+def _expose(part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Method[P, R]:
     """Return an actor method that calls `method` of the registry's attribute `part`, with its signature and docs."""
-    is_async = inspect.iscoroutinefunction(method)
 
     @functools.wraps(method)
-    async def call_part(self: WeightRegistry, *args: Any, **kwargs: Any) -> Any:
-        answer = method(getattr(self, part), *args, **kwargs)
-        return await answer if is_async else answer
+    async def call_part(self: WeightRegistry, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await method(getattr(self, part), *args, **kwargs)
 
-    return call_part
+    return cast("Method[P, R]", call_part)
 
 
 class _Imports(ModelSources):
@@ -208,10 +191,8 @@ class WeightRegistry:
         self._peer_secret = peer_secret
         self._own_node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._users = Users(had_some=_is_restarted())
-        self._overrides = overrides_file(store.path, config.name)
-        self._encoder_batching: BatchingConfig | None = None
-        self._admission: AdmissionConfig | None = None
-        self._remember_limits(first, config)
+        self._settings = RuntimeSettings(overrides_file(store.path, config.name))
+        self._settings.follow(first, config)
         await self._models.begin_imports()
         self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
         self._polling = asyncio.ensure_future(self._nodes.follow())
@@ -248,7 +229,7 @@ class WeightRegistry:
             before, self._imports.config = self._config, config  # which imports are begun with
             try:
                 await self._models.configure(config.entries, Room.of(config))
-                self._remember_limits(before, config)
+                self._settings.follow(before, config)
             except BaseException:
                 config = before.with_entries(self._models.configured)
                 with contextlib.suppress(RegistrationRefused):
@@ -261,23 +242,27 @@ class WeightRegistry:
                 for model in before.entries.keys() - config.entries.keys():
                     await self._keepers.set_pinned(model, False)
 
-    def _remember_limits(self, before: ClusterConfig, config: ClusterConfig) -> None:
-        """Remember limits that differ from the old config: replicas that start from now on use them."""
-        if config.admission != before.admission:
-            self._admission = config.admission
-        if config.text_encoder.batching != before.text_encoder.batching:
-            self._encoder_batching = config.text_encoder.batching
-
     # models
 
-    register = _in_group(WAITING)(_expose("_models", ServedModels.register))
-    find_model = _in_group(WAITING)(_expose("_models", ServedModels.find_model))
+    @_in_group(WAITING)
+    async def register(self, entry: Entry, wait: bool = True) -> ModelRecord:
+        """Import a model, or another version of one: see `ServedModels.register`."""
+        return await self._models.register(entry, wait)
+
+    @_in_group(WAITING)
+    async def find_model(self, model: str) -> ModelRecord:
+        """Return the model's record; wait while its first version is imported. Raises ModelUnknown with known names."""
+        return await self._models.find_model(model)
+
     list_models = _expose("_models", ServedModels.list_models)
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)
     report_attach = _expose("_loads", ModelLoads.report_attach)
     want = _expose("_models", ServedModels.want)
-    import_progress = _expose("_imports", _Imports.import_progress)
+
+    async def import_progress(self) -> list[ImportProgress]:
+        """Return how far the imports are that run."""
+        return self._imports.import_progress()
 
     @_in_group(WATCHING)
     async def watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None = None) -> DirectoryChange:
@@ -294,8 +279,15 @@ class WeightRegistry:
 
     # nodes
 
-    report_residency = _expose("_residency", ResidencyMap.report_residency)
-    follow_groups = _expose("_residency", ResidencyMap.follow_groups)
+    async def report_residency(self, node_id: str, report: ResidencyReport) -> None:
+        """Take in what the memory of a node has and has not any more: see `ResidencyMap.report_residency`."""
+        self._residency.report_residency(node_id, report)
+
+    async def follow_groups(
+        self, revision: Revision, added: Mapping[str, Sequence[str]], removed: Sequence[str]
+    ) -> GroupNews:
+        """Return which groups of extents nodes hold whole, as far as it has changed."""
+        return self._residency.follow_groups(revision, added, removed)
 
     async def keeper(self, node_id: str, replica: str | None = None) -> Any:
         """Return the keeper of a node, as `NodeKeepers.keeper`. The control plane stays while `replica` runs."""
@@ -365,29 +357,12 @@ class WeightRegistry:
 
     # settings at run time
 
-    async def set_encoder_batching(self, batching: BatchingConfig) -> None:
-        """Set the dynamic batching of text encoders that start from now on. The config counts again after a restart."""
-        self._encoder_batching = batching
-
-    async def encoder_batching(self) -> BatchingConfig | None:
-        """Return the dynamic batching that was set, None as long as it is the config's."""
-        return self._encoder_batching
-
-    async def set_admission(self, admission: AdmissionConfig) -> None:
-        """Set the bounds and weights of admission queues that start from now on. As with batching, until a restart."""
-        self._admission = admission
-
-    async def admission(self) -> AdmissionConfig | None:
-        """Return the admission settings that were set, None as long as they are the config's."""
-        return self._admission
-
-    async def set_overrides(self, overrides: Overrides) -> None:
-        """Keep what operators order over the controller's head, also for the next registry. Raises OverrideRefused."""
-        await asyncio.to_thread(self._overrides.save, overrides)
-
-    async def overrides(self) -> Overrides:
-        """Return what operators have ordered over the controller's head."""
-        return await asyncio.to_thread(self._overrides.read) or Overrides()
+    set_encoder_batching = _expose("_settings", RuntimeSettings.set_encoder_batching)
+    encoder_batching = _expose("_settings", RuntimeSettings.encoder_batching)
+    set_admission = _expose("_settings", RuntimeSettings.set_admission)
+    admission = _expose("_settings", RuntimeSettings.admission)
+    set_overrides = _expose("_settings", RuntimeSettings.set_overrides)
+    overrides = _expose("_settings", RuntimeSettings.overrides)
 
 
 def _node_of_several() -> str:

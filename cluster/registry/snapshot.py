@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.process.ray_calls import call_actor
 from cluster.registry.actor import Method, WeightRegistry
-from cluster.registry.asking import ask_registry
+from cluster.registry.asking import Asking
 from cluster.registry.directory import Directory, ModelRecord
 
 POLL_S: Final = 30.0
@@ -47,6 +47,7 @@ class RegistrySnapshot:
         self._replica = replica
         self._sleep = sleep
         self._registry: Any = None
+        self._asking = Asking()
         self._copy = Directory("")
         self._is_ready = asyncio.Event()
         self._changed = asyncio.Event()  # another one after each change
@@ -83,7 +84,7 @@ class RegistrySnapshot:
         """
         registry = self._registry or await self._reconnect()
         try:
-            answer = await ask_registry(registry, method, *args, **kwargs)
+            answer = await self._asking.ask(registry, method, *args, **kwargs)
         except RayTaskError as error:
             self._end_pause()
             raise error.cause if isinstance(error.cause, Exception) else error from None
@@ -138,6 +139,7 @@ class RegistrySnapshot:
                 continue
             pause_s = FIRST_PAUSE_S
             self._copy.absorb(change)
+            self._asking.was_heard = True
             self._is_ready.set()
             self._changed.set()
             self._changed = asyncio.Event()

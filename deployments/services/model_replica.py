@@ -24,7 +24,7 @@ from cluster.process.tracing import begin_tracing
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.records.errors import ClusterError
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
-from cluster.registry.asking import ask_registry
+from cluster.registry.asking import Asking
 from cluster.registry.directory import Entry
 from cluster.registry.model_files import write_files
 from configs.cluster import ClusterConfig, ModelReplicaConfig
@@ -106,6 +106,7 @@ class ModelReplica:
             open_device(name, config.simulated)
         self._builder = builder
         self._connect_registry = partial(connect_registry, config)
+        self._asking = Asking()
         self._registry: Any = self._connect_registry()
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
         provider = await self._connect_keeper(holder, keeps=keeps)
@@ -161,13 +162,15 @@ class ModelReplica:
 
         One that has ended with the replicas before this one is started anew.
         """
-        deadline_s = time.monotonic() + REGISTRY_RETRY_S
+        deadline_s = math.inf
         while True:
             try:
-                return await ask_registry(self._registry, method, *args, **kwargs)
+                return await self._asking.ask(self._registry, method, *args, **kwargs)
             except ray.exceptions.RayActorError as error:
-                if time.monotonic() > deadline_s:
+                now_s = time.monotonic()
+                if now_s > deadline_s:
                     raise
+                deadline_s = min(deadline_s, now_s + REGISTRY_RETRY_S)  # its answer may have been waited for long
                 is_gone = isinstance(error, ray.exceptions.ActorDiedError)
             if is_gone:
                 self._registry = await asyncio.to_thread(self._connect_registry)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ray.exceptions import RayError, RayTaskError
 
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
-from cluster.records.load_failures import LONGEST_RETRY_S
+from cluster.records.load_failures import LONGEST_RETRY_S, LoadFailures
 from deployments.modules.cache import ModuleCache
 from deployments.modules.parts import RequestParts, Wants
 from deployments.records.tasks import shared_task
@@ -27,7 +27,9 @@ from weights.records.manifest import Manifest
 __all__ = ["OrderedModels"]
 
 MAX_REMEMBERED: Final = 64  # orders
-ONE_LOAD_S: Final = 0.5  # failures that are no further apart are of one load: it is tried again later than that
+# Failures that are no further apart are of one load, which its modules and its order tell of: it is tried again later.
+ONE_LOAD_S: Final = 0.5
+_HERE: Final = ""  # this replica
 
 logger = logging.getLogger("atelier.replica")
 
@@ -36,14 +38,6 @@ logger = logging.getLogger("atelier.replica")
 class _Switch:
     model: str
     ready_s: float  # when it is expected to be
-
-
-@dataclass(slots=True)
-class _Failed:
-    version: str
-    num: int
-    at_s: float
-    error: str
 
 
 class OrderedModels:
@@ -72,7 +66,7 @@ class OrderedModels:
         self._taken: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._outcomes: deque[OrderOutcome] = deque(maxlen=MAX_REMEMBERED // 4)
         self._switches: dict[str, _Switch] = {}  # by order
-        self._failed: dict[str, _Failed] = {}
+        self._failures = LoadFailures(ONE_LOAD_S)  # of this replica alone
         self._asked: tuple[tuple[str, str], ...] = ()
         self._needs: dict[str, ModelNeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,9 +74,7 @@ class OrderedModels:
     async def report(self) -> WorkerReport:
         """Return what is here now."""
         now_s, here = self._clock(), self._cache.occupancy()
-        for model, failed in list(self._failed.items()):
-            if now_s - failed.at_s > 2 * LONGEST_RETRY_S:
-                del self._failed[model]
+        self._failures.forget_before(now_s - 2 * LONGEST_RETRY_S)
         switch, speeds = next(iter(self._switches.values()), None), self._cache.switches.speeds
         return WorkerReport(
             self._pool,
@@ -102,8 +94,8 @@ class OrderedModels:
             taken=tuple(self._taken),
             outcomes=tuple(self._outcomes),
             failures={
-                model: LoadFailure(failed.version, failed.num, now_s - failed.at_s, failed.error)
-                for model, failed in self._failed.items()
+                model: LoadFailure(version, failed.num, now_s - failed.at_s, failed.error)
+                for (model, version), failed in self._failures.of_replica(_HERE).items()
             },
             needs=dict(self._needs),
             up_s=now_s - self._began_s,
@@ -122,7 +114,7 @@ class OrderedModels:
     def note_load(self, model: str, version: str, error: str | None) -> None:
         """Report also what a request's load came to: `error`, or None where the model could be loaded again."""
         if error is None:
-            self._failed.pop(model, None)
+            self._failures.forget_model(model)
         else:
             self._note_failure(model, version, error)
         self.changed.set()
@@ -150,7 +142,7 @@ class OrderedModels:
                 self._note_failure(order.model, version, problem)
         else:
             if order.action == "switch":
-                self._failed.pop(order.model, None)
+                self._failures.forget_model(order.model)
         finally:
             self._switches.pop(order.id, None)
         self._outcomes.append(OrderOutcome(order.id, self._clock() - began_s, problem))
@@ -193,11 +185,7 @@ class OrderedModels:
         self.changed.set()
 
     def _note_failure(self, model: str, version: str, error: str) -> None:
-        """Note a failure; those of one load, which its modules and its order tell of, count as one."""
-        now_s, before = self._clock(), self._failed.get(model)
-        num = before.num if before and before.version == version else 0
-        is_another = not (num and before and now_s - before.at_s < ONE_LOAD_S)
-        self._failed[model] = _Failed(version, num + is_another, now_s, error)
+        self._failures.note_failure(model, version, _HERE, self._clock(), error)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))

@@ -74,17 +74,27 @@ def start(namespace: str, role: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE if role == "serve" else None, text=True)
 
 
-def serve() -> None:
-    asked = 0
+class Memory:
+    """Every extent is the data. The link goes down with the range of "cut" that is asked for as the `cut_at`-th."""
 
-    def lookup(id_: str) -> np.ndarray:
-        nonlocal asked
-        asked += id_ == "cut"
-        if asked == 8:
+    def __init__(self, cut_at: int = 0) -> None:
+        self._cut_at = cut_at
+        self._asked = 0
+
+    def lookup(self, id_: str) -> np.ndarray:
+        self._asked += id_ == "cut"
+        if id_ == "cut" and self._asked == self._cut_at:
             ip("link set veth0 down")  # no FIN, no RST: silence
         return DATA
 
-    with PeerServer(lookup, SECRET, host=HOST, port=PORT):
+    def resident_ids(self) -> list[str]:
+        return []
+
+    def look_soon(self, id_: str) -> None: ...
+
+
+def serve() -> None:
+    with PeerServer(Memory(cut_at=8), SECRET, host=HOST, port=PORT):
         print("listening", flush=True)
         time.sleep(120)
 
@@ -103,7 +113,7 @@ def fetch_cut() -> None:
     out = np.zeros(NBYTES, np.uint8)
     ip("link set lo up")
     start_s = time.monotonic()
-    with PeerServer({"cut": DATA}.get, SECRET, host="127.0.0.1") as second, PeerClient(SECRET, timeout_s=1.0) as client:
+    with PeerServer(Memory(), SECRET, host="127.0.0.1") as second, PeerClient(SECRET, timeout_s=1.0) as client:
         shares = client.fetch_extent([PeerAddress(HOST, PORT), second.address], extent("cut"), lambda: out).shares
         assert np.array_equal(out, DATA)
         assert sum(share.nbytes for share in shares) == NBYTES

@@ -11,13 +11,12 @@ from infra import budgets
 ROOT = Path(__file__).parents[2]
 README_LINES = 40
 # Classes that are over a budget, with what they have: the lists get shorter, and no number larger.
-CALLABLES = {}
+CALLABLES: dict[str, int] = {}
 METHODS = {
     "cluster.admission.dispatcher:Dispatcher": 23,
     "cluster.admission.pool:Lanes": 22,
     "cluster.admission.queue:AdmissionQueue": 42,
     "cluster.admission.replica_slots:ReplicaSlots": 29,
-    "cluster.registry.actor:WeightRegistry": 21,
     "deployments.engines.diffusion.families.base:Family": 38,
     "weights.memory.device_arena:DeviceArena": 34,
     "weights.storage.store:WeightStore": 30,

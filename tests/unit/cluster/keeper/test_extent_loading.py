@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ HERE = PeerAddress("127.0.0.1", 1)
 HAS_IT = Located(offers={"e": [PeerOffer(HERE, "other")]})
 READS_IT = Located(reading={"e": "other"})
 MINE = Located(claimed=("e",))
+
+
+@dataclass
+class Written:
+    """A `Writing` that does as the functions given."""
+
+    place: Callable[[], Any]
+    seal: Callable[[], Any]
 
 
 class PausingClock(Clock):
@@ -150,7 +159,7 @@ def loader(reader: SlowReader, peers: FakePeers, clock: PausingClock) -> ExtentL
 @contextlib.contextmanager
 def copy(extent: ExtentRef) -> Iterator[Writing]:
     out = np.zeros(extent.nbytes, np.uint8)
-    yield Writing(lambda: out, lambda: out.tobytes())
+    yield Written(lambda: out, lambda: out.tobytes())
 
 
 def load(loader: ExtentLoader, extent: ExtentRef, peers: FakePeers, *located: Located | None) -> tuple[bytes, str]:
@@ -212,7 +221,7 @@ def test_making_the_place_does_not_count_against_storage(loader, extent, clock: 
 
     peers.located = [MINE]
     loader.expect([extent], Stages())
-    assert loader.load_next(lambda _: contextlib.nullcontext(Writing(slow_place, bytes))).error is None
+    assert loader.load_next(lambda _: contextlib.nullcontext(Written(slow_place, bytes))).error is None
     assert loader.reload_rate("storage") == pytest.approx(1 / 1e9)
 
 
@@ -251,7 +260,7 @@ def test_a_place_that_cannot_be_made_is_no_detour(
         raise BudgetExceeded("no room")
 
     out = np.zeros(extent.nbytes, np.uint8)
-    writing = Writing(full, bytes) if fails == "place" else Writing(lambda: out, full)
+    writing = Written(full, bytes) if fails == "place" else Written(lambda: out, full)
     for located, num_reads in ((HAS_IT, 0), (MINE, 1)):
         peers.located = [located]
         loader.expect([extent], Stages())
@@ -271,7 +280,7 @@ def test_a_place_is_made_for_a_peer_with_a_slot_and_given_back_when_it_is_not_fi
     def counted(extent: ExtentRef) -> Iterator[Writing]:
         held.append(len(held))
         with copy(extent) as writing:
-            yield Writing(lambda: places.append(writing.place()) or places[-1], writing.seal)
+            yield Written(lambda: places.append(writing.place()) or places[-1], writing.seal)
         held.pop()
 
     peers.errors = [FetchFailed("no slot", FetchOutcome(busy=[HERE])) for _ in range(3)]

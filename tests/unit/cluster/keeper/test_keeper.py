@@ -871,7 +871,7 @@ def test_a_node_sends_the_delta_of_what_it_has_to_one_that_has_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_base: bool, has_pack: bool, gbps: float
 ) -> None:
     """Where that is sooner here, and otherwise the plain bytes. The second node has not the store's folder."""
-    monkeypatch.setattr("cluster.peers.fetch_queue.FetchQueue.peer_gbps", lambda self, address: gbps)
+    monkeypatch.setattr("cluster.peers.known_sources.KnownSources.peer_gbps", lambda self, address: gbps)
     base, sibling, tuned = siblings_in(tmp_path)
     assert sibling.delta
     directory, settings = SharedRegistry(), KeeperSettings(audit_bytes_per_s=0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 from kit.waiting import wait_until
+from unit.cluster.peers.served import Served
 
 from cluster.peers.client import PeerClient
 from cluster.peers.link import QUIET_S, PeerLink, RegistryClient
@@ -59,7 +60,7 @@ class Node:
         self.views: dict[str, Any] = {}
         self.now_s = 1000.0
         self.link = PeerLink(directory, "node", "127.0.0.1", clock=lambda: self.now_s)
-        self.link.start(self.views.get, lambda: list(self.views))
+        self.link.start(Served(self.views))
 
     def put(self, id_: str) -> None:
         self.views[id_] = np.frombuffer(random.randbytes(1000), np.uint8)

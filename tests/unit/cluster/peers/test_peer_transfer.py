@@ -23,11 +23,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.waiting import wait_until
+from unit.cluster.peers.served import Served
 
 from cluster.peers import protocol
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, Request, Status
-from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, OnDoubt, PeerServer, ServerLimits, StoredBytes
+from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, PeerServer, ServerLimits, StoredBytes
 from cluster.records.errors import PeerUnavailable
 from weights.memory.host_pool import ByteArray
 from weights.records.errors import ExtentCorrupt
@@ -71,13 +72,12 @@ def serve(nothing_leaks: None) -> Iterator[Serve]:
     def start(
         extents: dict[str, ByteArray] | Callable[[str], ByteArray | None],
         secret: bytes = SECRET,
-        on_doubt: OnDoubt = lambda id_: None,
+        on_doubt: Callable[[str], object] = lambda id_: None,
         **options: float,
     ) -> PeerServer:
-        lookup = extents.get if isinstance(extents, dict) else extents
         port = int(options.pop("port", 0))
         limits = ServerLimits(**options)  # type: ignore[arg-type]
-        servers.append(PeerServer(lookup, secret, host="127.0.0.1", port=port, limits=limits, on_doubt=on_doubt))
+        servers.append(PeerServer(Served(extents, on_doubt), secret, host="127.0.0.1", port=port, limits=limits))
         return servers[-1]
 
     yield start
@@ -400,7 +400,7 @@ class TestTheSecret:
         with pytest.raises(ValueError, match="a secret of 5 bytes, expected at least 16"):
             PeerClient(b"12345")
         with pytest.raises(ValueError, match="a secret of 0 bytes"):
-            PeerServer({}.get, b"", host="127.0.0.1")
+            PeerServer(Served({}), b"", host="127.0.0.1")
 
 
 class TestRefusals:
@@ -458,14 +458,15 @@ import numpy as np
 from cluster.peers.server import PeerServer, ServerLimits
 data = np.fromfile(sys.argv[1], np.uint8)
 lock, asked = threading.Lock(), 0
-def lookup(_):
-    global asked
-    with lock:
-        asked += 1
-        if asked > 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return data
-print(PeerServer(lookup, bytes.fromhex(sys.argv[2]), host="127.0.0.1").address.port, flush=True)
+class Memory:
+    def lookup(self, _):
+        global asked
+        with lock:
+            asked += 1
+            if asked > 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return data
+print(PeerServer(Memory(), bytes.fromhex(sys.argv[2]), host="127.0.0.1").address.port, flush=True)
 sys.stdin.read()
 """
 
@@ -771,7 +772,7 @@ class TestTheServer:
 
     @given(st.binary(max_size=300))
     def test_survives_any_bytes_of_strangers(self, noise: bytes) -> None:
-        with PeerServer({}.get, SECRET, host="127.0.0.1") as server:
+        with PeerServer(Served({}), SECRET, host="127.0.0.1") as server:
             with socket.create_connection(server.address, WAIT_S) as connection:
                 connection.sendall(noise)
                 connection.shutdown(socket.SHUT_WR)
@@ -789,7 +790,7 @@ class TestTheServer:
     )
     def test_ends_a_connection_that_sends_no_frame(self, noise: bytes) -> None:
         data = random_bytes(10)
-        with PeerServer({"e": data}.get, SECRET, host="127.0.0.1") as server, PeerClient(SECRET) as client:
+        with PeerServer(Served({"e": data}), SECRET, host="127.0.0.1") as server, PeerClient(SECRET) as client:
             with log_in(server) as connection:
                 connection.sendall(noise)
                 assert closed_by_peer(connection)

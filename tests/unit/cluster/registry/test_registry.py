@@ -351,7 +351,8 @@ def test_a_method_of_a_part_is_exposed_under_its_own_name() -> None:
     methods = {name: method for name, method in vars(WeightRegistry).items() if inspect.isfunction(method)}
     assert {name: method.__name__ for name, method in methods.items()} == {name: name for name in methods}
     assert str(inspect.signature(WeightRegistry.locate)) == str(inspect.signature(ResidencyMap.locate))
-    assert WeightRegistry.find_model.__doc__ == ServedModels.find_model.__doc__
+    assert str(inspect.signature(WeightRegistry.find_model)) == str(inspect.signature(ServedModels.find_model))
+    assert WeightRegistry.manifest.__doc__ == ServedModels.manifest.__doc__
 
 
 @pytest.mark.usefixtures("imports_here")
