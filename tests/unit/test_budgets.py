@@ -27,7 +27,6 @@ METHODS = {
     "cluster.placement.serving.actor:Controller": 23,
     "cluster.registry.actor:WeightRegistry": 21,
     "cluster.registry.served_models:ServedModels": 37,
-    "deployments.engines.diffusion.families.base:Family": 38,
     "weights.memory.device_arena:DeviceArena": 34,
     "weights.reading.extents:ExtentReader": 22,
     "weights.residency.entry_table:EntryTable": 35,

@@ -108,7 +108,7 @@ class FittedLoras:
                 return fit(self._module, _read_raw(adapter, family, self._component, self._module))
             except EngineError as error:
                 raise EngineError(f"{adapter.path}: {error}") from None
-        adaptable = (family.denoiser_name, *family.lora_encoders)
+        adaptable = (family.denoiser_name, *family.adapters.lora_encoders)
         if foreign := sorted(set(adapter.components) - set(adaptable)):
             raise EngineError(
                 f"{adapter.path}: changes {', '.join(foreign)}; "
@@ -171,14 +171,14 @@ def _read_raw(adapter: LoraAdapter, family: Family, component: str, module: nn.M
 
 def _layers_of(adapter: LoraAdapter, family: Family, component: str) -> dict[str, Parts]:
     """Return the tensors of a component, by the layer's name and by what they are of it. Raises EngineError."""
-    aliases = {alias: name for name, own in family.lora_encoders.items() for alias in (name, *own)}
+    aliases = {alias: name for name, own in family.adapters.lora_encoders.items() for alias in (name, *own)}
     aliases |= {DENOISER: family.denoiser_name, family.denoiser_name: family.denoiser_name}
     layers: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     for name, tensor in adapter.raw.items():
         whole, what = part_of(name)
         of, layer = component_of(whole)
         if of not in aliases:
-            expected = ", ".join((family.denoiser_name, *family.lora_encoders))
+            expected = ", ".join((family.denoiser_name, *family.adapters.lora_encoders))
             raise EngineError(f"tensor {name} is of {of}; of a {family.class_name}, {expected} can be adapted")
         if aliases[of] != component:
             continue
@@ -252,7 +252,7 @@ def check_lora(adapter: Checkpoint, base: AdapterBase, family: Family) -> None:
     (component,) = adapter.components
     lora = parse_adapter(adapter.path, _blank_tensors(component.tensors), component.metadata)
     try:
-        for name in (family.denoiser_name, *family.lora_encoders):
+        for name in (family.denoiser_name, *family.adapters.lora_encoders):
             if name in base.components:
                 _fit(lora, family, name, base)
             elif layers := _layers_of(lora, family, name):
