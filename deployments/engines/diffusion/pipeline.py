@@ -20,6 +20,7 @@ from torch import nn
 
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.diffusion.decoding import LatentsDecoder, kernels
+from deployments.engines.diffusion.extrapolation import Extrapolation, noise_levels
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
@@ -214,6 +215,7 @@ class DenoisePipeline:
             first = maker.first_latents(request, size, solver, generator, drawn_dtype)
         latents = first.latents.to(self.device, torch.float32 if family.latents.are_float32 else self._dtype)
         cfg_scale = family.guidance.scale(request)
+        rule = request.acceleration
         return DenoiseState(
             request,
             solver,
@@ -231,6 +233,7 @@ class DenoisePipeline:
             controls=controls,
             image_prompts=image_prompts,
             runs_alone=runs_alone,
+            extrapolation=None if rule is None else Extrapolation(rule, noise_levels(solver)[first.first_step :]),
         )
 
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
@@ -260,6 +263,8 @@ class DenoisePipeline:
     def step(self, states: Sequence[DenoiseState], check: Callable[[], None] = lambda: None) -> None:
         """Move each state on by one denoise step. When a forward raises, no state has moved.
 
+        States whose step is extrapolated take no row of a forward.
+
         `check` is called before each block of the denoiser; what it raises ends the step there.
         A state whose own solver raises keeps the reason as its `failure`, and the others move. Raises a state's
         failure when it is to step again, and EngineError when it has no steps left.
@@ -271,15 +276,16 @@ class DenoisePipeline:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
         noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
         with torch.no_grad(), checked_blocks(self._blocks, check):
-            for mates in grouped(parts_of(states), batch_key):
+            computed = [state for state in states if not state.is_extrapolated]
+            for mates in grouped(parts_of(computed), batch_key):
                 noise = self._predict(group := by_adapters(mates))
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}
-            predictions = [
-                (state, guided(self.family, state, [noises[id(branch)] for branch in state.branches]))
-                for state in states
-            ]
-            for state, prediction in predictions:
-                self._advance(state, prediction)
+            predictions = {
+                id(state): guided(self.family, state, [noises[id(branch)] for branch in state.branches])
+                for state in computed
+            }
+            for state in states:
+                self._advance(state, _output_of(state, predictions.get(id(state))))
 
     def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | torch.Tensor | ComputationFailed]:
         """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or why there are none.
@@ -391,6 +397,16 @@ class DenoisePipeline:
         if state.kept is not None:
             state.latents = state.kept.put_back(state.solver, state.latents, None if state.done else state.timestep)
         state.are_finite.append(state.latents.isfinite().all())
+
+
+def _output_of(state: DenoiseState, computed: torch.Tensor | None) -> torch.Tensor:
+    """Return the model's output at a state's step: what was computed, or what its earlier outputs predict."""
+    if computed is None and state.extrapolation is not None:
+        return state.extrapolation.predict(state.step_index).to(state.latents.dtype)
+    assert computed is not None
+    if state.extrapolation is not None:
+        state.extrapolation.note(state.step_index, computed)
+    return computed
 
 
 def create_pipeline(

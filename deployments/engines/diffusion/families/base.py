@@ -513,6 +513,11 @@ class Family:
     adapters: Adapters = _ADAPTERS
     references: References = _REFERENCES
 
+    @property
+    def lora_encoders(self) -> Mapping[str, Sequence[str]]:
+        """Return the text encoders that a LoRA may change: a family is the `AdaptedParts` of its pipelines."""
+        return self.adapters.lora_encoders
+
     def variant(self, model_index: Mapping[str, Any]) -> Family:
         """Return the family as a checkpoint has it, by its model_index.json."""
         return self

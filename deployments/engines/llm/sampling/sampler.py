@@ -123,7 +123,7 @@ def _change_logits(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> s
     if biases:
         rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*biases, strict=True))
         logits_NV.index_put_((rows, tokens), values.to(logits_NV.dtype), accumulate=True)
-    constrained = [(row, picker.constraint) for row, picker in enumerate(pickers) if picker.constraint is not None]
+    constrained = [(row, held) for row, picker in enumerate(pickers) if (held := picker.mask) is not None]
     if constrained:
         size = logits_NV.shape[1]
         masks = np.zeros((len(constrained), -(-size // _BITS)), np.int32)
