@@ -98,7 +98,7 @@ def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> Non
 
 def _check_ip_adapter(adapter: Checkpoint, base: AdapterBase) -> None:
     family = FAMILIES.get(base.class_name or "")
-    if family is None or base.kind != "diffusion" or not family.takes_image_prompts:
+    if family is None or base.kind != "diffusion" or not family.adapters.takes_image_prompts:
         what = base.class_name or base.kind
         raise AdapterError(f"{adapter.path}: an IP-Adapter, and none are served with {base.model!r}, {what}")
     (component,) = adapter.components

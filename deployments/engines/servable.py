@@ -38,7 +38,9 @@ from weights.records.manifest import ModelKind
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
-_CONTROL_CLASSES: Final = sorted({family.control_class for family in FAMILIES.values() if family.control_class})
+_CONTROL_CLASSES: Final = sorted(
+    {family.adapters.control_class for family in FAMILIES.values() if family.adapters.control_class}
+)
 
 
 def why_unservable(checkpoint: Checkpoint, bases: Sequence[AdapterBase] = (), dtype: str = "auto") -> str | None:
@@ -71,15 +73,15 @@ def _check_pipeline(checkpoint: Checkpoint) -> None:
         config = read_config(folder / name / "config.json")
         class_name = components[name].class_name or named_class(config, folder / name)
         check_model_class("diffusers", class_name, folder / name, config)
-    if reason := family.refusal(read_config(folder / family.denoiser_name / "config.json")):
+    if reason := family.network.refusal(read_config(folder / family.denoiser_name / "config.json")):
         raise EngineError(f"{folder}: {reason}")
     index = read_config(folder / "model_index.json")
     check_solver(folder, index)
     read_config(folder / "scheduler" / "scheduler_config.json")
-    for use in family.text_encoders(None, "truncate"):
+    for use in family.texts.encoders(None, "truncate"):
         if use.component in components:  # stock does without some
             _check_encoder(folder, components[use.component])
-    if family.max_references:
+    if family.references.most:
         _check_processor(folder / "processor")
 
 

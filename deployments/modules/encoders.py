@@ -130,7 +130,7 @@ class EncoderLoras:
         by_use = self._fitted.setdefault(encoder, {})
         fitted = by_use.setdefault((family.class_name, component), FittedLoras(family, component, encoder.module))
         found = [(name, fitted.pairs_of(adapter)) for name, adapter in adapters.items()]
-        if component not in family.lora_encoders:
+        if component not in family.adapters.lora_encoders:
             return ()
         acting = [EncoderLora(keys[name], pairs, scales[name]) for name, pairs in found if pairs and scales[name]]
         return tuple(sorted(acting, key=lambda lora: lora.identity))

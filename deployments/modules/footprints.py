@@ -244,9 +244,9 @@ class FootprintBook:
 
 def _default_size(family: Family, folder: Path) -> tuple[int, int, int]:
     """Return height and width of an image of a pipeline's own size, and the tokens of a text as long as it reads."""
-    uses = family.text_encoders(None, "truncate")
+    uses = family.texts.encoders(None, "truncate")
     tokens = max((use.max_length or CLIP_TOKENS for use in uses), default=CLIP_TOKENS)
-    width, height = family.default_sides(pipeline_variant(folder))
+    width, height = family.defaults.sides(pipeline_variant(folder))
     return height, width, tokens
 
 

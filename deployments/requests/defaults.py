@@ -49,22 +49,22 @@ def with_image_defaults(
     family = FAMILIES.get(class_name)
     if family is None:
         return _with_stock_defaults(request, defaults, class_name)
-    if family.max_references:
+    if family.references.most:
         request = _with_references(request, family, class_name, variant)
-    for name in ("extra", *([] if family.max_references else ["images"])):
+    for name in ("extra", *([] if family.references.most else ["images"])):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: {class_name} has none here; its options are fields of the request", name)
-    if request.ip_adapter and not family.takes_image_prompts:
+    if request.ip_adapter and not family.adapters.takes_image_prompts:
         raise InvalidRequest(f"ip_adapter: no IP-Adapters are served with {class_name}", "ip_adapter")
     request = request.model_copy(update=_size_of_images(request))
     request = _with_schedule(_filled(request, defaults, without=_out_of_place(request)))
-    own = family.defaults_of(variant)
+    own = family.defaults.of(variant)
     stock = asdict(own)
-    stock["width"], stock["height"] = family.default_sides(variant)
+    stock["width"], stock["height"] = family.defaults.sides(variant)
     task = task_of(has_image=request.init_image is not None, has_mask=request.mask_image is not None)
-    if task in family.edits:
-        edit = asdict(family.edits[task])
-        stock |= edit if own is family.defaults else {"strength": edit["strength"]}
+    if task in family.defaults.edits:
+        edit = asdict(family.defaults.edits[task])
+        stock |= edit if own is family.defaults.usual else {"strength": edit["strength"]}
     elif task != "text-to-image":
         raise InvalidRequest(f"init_image: model {request.model!r} ({class_name}) does no {task}", "init_image")
     update = {name: value for name, value in stock.items() if getattr(request, name) is None}
@@ -86,13 +86,13 @@ def _with_references(
     if unknown := request.images.keys() - {REFERENCES}:
         raise InvalidRequest(f"images.{min(unknown)}: {model} takes images.{REFERENCES} alone", "images")
     first = () if request.init_image is None else (request.init_image,)
-    references, most = (*first, *request.references), family.max_references
+    references, most = (*first, *request.references), family.references.most
     if not references:
         raise InvalidRequest(f"init_image: {model} changes images, and the request has none", "init_image")
     if len(references) > most:
         raise InvalidRequest(f"images: {len(references)} of them, and {model} takes {most}", "images")
     try:
-        width, height = family.sides_beside(references, family.multiple_of(variant))
+        width, height = family.references.sides(references, family.latents.multiple_of(variant))
     except EngineError as error:
         raise InvalidRequest(f"images: {error}", "images") from None
     sides = {"width": request.width or width, "height": request.height or height}

@@ -24,7 +24,7 @@ def with_fitting_images(
     if request.width is None or request.height is None or not (request.init_image is not None or request.control):
         return request, ()
     given = request.scaled_from or (request.width, request.height)
-    multiple = FAMILIES[class_name].multiple_of(variant)
+    multiple = FAMILIES[class_name].latents.multiple_of(variant)
     width = asked.width or max(multiple, request.width - request.width % multiple)
     height = asked.height or max(multiple, request.height - request.height % multiple)
     if (width, height) == given:

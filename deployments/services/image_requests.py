@@ -119,7 +119,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         model=request.model,
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
-        use_negative=family.uses_negative(denoise, request.negative_prompt is not None),
+        use_negative=family.guidance.uses_negative(denoise, request.negative_prompt is not None),
         model_version=request.model_version,
         text_padding=request.text_padding,
         long_text=request.long_text,
@@ -128,7 +128,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         adapters={use.name: use.scale if use.text_scale is None else use.text_scale for use in request.lora},
         encodes_alone=bool(request.deterministic),
         adapter_versions=request.adapter_versions,
-        images=tuple(map(family.seen_reference, denoise.references)),
+        images=tuple(map(family.references.seen, denoise.references)),
         **said(request, PromptReading),
     )
 
@@ -176,7 +176,7 @@ def ignored_inputs(request: ImageRequest, use_negative: bool, class_name: str) -
     """Return warnings about what was asked for and had no effect."""
     family, found = family_of(class_name), []
     if request.negative_prompt and not use_negative:
-        found.append(f"negative_prompt had no effect: guidance is off ({class_name} needs {family.guidance_rule})")
-    if request.clip_skip and not family.takes_clip_skip:
+        found.append(f"negative_prompt had no effect: guidance is off ({class_name} needs {family.guidance.rule})")
+    if request.clip_skip and not family.texts.takes_clip_skip:
         found.append(f"clip_skip had no effect: {class_name} reads its prompts by other layers")
     return tuple(found)

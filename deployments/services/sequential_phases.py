@@ -64,7 +64,7 @@ class SequentialPhases:
         nets = sorted({use.name for use in request.control})
         take = partial(job.lease, self._cache)
         reports = []
-        if request.init_image is not None or request.references or (nets and family.encodes_controls):
+        if request.init_image is not None or request.references or (nets and family.adapters.encodes_controls):
             async with take(_all_but(denoiser), nets) as lease:
                 reports.append(lease.report)
                 pipeline = await self._pipeline(lease, denoiser)

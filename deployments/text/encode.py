@@ -145,7 +145,7 @@ class CachedEncoders:
         family = family_of(lease.manifest.class_name or "").variant(index)
         lacking = lacking_encoders(index)
         request, are_weighted, warnings = _with_syntax(request, family)
-        whole_plan = family.plan_texts(
+        whole_plan = family.texts.plan(
             index,
             request.prompt,
             request.negative_prompt,
@@ -172,7 +172,7 @@ class CachedEncoders:
         if unread := [item for item in whole_plan if item.component in lacking]:
             outputs |= _stand_ins(family, unread, lease, encoded.outputs)
         encoded = replace(encoded, warnings=(*encoded.warnings, *warnings))
-        return family.assemble_conditioning(index, outputs, use_negative=request.use_negative), encoded
+        return family.texts.assemble(index, outputs, use_negative=request.use_negative), encoded
 
     async def _loras_of(
         self, family: Family, components: Set[str], lease: Lease, request: ConditioningRequest
@@ -284,7 +284,7 @@ def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[Conditio
     """
     if request.prompt_syntax == "plain":
         return request, False, ()
-    if "chunk" in family.refused_text_rules:
+    if "chunk" in family.texts.refused_rules:
         (prompt, negative), is_lost = plain_texts(request.prompt_syntax, request.prompt, request.negative_prompt)
         plain = replace(request, prompt=prompt or "", negative_prompt=negative)
         return plain, False, (weights_lost(family.class_name),) if is_lost else ()
@@ -300,7 +300,12 @@ def _stand_ins(
     """Return the stock substitutes for encodings whose encoder the pipeline lacks."""
     config = read_config(lease.skeleton / family.denoiser_name / "config.json")
     like = next(tensor for encoding in others for tensor in encoding.values())
-    return {item: family.stand_in(item, config, like) for item in items}
+    found = {}
+    for item in items:
+        if (stand_in := family.texts.stand_in(item, config, like)) is None:
+            raise EngineError(f"the pipeline has no {item.component}, which {family.class_name} needs")
+        found[item] = stand_in
+    return found
 
 
 def encode_batch(jobs: Sequence[TextJob], counter: EncodeCounter | None = None) -> Sequence[Encoding | Exception]:

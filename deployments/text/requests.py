@@ -23,7 +23,7 @@ class ConditioningRequest(PromptReading):
     """The text half of an image request.
 
     `use_negative` says that guidance will be run. `text_padding` and `long_text` are the model's (see
-    `Family.plan_texts`). `priority` 0 is the encoder's default;
+    `Family.texts.plan`). `priority` 0 is the encoder's default;
     `timeout_s` bounds the time in its admission queue. `adapters` are LoRAs by name and their strength; those that
     change no text encoder are passed over. `encodes_alone`: no text shares its forward, so that batch-mates change no
     bit. `images`, uint8 (height, width, 3), are seen with each of its texts. `arguments` are those of a stock

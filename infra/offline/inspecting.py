@@ -139,7 +139,7 @@ def _recorded(
 
     try:
         family = family_of(manifest.class_name or "")
-        width, height = family.default_sides(pipeline_variant(store.skeleton(manifest)))
+        width, height = family.defaults.sides(pipeline_variant(store.skeleton(manifest)))
         height, width = asked[0] or height, asked[1] or width
         twin = make_twin(manifest, store.skeleton(manifest), torch.device("cpu"))
         twin.check_size(height, width)

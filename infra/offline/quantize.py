@@ -118,7 +118,7 @@ def _quantized(
     except EngineError as error:
         raise OptionError(f"--to {to}: {source}: {error}") from None
     scales: Scales = "row" if to == "fp8-row" else "tensor"
-    return export_fp8(source, target, family.denoiser_name, family.keeps_precision, scales, progress)
+    return export_fp8(source, target, family.denoiser_name, family.network.keeps_precision, scales, progress)
 
 
 def _row(tensor: QuantizedTensor) -> list[str]:

@@ -71,7 +71,7 @@ async def denoiser(store: WeightStore, device: torch.device, model: str) -> Deno
 
 def conditioning(pipeline: DenoisePipeline, seed: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    width, pooled = pipeline.family.text_widths(pipeline.denoiser)
+    width, pooled = pipeline.family.network.text_widths(pipeline.denoiser)
     tensors = {"prompt_embeds": torch.randn(1, 6, width, generator=draw)}
     if pooled is not None:
         tensors["pooled_prompt_embeds"] = torch.randn(1, pooled, generator=draw)

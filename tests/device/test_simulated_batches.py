@@ -156,7 +156,7 @@ def test_admission_counts_a_control_net(store: WeightStore, device: torch.device
     net = nets["outline"].components["controlnet"]
     twin = make_twin(manifest, host.skeleton(manifest), device)
     shapes = [("outline", blank_module(net, host.skeleton(nets["outline"]) / net.folder))]
-    width, height = FAMILIES["FluxPipeline"].default_sides(pipeline_variant(host.skeleton(manifest)))
+    width, height = FAMILIES["FluxPipeline"].defaults.sides(pipeline_variant(host.skeleton(manifest)))
     assert book.least_bytes(manifest, net, nets) == twin.record_denoise(width, height, 512, 1, shapes).eager_peak()
 
 

@@ -85,12 +85,12 @@ def pipelines(
         shapes = {weight: tuple(tensor.shape) for weight, tensor in module.state_dict().items()}
         blank[name] = build_skeleton("diffusers", None, folder / name, shapes).module
         torch.nn.Module.to(module, device)
-    on_device = create_pipeline(type(ours.family).class_name, folder, modules, device=device)
+    on_device = create_pipeline(ours.family.class_name, folder, modules, device=device)
     return on_device, PipelineTwin(ours.family, folder, blank, device)
 
 
 def conditioning(pipeline: DenoisePipeline, length: int) -> dict[str, torch.Tensor]:
-    width, pooled = pipeline.family.text_widths(pipeline.denoiser)
+    width, pooled = pipeline.family.network.text_widths(pipeline.denoiser)
     tensors = {"prompt_embeds": torch.randn(1, length, width)}
     return tensors | ({} if pooled is None else {"pooled_prompt_embeds": torch.randn(1, pooled)})
 
@@ -98,7 +98,7 @@ def conditioning(pipeline: DenoisePipeline, length: int) -> dict[str, torch.Tens
 def begin(pipeline: DenoisePipeline, height: int, width: int, length: int, count: int) -> list[DenoiseState]:
     """Return requests for an image each."""
     options: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 0.0}
-    if pipeline.family.num_extra_channels(pipeline.denoiser.config):
+    if pipeline.family.latents.num_extra_channels(pipeline.denoiser.config):
         mask = np.full((height, width), 255, np.uint8)
         options |= {"init_image": np.zeros((height, width, 3), np.uint8), "mask_image": mask, "strength": 1.0}
     return [

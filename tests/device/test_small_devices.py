@@ -49,7 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     folder = tmp_path_factory.mktemp("small")
     found = demo_store(folder / "store", "digits-sdxl")
     family = family_of("StableDiffusionXLPipeline")
-    export_fp8(DEMO / "digits-sdxl", folder / "fp8", family.denoiser_name, family.keeps_precision)
+    export_fp8(DEMO / "digits-sdxl", folder / "fp8", family.denoiser_name, family.network.keeps_precision)
     externalize(found, "fp8", folder / "fp8", dtype="float32")
     return found
 

@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     found = demo_store(folder / "store", FLUX, SDXL)
     import_model(found, "bold", DEMO / "bold", dtype="float32")
     family = family_of("FluxPipeline")
-    export_fp8(DEMO / FLUX, folder / "fp8", family.denoiser_name, family.keeps_precision)
+    export_fp8(DEMO / FLUX, folder / "fp8", family.denoiser_name, family.network.keeps_precision)
     externalize(found, "fp8", folder / "fp8", dtype="float32")
     import_model(found, "outline", save_controlnet(DEMO / SDXL / "unet", folder / "outline"), dtype="float32")
     return found

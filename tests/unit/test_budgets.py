@@ -17,7 +17,6 @@ METHODS = {
     "cluster.admission.pool:Lanes": 22,
     "cluster.admission.queue:AdmissionQueue": 42,
     "cluster.admission.replica_slots:ReplicaSlots": 29,
-    "deployments.engines.diffusion.families.base:Family": 38,
     "weights.memory.device_arena:DeviceArena": 34,
     "weights.storage.store:WeightStore": 30,
 }

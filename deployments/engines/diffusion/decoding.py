@@ -36,8 +36,8 @@ class LatentsDecoder:
 
     def latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Return latents as the VAE takes them."""
-        images = self._family.unpack_latents(latents, self._codec.size(height, width))
-        return self._family.unscale_latents(images, self._codec.vae)
+        images = self._family.latents.unpack(latents, self._codec.size(height, width))
+        return self._family.latents.unscale(images, self._codec.vae)
 
     def decode_group(
         self, latents: Sequence[torch.Tensor], group: Sequence[DenoiseState]

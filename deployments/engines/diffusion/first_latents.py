@@ -72,34 +72,34 @@ class LatentsMaker:
         The solver's begin index is set. Raises EngineError for a request that this pipeline cannot begin.
         """
         family = self.family
-        if family.refines_only and request.init_image is None:
+        if family.steps.refines_only and request.init_image is None:
             raise EngineError("this model refines images, and makes none of a prompt alone: give it an init_image")
-        num_extra = family.num_extra_channels(self.denoiser_config)
+        num_extra = family.latents.num_extra_channels(self.denoiser_config)
         if num_extra and request.mask_image is None:
             raise EngineError("this model paints what a mask says: give it an init_image and a mask_image")
-        shape = (request.num_images, *family.noise_shape(self.denoiser_config, size))
+        shape = (request.num_images, *family.latents.noise_shape(self.denoiser_config, size))
 
         def draw(num_images: int) -> torch.Tensor:
             return randn_tensor((num_images, *shape[1:]), generator=generator, device=self.device, dtype=dtype)
 
-        if request.init_image is None or family.attends_to_image:
-            begun = family.pack_latents(family.first_latents(draw(request.num_images), solver))
+        if request.init_image is None or family.steps.attends_to_image:
+            begun = family.latents.pack(family.latents.first(draw(request.num_images), solver))
             return FirstLatents(begun, extra_channels=self._images_beside(request, begun))
         first_step = _first_step(family, request, solver)
         image = unit_pixels(request.init_image, self.device) * 2 - 1
         mask = None if request.mask_image is None else _mask_pixels(request.mask_image, self.device)
         # Stock's UNets of 9 channels see the image in those only, unless some of it shows through the first noise.
-        starts_as_noise = mask is not None and family.inpaints_from_noise and request.strength == 1.0
+        starts_as_noise = mask is not None and family.steps.inpaints_from_noise and request.strength == 1.0
         latents = noise = torch.empty(0)
         if not (num_extra and starts_as_noise):
             latents = self._encode(image, generator, dtype, request).expand(shape)
         noise = draw(request.num_images)
         if starts_as_noise:
-            begun = family.first_latents(noise, solver)
+            begun = family.latents.first(noise, solver)
         else:
             timesteps = solver.timesteps[first_step].expand(request.num_images)
             begun = add_noise(solver, latents, noise, timesteps)
-        begun = family.pack_latents(begun)
+        begun = family.latents.pack(begun)
         if mask is None:
             return FirstLatents(begun, first_step)
         mask_B1hw = F.interpolate(mask, size=shape[2:]).to(dtype).expand(request.num_images, -1, -1, -1)
@@ -108,7 +108,7 @@ class LatentsMaker:
             return FirstLatents(begun, first_step, extra_channels=torch.cat([mask_B1hw, masked], dim=1))
         if self.codec.draws_latents:
             draw(1)  # stock encodes the masked image, and does not look at it
-        pack: Callable[[torch.Tensor], torch.Tensor] = family.pack_latents
+        pack: Callable[[torch.Tensor], torch.Tensor] = family.latents.pack
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)
 
@@ -120,16 +120,18 @@ class LatentsMaker:
         patches = []
         for image in images:
             pixels = (unit_pixels(image, self.device) * 2 - 1).to(begun.dtype)
-            latents = self.codec.most_likely(pixels, self.family.scale_latents)
-            patches.append(self.family.pack_latents(latents).to(begun))
+            latents = self.codec.most_likely(pixels, self.family.latents.scale)
+            patches.append(self.family.latents.pack(latents).to(begun))
         return torch.cat(patches, dim=1).expand(request.num_images, -1, -1)
 
     def _encode(
         self, image: torch.Tensor, generator: torch.Generator, dtype: torch.dtype, request: DiffusionRequest
     ) -> torch.Tensor:
         may_change = not request.deterministic
-        latents = self.codec.encode(image.to(dtype), generator, upcasts=self.family.upcasts_vae, may_change=may_change)
-        return self.family.scale_latents(latents.to(dtype), self.codec.vae)
+        latents = self.codec.encode(
+            image.to(dtype), generator, upcasts=self.family.latents.upcasts_vae, may_change=may_change
+        )
+        return self.family.latents.scale(latents.to(dtype), self.codec.vae)
 
 
 def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:
@@ -139,7 +141,7 @@ def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:
     """
     is_given = request.sigmas is not None or request.timesteps is not None
     num_steps = len(solver.timesteps) if is_given else request.num_inference_steps
-    first = family.first_step(num_steps, request.strength) * solver.order
+    first = family.steps.first(num_steps, request.strength) * solver.order
     if first >= len(solver.timesteps):
         raise EngineError(f"strength {request.strength} of {num_steps} steps leaves no step to take; ask for more")
     if hasattr(solver, "set_begin_index"):

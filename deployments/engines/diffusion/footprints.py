@@ -80,8 +80,8 @@ class PipelineTwin(DenoisePipeline):
         return self.record_denoise(height, width, length, 1, adapters).eager_peak()
 
     def _text_length(self, num_tokens: int, adapters: AdapterShapes) -> int:
-        is_padded = self.family.masks_text and not any(isinstance(shape, nn.Module) for _, shape in adapters)
-        return self.family.padded_text_length(num_tokens) if is_padded else num_tokens
+        is_padded = self.family.texts.masks and not any(isinstance(shape, nn.Module) for _, shape in adapters)
+        return self.family.texts.padded_length(num_tokens) if is_padded else num_tokens
 
     def denoise_footprint(
         self, height: int, width: int, text_length: int, most_rows: int, adapters: AdapterShapes = ()
@@ -148,9 +148,9 @@ class PipelineTwin(DenoisePipeline):
         twin, family, size = self._nets[net], self.family, self._codec.size(height, width)
         with self._mode:
             pixels = torch.empty(1, 3, height, width, device=self.device)
-            latents = pixels.new_empty(1, *family.noise_shape(self.denoiser.config, size))
-            image = family.control_image(twin, pixels, lambda images: latents, self._codec.vae).to(self._dtype)
-        return Control(name, twin, image, 1.0, 0.0, 1.0, family.controls_read_prompt)
+            latents = pixels.new_empty(1, *family.latents.noise_shape(self.denoiser.config, size))
+            image = family.adapters.control_image(twin, pixels, lambda images: latents, self._codec.vae).to(self._dtype)
+        return Control(name, twin, image, 1.0, 0.0, 1.0, family.adapters.controls_read_prompt)
 
     def _fakes_of(self, pairs: Mapping[str, LoraPair]) -> FittedPairs:
         def fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -171,9 +171,9 @@ class PipelineTwin(DenoisePipeline):
     def _part(self, height: int, width: int, text_length: int, adapted: _Adapted) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""
         family, size = self.family, self._codec.size(height, width)
-        if family.max_references:  # the usual ones: one image, and the result has its sides
+        if family.references.most:  # the usual ones: one image, and the result has its sides
             size = size._replace(references=(size,))
-        text_width, pooled_width = family.text_widths(self.denoiser)
+        text_width, pooled_width = family.network.text_widths(self.denoiser)
         request = DiffusionRequest(
             "twin",
             width=width,
@@ -184,17 +184,17 @@ class PipelineTwin(DenoisePipeline):
             adapters=tuple(AdapterUse(name) for name, _ in adapted.loras),
         )
         latents = self._fake_latents(height, width)
-        num_extra = family.num_extra_channels(self.denoiser.config)
+        num_extra = family.latents.num_extra_channels(self.denoiser.config)
         with self._mode:
             prompt = torch.empty(1, text_length, text_width, device=self.device, dtype=self._dtype)
             pooled = None if pooled_width is None else prompt.new_empty(1, pooled_width)
             # A family that counts tokens takes most where all of them count; no ControlNet heeds a mask.
-            is_masked = family.masks_text and not family.counts_tokens and not adapted.controls
+            is_masked = family.texts.masks and not family.texts.counts_tokens and not adapted.controls
             mask = prompt.new_empty(1, text_length, dtype=torch.bool) if is_masked else None
             extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
             extra = torch.empty_like(latents) if size.references else extra
             solver = SimpleNamespace(timesteps=torch.empty(NUM_ROWS, device=self.device))
-        branch, shape = Branch(prompt, pooled, mask), family.batch_shape(size)
+        branch, shape = Branch(prompt, pooled, mask), family.latents.batch_shape(size)
         state = DenoiseState(
             request,
             solver,
@@ -212,10 +212,10 @@ class PipelineTwin(DenoisePipeline):
         return Condition(state, branch)
 
     def _fake_latents(self, height: int, width: int) -> torch.Tensor:
-        shape = self.family.noise_shape(self.denoiser.config, self._codec.size(height, width))
-        dtype = torch.float32 if self.family.float32_latents else self._dtype
+        shape = self.family.latents.noise_shape(self.denoiser.config, self._codec.size(height, width))
+        dtype = torch.float32 if self.family.latents.are_float32 else self._dtype
         with self._mode:
-            packed: torch.Tensor = self.family.pack_latents(torch.empty(1, *shape, dtype=dtype, device=self.device))
+            packed: torch.Tensor = self.family.latents.pack(torch.empty(1, *shape, dtype=dtype, device=self.device))
             return packed
 
     def check_size(self, height: int, width: int) -> None:
@@ -223,7 +223,7 @@ class PipelineTwin(DenoisePipeline):
         request = DiffusionRequest(
             "twin", width=width, height=height, num_inference_steps=1, guidance_scale=1.0, seed=0
         )
-        check_request(request, self.family.size_multiple(self._codec.scale_factor))
+        check_request(request, self.family.latents.size_multiple(self._codec.scale_factor))
 
 
 def _another(part: Condition) -> Condition:

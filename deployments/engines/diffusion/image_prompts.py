@@ -136,7 +136,7 @@ def make_image_prompts(
         if not isinstance(prompter, ImagePrompter):
             names = ", ".join(sorted(name for name, thing in known.items() if isinstance(thing, ImagePrompter)))
             raise EngineError(f"ip_adapter: {use.name!r} is no known IP-Adapter (known: {names or 'none'})")
-        if not family.takes_image_prompts:
+        if not family.adapters.takes_image_prompts:
             raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
         attentions = _cross_attentions(denoiser)
         _check_fit(use.name, prompter, attentions)

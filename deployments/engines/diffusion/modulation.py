@@ -45,14 +45,14 @@ class Modulation:
     def __init__(self, family: Family, denoiser: Any) -> None:
         self._family = family
         self._denoiser = denoiser
-        parts = list(denoiser.named_modules()) if family.is_modulated(denoiser) else []
+        parts = list(denoiser.named_modules()) if family.network.is_modulated(denoiser) else []
 
         def named(*patterns: str) -> list[Any]:
             return [part for name, part in parts if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
-        self._embeddings = named(*family.embedding_parts)
-        self._layers = named(family.modulated_layers)
-        self._text_layers = named(family.text_layers)
+        self._embeddings = named(*family.network.embedding_parts)
+        self._layers = named(family.network.modulated_layers)
+        self._text_layers = named(family.network.text_layers)
         self._modules: list[nn.Module] = [*self._embeddings, *self._layers, *self._text_layers]
         self._embedded = frozenset(part for embedding in self._embeddings for part in embedding.modules())
 
@@ -99,7 +99,7 @@ class Modulation:
         state = parts[0].state
         nothing = state.latents.new_empty(sum(counts), 0)
         rows = Rows(nothing, torch.cat(times), nothing, torch.cat(guidance), torch.cat(pooled) if pooled else None)
-        embedded = self._family.embed_times(self._denoiser, rows, state.size)
+        embedded = self._family.network.embed_times(self._denoiser, rows, state.size)
         active = nn.functional.silu(sum(embedded[1:], embedded[0]))
         outputs = [*embedded, *(layer(active) for layer in self._layers)]
         split = zip(*(torch.split(output, counts) for output in outputs), strict=True)

@@ -115,7 +115,7 @@ class DenoisePipeline:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
         config: Any = self.denoiser.config
-        if reason := family.refusal(config):
+        if reason := family.network.refusal(config):
             raise EngineError(f"{folder}: {reason}")
 
     def start_request(
@@ -127,7 +127,7 @@ class DenoisePipeline:
     ) -> DenoiseState:
         """Return a request before its first step.
 
-        `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs, ControlNets
+        `conditioning` is what the family's `Texts.assemble` gives; `adapters` has the LoRAs, ControlNets
         and IP-Adapters that the request names. What a LoRA does to text encoders is in the conditioning.
         `posteriors` are those of `encode_inputs`, where the VAE is blank. Raises EngineError for what cannot run.
         """
@@ -191,7 +191,7 @@ class DenoisePipeline:
         adapters: Mapping[str, Adapter] | None,
         codec: ImageCodec,
     ) -> DenoiseState:
-        family, multiple = self.family, self.family.size_multiple(self._codec.scale_factor)
+        family, multiple = self.family, self.family.latents.size_multiple(self._codec.scale_factor)
         check_request(request, multiple)
         request = replace(request, references=encoded_references(request, family, multiple))
         beside = tuple(self._codec.size(*image.shape[:2]) for image in request.references)
@@ -199,7 +199,10 @@ class DenoisePipeline:
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
         branches = self._branches(request, conditioning)
-        schedule, changes = partial(family.schedule, request, size=size), partial(family.solver_changes, request)
+        schedule, changes = (
+            partial(family.steps.schedule, request, size=size),
+            partial(family.steps.solver_changes, request),
+        )
         solver = self._solvers.create_solver(self.device, request, schedule, changes)
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
@@ -207,11 +210,11 @@ class DenoisePipeline:
         maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         runs_alone = request.deterministic and not computes_on_host(self.device)
-        drawn_dtype = torch.float32 if family.float32_latents else conditioning["prompt_embeds"].dtype
+        drawn_dtype = torch.float32 if family.latents.are_float32 else conditioning["prompt_embeds"].dtype
         with kernels(runs_alone):
             first = maker.first_latents(request, size, solver, generator, drawn_dtype)
-        latents = first.latents.to(self.device, torch.float32 if family.float32_latents else self._dtype)
-        cfg_scale = family.cfg_scale(request)
+        latents = first.latents.to(self.device, torch.float32 if family.latents.are_float32 else self._dtype)
+        cfg_scale = family.guidance.scale(request)
         rule = request.acceleration
         return DenoiseState(
             request,
@@ -221,7 +224,7 @@ class DenoisePipeline:
             cfg_scale,
             generator,
             size,
-            family.batch_shape(size),
+            family.latents.batch_shape(size),
             adapters=pairs,
             merged=merged,
             first_step=first.first_step,
@@ -235,10 +238,10 @@ class DenoisePipeline:
 
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
         family = self.family
-        is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
-        widths = family.text_widths(self.denoiser)
+        is_guided = family.guidance.uses_negative(request, "negative_prompt_embeds" in conditioning)
+        widths = family.network.text_widths(self.denoiser)
         # No ControlNet of diffusers heeds a mask.
-        padded_length = family.padded_text_length if family.masks_text and not request.control else None
+        padded_length = family.texts.padded_length if family.texts.masks and not request.control else None
         return take_branches(conditioning, widths, is_guided, self.device, self._dtype, padded_length=padded_length)
 
     def step_work(self, state: DenoiseState) -> Work:
@@ -340,9 +343,9 @@ class DenoisePipeline:
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         images = prompted_by_images(rows.image_prompts)
-        adapters = applied_adapters(rows.adapters, Batch(len(rows), self.family.repeats_rows))
+        adapters = applied_adapters(rows.adapters, Batch(len(rows), self.family.adapters.repeats_rows))
         with adapters, images, self._modulation.given(rows.modulation):
-            return self.family.predict_noise(self.denoiser, rows, self._codec.size(height, width))
+            return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
@@ -351,7 +354,7 @@ class DenoisePipeline:
         inputs = rows.tensors()
         shapes = tuple((one.shape, one.dtype) for one in inputs)
         optional = rows.pooled is None, rows.mask is None
-        lengths = rows.lengths if self.family.counts_tokens else ()
+        lengths = rows.lengths if self.family.texts.counts_tokens else ()
         key = shapes, optional, height, width, rows.sizes, lengths, torch.get_num_threads()
         return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
 

@@ -239,7 +239,7 @@ def guided(family: Family, state: DenoiseState, noises: Sequence[torch.Tensor]) 
     if len(noises) == 1:
         return noises[0]
     negative, prompt = noises
-    return family.combine_guidance(negative, prompt, state.cfg_scale)
+    return family.guidance.combine(negative, prompt, state.cfg_scale)
 
 
 def _model_input(state: DenoiseState) -> torch.Tensor:

@@ -69,9 +69,13 @@ def make_controls(
         make_batch_invariant(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
-            image = family.control_image(net, pixels, lambda images: codec.encode(images, generator), codec.vae)
+            image = family.adapters.control_image(
+                net, pixels, lambda images: codec.encode(images, generator), codec.vae
+            )
         image = image.to(device, denoiser.dtype)
-        controls.append(Control(use.name, net, image, use.scale, use.start, use.end, family.controls_read_prompt))
+        controls.append(
+            Control(use.name, net, image, use.scale, use.start, use.end, family.adapters.controls_read_prompt)
+        )
     return tuple(controls)
 
 
@@ -98,7 +102,7 @@ class DenoiseState:
     device: reading one would make the device wait, so that is left until the images are wanted. A state with a
     `failure` takes no more steps.
 
-    `shape` is the `Family.batch_shape` of its `size`.
+    `shape` is the `Family.latents.batch_shape` of its `size`.
 
     With an image it begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
     `FirstLatents`.
@@ -215,11 +219,11 @@ def encoded_references(request: DiffusionRequest, family: Family, multiple: int)
 
     Raises EngineError for another number of them than the family reads.
     """
-    found, most = len(request.references), family.max_references
+    found, most = len(request.references), family.references.most
     if not min(most, 1) <= found <= most:
         expected = f"1 to {most}" if most > 1 else most or "none"
         raise EngineError(f"{found} references, and a {family.class_name} reads {expected}")
-    return tuple(family.encoded_reference(image, multiple) for image in request.references)
+    return tuple(family.references.encoded(image, multiple) for image in request.references)
 
 
 def numeric_failure(state: DenoiseState) -> ComputationFailed | None:

@@ -225,7 +225,7 @@ class DiffusionRequest(Denoising):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConditionedRequest:
-    """A diffusion request with its text conditioning (see `Family.assemble_conditioning`), ready for the engine.
+    """A diffusion request with its text conditioning (see `Family.texts.assemble`), ready for the engine.
 
     `adapters` has what the request names: a LoraAdapter for each of its adapters, a module for each of its ControlNets.
     Requests share a batch when they use the same objects: another version of an adapter is another object.

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
+from deployments.ingress.messages.answer_parts import AnswerPart, AnswerParts
 from deployments.ingress.messages.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -184,6 +185,13 @@ def _arguments(call: CalledTool) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+_DELTAS: Final = {
+    "thought": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
 class _MessageEvents:
     """The events of one stream: blocks of thoughts, of text and of tool calls, one after the other."""
 
@@ -192,7 +200,7 @@ class _MessageEvents:
         self._has_begun = False
         self._num_blocks = 0
         self._open: str = ""  # the type of the last block, while it grows
-        self._num_calls = 0
+        self._parts = AnswerParts()
 
     def events(self, chunk: TextChunk) -> Iterator[str]:
         """Yield the events of a piece; the first one begins the message, and the last one ends it."""
@@ -201,11 +209,12 @@ class _MessageEvents:
             message = _message(self._model, [], None, chunk).model_dump()
             message["usage"]["output_tokens"] = 0
             yield _event("message_start", message=message)
-        if chunk.reasoning:
-            yield from self._add("thinking", chunk.reasoning, signature="")
-        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
-            yield from self._add("text", chunk.text)
-        yield from self._add_calls(chunk.tool_calls)
+        for part in self._parts.of(chunk):
+            if part.begins:
+                yield from self._begin(_block_of(part))
+            if part.text:
+                type_, member = _DELTAS[part.kind]
+                yield self._delta({"type": type_, member: part.text})
         if chunk.finish_reason is not None:
             if not self._num_blocks:
                 yield from self._begin({"type": "text", "text": ""})
@@ -217,19 +226,6 @@ class _MessageEvents:
     def failure(self, error: Exception) -> str:
         """Return the event of an error on the way."""
         return _event("error", error=_error_body(failure_of(error)).model_dump())
-
-    def _add(self, type_: str, text: str, **more: str) -> Iterator[str]:
-        if self._open != type_:
-            yield from self._begin({"type": type_, type_: "", **more})
-        yield self._delta({"type": f"{type_}_delta", type_: text})
-
-    def _add_calls(self, calls: Sequence[CalledTool]) -> Iterator[str]:
-        for call in calls:
-            if call.index >= self._num_calls:
-                self._num_calls = call.index + 1
-                yield from self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            if call.arguments:
-                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[str]:
         yield from self._close()
@@ -246,6 +242,15 @@ class _MessageEvents:
 
     def _delta(self, delta: dict[str, str]) -> str:
         return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+
+def _block_of(part: AnswerPart) -> dict[str, Any]:
+    """Return the block that a part of the answer begins."""
+    if part.call is not None:
+        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
+    if part.kind == "text":
+        return {"type": "text", "text": ""}
+    return {"type": "thinking", "thinking": "", "signature": ""}
 
 
 def _event(type_: str, **fields: Any) -> str:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
-from deployments.engines.llm.chat import CalledTool
+from deployments.ingress.messages.answer_parts import AnswerPart, AnswerParts
 from deployments.ingress.messages.responses import Answer, TimesMs, event_of, failure_of, json_text, rounded
 from deployments.records import TextChunk, TextResult
 
@@ -132,10 +132,9 @@ class ResponseForm:
             "created_at": int(time.time()),
             "error": None,
         }
-        self._max_calls = None if asked["parallel_tool_calls"] else 1
+        self._parts = AnswerParts(None if asked["parallel_tool_calls"] else 1)
         self._items: list[OutputItem] = []
         self._is_open = False  # the last of the items
-        self._num_calls = 0
         self._num_events = 0
 
     def whole(self, result: TextResult, warnings: tuple[str, ...]) -> ResponseAnswer:
@@ -153,13 +152,11 @@ class ResponseForm:
 
     def events(self, chunk: TextChunk) -> Iterator[str]:
         """Yield the events of a piece; those of the last one, but for that of `ending`."""
-        if chunk.reasoning:
-            yield from self._add_thought(chunk.reasoning)
-        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
-            yield from self._add_text(chunk.text)
-        for call in chunk.tool_calls:
-            if self._max_calls is None or call.index < self._max_calls:
-                yield from self._add_call(call)
+        for part in self._parts.of(chunk):
+            if part.begins:
+                yield from self._close("completed")
+                yield from self._begin(part)
+            yield from self._add(part)
         if chunk.finish_reason is not None:
             yield from self._close("incomplete" if chunk.finish_reason == "length" else "completed")
 
@@ -185,52 +182,45 @@ class ResponseForm:
             warnings=(*last.warnings, *warnings),
         )
 
-    def _add_text(self, text: str) -> Iterator[str]:
-        item = self._items[-1] if self._is_open else None
-        if not isinstance(item, OutputMessage):
-            yield from self._close("completed")
-            part = OutputText(type="output_text", text="", annotations=[], logprobs=[])
-            item = OutputMessage(
-                type="message", id=self._item_id("msg"), role="assistant", status="in_progress", content=[]
-            )
-            yield from self._open(item)
-            item.content.append(part)
-            yield self._item_event("response.content_part.added", content_index=0, part=part.model_dump())
-        item.content[0].text += text
-        yield self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
-
-    def _add_thought(self, text: str) -> Iterator[str]:
-        item = self._items[-1] if self._is_open else None
-        if not isinstance(item, OutputReasoning):
-            yield from self._close("completed")
-            part = ReasoningText(type="reasoning_text", text="")
-            item = OutputReasoning(
-                type="reasoning", id=self._item_id("rs"), summary=[], content=[], status="in_progress"
-            )
-            yield from self._open(item)
-            item.content.append(part)
-            yield self._item_event("response.content_part.added", content_index=0, part=part.model_dump())
-        item.content[0].text += text
-        yield self._item_event("response.reasoning_text.delta", content_index=0, delta=text)
-
-    def _add_call(self, call: CalledTool) -> Iterator[str]:
-        if call.index >= self._num_calls:
-            yield from self._close("completed")
-            self._num_calls = call.index + 1
+    def _begin(self, part: AnswerPart) -> Iterator[str]:
+        """Yield the events of an item that begins."""
+        item: OutputItem
+        content: OutputText | ReasoningText
+        if part.call is not None:
+            id_, call = self._item_id("fc"), part.call
             yield from self._open(
                 OutputCall(
-                    type="function_call",
-                    id=self._item_id("fc"),
-                    call_id=call.id,
-                    name=call.name,
-                    arguments="",
-                    status="in_progress",
+                    type="function_call", id=id_, call_id=call.id, name=call.name, arguments="", status="in_progress"
                 )
             )
+            return
+        if part.kind == "text":
+            content = OutputText(type="output_text", text="", annotations=[], logprobs=[])
+            id_ = self._item_id("msg")
+            item = OutputMessage(type="message", id=id_, role="assistant", status="in_progress", content=[])
+            yield from self._open(item)
+            item.content.append(content)
+        else:
+            content = ReasoningText(type="reasoning_text", text="")
+            id_ = self._item_id("rs")
+            item = OutputReasoning(type="reasoning", id=id_, summary=[], content=[], status="in_progress")
+            yield from self._open(item)
+            item.content.append(content)
+        yield self._item_event("response.content_part.added", content_index=0, part=content.model_dump())
+
+    def _add(self, part: AnswerPart) -> Iterator[str]:
+        """Yield the event of what is added to the last item."""
         item = self._items[-1]
-        if isinstance(item, OutputCall) and call.arguments:
-            item.arguments += call.arguments
-            yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
+        if part.kind == "call":
+            if isinstance(item, OutputCall) and part.text:
+                item.arguments += part.text
+                yield self._item_event("response.function_call_arguments.delta", delta=part.text)
+        elif isinstance(item, OutputMessage):
+            item.content[0].text += part.text
+            yield self._item_event("response.output_text.delta", content_index=0, delta=part.text, logprobs=[])
+        elif isinstance(item, OutputReasoning):
+            item.content[0].text += part.text
+            yield self._item_event("response.reasoning_text.delta", content_index=0, delta=part.text)
 
     def _open(self, item: OutputItem) -> Iterator[str]:
         self._items.append(item)

@@ -9,28 +9,28 @@ from collections.abc import Mapping
 from typing import Final
 
 from deployments.engines.diffusion.families.base import Family
-from deployments.engines.diffusion.families.flux import Flux
-from deployments.engines.diffusion.families.flux2 import Flux2, Flux2Klein
-from deployments.engines.diffusion.families.qwen_image import QwenImage, QwenImageEdit, QwenImageEditPlus
-from deployments.engines.diffusion.families.sdxl import StableDiffusionXL
-from deployments.engines.diffusion.families.stable_diffusion import StableDiffusion
-from deployments.engines.diffusion.families.stable_diffusion_3 import StableDiffusion3
-from deployments.engines.diffusion.families.z_image import ZImage
+from deployments.engines.diffusion.families.flux import FLUX
+from deployments.engines.diffusion.families.flux2 import FLUX_2, FLUX_2_KLEIN
+from deployments.engines.diffusion.families.qwen_image import QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS
+from deployments.engines.diffusion.families.sdxl import STABLE_DIFFUSION_XL
+from deployments.engines.diffusion.families.stable_diffusion import STABLE_DIFFUSION
+from deployments.engines.diffusion.families.stable_diffusion_3 import STABLE_DIFFUSION_3
+from deployments.engines.diffusion.families.z_image import Z_IMAGE
 from deployments.engines.records.protocol import EngineError
 
 FAMILIES: Final[Mapping[str, Family]] = {
     class_name: family
     for family in (
-        Flux(),
-        StableDiffusionXL(),
-        StableDiffusion3(),
-        StableDiffusion(),
-        Flux2(),
-        Flux2Klein(),
-        QwenImage(),
-        QwenImageEdit(),
-        QwenImageEditPlus(),
-        ZImage(),
+        FLUX,
+        STABLE_DIFFUSION_XL,
+        STABLE_DIFFUSION_3,
+        STABLE_DIFFUSION,
+        FLUX_2,
+        FLUX_2_KLEIN,
+        QWEN_IMAGE,
+        QWEN_IMAGE_EDIT,
+        QWEN_IMAGE_EDIT_PLUS,
+        Z_IMAGE,
     )
     for class_name in (family.class_name, *family.other_class_names)
 }

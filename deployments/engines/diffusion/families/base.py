@@ -1,14 +1,15 @@
 """The contract of a family: all that one pipeline class of diffusers has to itself, beside the loop over steps.
 
-The defaults of `Family` are what most pipelines do: classifier-free guidance by `guidance_scale`, latents as images,
-noise scaled by the solver, text that is truncated at the tokenizer's own length.
+`Family`, the last class here, is made of rules, a class for each subject. What these do by themselves is what most
+pipelines do: classifier-free guidance by `guidance_scale`, latents as images, noise scaled by the solver, text that is
+truncated at the tokenizer's own length.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from configs.model import LongText, TextPadding
@@ -32,9 +33,10 @@ NoNegative = Literal["unguided", "empty text", "zeros"]
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """The defaults of the stock pipeline's `__call__` (diffusers 0.42), but for the size: `Family.default_sides`.
+    """The defaults of the stock pipeline's `__call__` (diffusers 0.42), but for the size: `Defaults.sides`.
 
-    `max_sequence_length` None is what `text_encoders` makes of it. `true_cfg_scale` is that of families which have one.
+    `max_sequence_length` None is what `Texts.encoders` makes of it. `true_cfg_scale` is that of families that have
+    one.
     """
 
     num_inference_steps: int
@@ -107,10 +109,10 @@ class Rows:
     """The input of one forward: latents (B, …), timesteps (B,), prompts (B, L, D), guidance scales (B,), pooled (B, P).
 
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
-    False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one. `adapters`
-    are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`). `sizes` has each row's,
-    which have one `Family.batch_shape`. `image_prompts` are those of rows that have any. `lengths` are the tokens of
-    each row's prompt that are no padding.
+    False where a prompt is padding, and None where no prompt is; only a family whose texts have `masks` gets one.
+    `adapters` are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`). `sizes` has
+    each row's, which have one `Latents.batch_shape`. `image_prompts` are those of rows that have any. `lengths` are the
+    tokens of each row's prompt that are no padding.
     """
 
     latents: torch.Tensor
@@ -172,45 +174,24 @@ class Rows:
         )
 
 
-class Family(ABC):
-    """A pipeline class of diffusers. Stateless: modules, configs and requests come as arguments."""
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a request gets that leaves something open: `usual`, or those of the task among `edits`.
 
-    class_name: ClassVar[str]  # in model_index.json
-    other_class_names: ClassVar[Sequence[str]] = ()  # stock pipelines of the same components, for other tasks
-    denoiser_name: ClassVar[str]  # the component that predicts noise
-    defaults: ClassVar[ImageDefaults]
-    sample_size: ClassVar[int] = 128  # latents on a side of an image whose size nobody says, unless the denoiser's own
-    reads_sample_size: ClassVar[bool] = False  # stock takes that from the denoiser's config
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {}  # the tasks beside text-to-image
-    guidance_rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
-    upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
-    refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
-    inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
-    # The text encoders that a LoRA may change, each with what trainers and UIs call it.
-    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
-    keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
-    control_class: ClassVar[str | None] = None  # the class of its ControlNets
-    control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
-    controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
-    encodes_controls: ClassVar[bool] = False  # `control_image` may encode, so that the VAE is needed
-    embedding_parts: ClassVar[Sequence[str]] = ()  # the parts that `embed_times` runs, of a denoiser that they modulate
-    modulated_layers: ClassVar[str] = ""  # a pattern of the layers that see the SiLU of their sum, and nothing else
-    text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
-    takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
-    masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
-    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out what is padding, by `Rows.lengths`
-    repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows again and again
-    attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
-    max_references: ClassVar[int] = 0  # the most images that it reads beside latents and prompt; it needs one of them
-    float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
-    takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers
-    refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
+    `sample_size` is how many latents are on a side of an image whose size nobody says. With `reads_sample_size` stock
+    takes that from the denoiser's config.
+    """
 
-    def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
+    usual: ImageDefaults
+    edits: Mapping[Task, EditDefaults] = field(default_factory=dict)
+    sample_size: int = 128
+    reads_sample_size: bool = False
+
+    def of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
         """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_parts.py`)."""
-        return self.defaults
+        return self.usual
 
-    def default_sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
+    def sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
         """Return the width and height of an image whose request says none, by what a checkpoint's configs say."""
         factor = int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
         told = variant if self.reads_sample_size else {}
@@ -220,14 +201,17 @@ class Family(ABC):
         )
         return width, height
 
-    def variant(self, model_index: Mapping[str, Any]) -> Family:
-        """Return the family as a checkpoint has it, by its model_index.json."""
-        return self
 
-    # Text
+class Texts(ABC):
+    """How prompts become conditioning: which encoders read them, and what is made of what these give."""
+
+    masks: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
+    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out what is padding, by `Rows.lengths`
+    takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers
+    refused_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
     @abstractmethod
-    def text_encoders(
+    def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
         """Return the encoders that every text goes to, and those of `lacking` for which stock takes a stand-in.
@@ -235,15 +219,15 @@ class Family(ABC):
         `lacking` are the encoders that the pipeline has not. Raises EngineError for a length that one cannot have.
         """
 
-    def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded:
+    def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded | None:
         """Return what stock takes for a text whose encoder the pipeline lacks, in the place and dtype of `like`.
 
-        Raises EngineError for an encoder that it must have.
+        None for an encoder that it must have.
         """
-        raise EngineError(f"the pipeline has no {item.component}, which {self.class_name} needs")
+        return None
 
     @abstractmethod
-    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         """Return one text's conditioning from its encodings by component: "prompt_embeds" (1, L, D) and, for a family
         that has pooled text, "pooled_prompt_embeds" (1, P). Raises EngineError for outputs that are missing.
         """
@@ -252,19 +236,7 @@ class Family(ABC):
         """Return what the stock pipeline guides away from when the request has no negative prompt at all."""
         return "empty text"
 
-    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
-        """Return whether the stock pipeline runs classifier-free guidance for this request."""
-        return request.guidance_scale > 1
-
-    def cfg_scale(self, request: DiffusionRequest) -> float:
-        """Return the scale of classifier-free guidance."""
-        return request.guidance_scale
-
-    def combine_guidance(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return one prediction, made of those for a negative prompt and a prompt: classifier-free guidance."""
-        return negative + scale * (prompt - negative)
-
-    def padded_text_length(self, num_tokens: int) -> int:
+    def padded_length(self, num_tokens: int) -> int:
         """Return the length that a text has in a forward: a power of two that follows from its own length alone.
 
         So texts of many lengths share forwards, and none depends on its batch-mates. The usual lengths of T5 are such
@@ -272,7 +244,7 @@ class Family(ABC):
         """
         return max(MIN_TEXT_LENGTH, 1 << (num_tokens - 1).bit_length())
 
-    def plan_texts(
+    def plan(
         self,
         model_index: Mapping[str, Any],
         prompt: str,
@@ -297,14 +269,14 @@ class Family(ABC):
         check_choice("text_padding", text_padding, TextPadding)
         check_choice("long_text", long_text, LongText)
         for rule in (text_padding, long_text):
-            if rule in self.refused_text_rules:
-                raise EngineError(self.refused_text_rules[rule])
+            if rule in self.refused_rules:
+                raise EngineError(self.refused_rules[rule])
         texts: list[tuple[Role, str]] = [("prompt", prompt)]
         if use_negative and negative_prompt is not None:
             texts.append(("negative", negative_prompt))
         elif use_negative and self.no_negative(model_index) == "empty text":
             texts.append(("negative", ""))
-        uses = self.text_encoders(max_sequence_length, long_text, lacking_encoders(model_index))
+        uses = self.encoders(max_sequence_length, long_text, lacking_encoders(model_index))
         skips = clip_skips if self.takes_clip_skip else NO_SKIPS
         return tuple(
             EncodeItem(
@@ -321,10 +293,10 @@ class Family(ABC):
             for use in uses
         )
 
-    def assemble_conditioning(
+    def assemble(
         self, model_index: Mapping[str, Any], outputs: Mapping[EncodeItem, Encoded], *, use_negative: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors that `DenoisePipeline.start` takes: those of `join_encodings`, and the same with
+        """Return the tensors that `DenoisePipeline.start` takes: those of `join`, and the same with
         `negative_` in front where guidance has something to guide away from.
 
         `outputs` maps the plan's items to what `TextEncoder.encode` gave. `use_negative` False saves the zeros of a
@@ -333,15 +305,38 @@ class Family(ABC):
         by_role: dict[Role, dict[str, Encoded]] = {"prompt": {}}
         for item, encoded in outputs.items():
             by_role.setdefault(item.role, {})[item.component] = encoded
-        prompt = self.join_encodings("prompt", by_role["prompt"])
+        prompt = self.join("prompt", by_role["prompt"])
         negative: dict[str, torch.Tensor] = {}
         if "negative" in by_role:
-            negative = self.join_encodings("negative", by_role["negative"])
+            negative = self.join("negative", by_role["negative"])
         elif use_negative and self.no_negative(model_index) == "zeros":
             negative = {name: tensor.new_zeros(tensor.shape) for name, tensor in prompt.items()}
         return prompt | {f"negative_{name}": tensor for name, tensor in negative.items()}
 
-    # Latents
+
+class Guidance:
+    """Classifier-free guidance: by `guidance_scale`, unless the family has another option for it."""
+
+    rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
+
+    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
+        """Return whether the stock pipeline runs classifier-free guidance for this request."""
+        return request.guidance_scale > 1
+
+    def scale(self, request: DiffusionRequest) -> float:
+        """Return the scale of classifier-free guidance."""
+        return request.guidance_scale
+
+    def combine(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return one prediction, made of those for a negative prompt and a prompt."""
+        return negative + scale * (prompt - negative)
+
+
+class Latents(ABC):
+    """How latents look: to the VAE, to the denoiser, and before the first step."""
+
+    upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
+    are_float32: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
 
     @abstractmethod
     def size_multiple(self, pixels_per_latent: int) -> int:
@@ -351,17 +346,49 @@ class Family(ABC):
         """Return the `size_multiple` of a checkpoint by what its configs say."""
         return self.size_multiple(int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT)))
 
-    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+    def channels(self, denoiser_config: Mapping[str, Any]) -> int:
         """Return the channels of a latent image."""
         return int(denoiser_config["in_channels"])
 
     def noise_shape(self, denoiser_config: Mapping[str, Any], size: ImageSize) -> tuple[int, int, int]:
         """Return the shape (C, h, w) in which stock draws the noise of an image."""
-        return self.latent_channels(denoiser_config), size.latent_height, size.latent_width
+        return self.channels(denoiser_config), size.latent_height, size.latent_width
 
     def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
         """Return the channels that the denoiser reads beside those of the latents; those of inpainting UNets are 5."""
         return 0
+
+    def first(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
+        """Return the latent images before the first step of a request without an image, (B, C, h, w)."""
+        return noise_BCHW * solver.init_noise_sigma
+
+    def pack(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Return latent images as the denoiser takes them, (B, …)."""
+        return images_BCHW
+
+    def unpack(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
+        """Return what `pack` packed: (B, C, h, w)."""
+        return latents
+
+    def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return latents of the VAE at the scale at which they are denoised."""
+        return vae_latents * vae.config["scaling_factor"]
+
+    def unscale(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return latent images at the scale of the VAE."""
+        return latents_BCHW / vae.config["scaling_factor"]
+
+    def batch_shape(self, size: ImageSize) -> Hashable:
+        """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
+        return size.height, size.width
+
+
+class Steps:
+    """The schedule of a request, and where one with an image begins."""
+
+    refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
+    inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
+    attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
 
     def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the constructor of the stock pipeline for a request changes of its solver's config."""
@@ -375,52 +402,66 @@ class Family(ABC):
             return {"timesteps": list(request.timesteps)}
         return {"num_inference_steps": request.num_inference_steps}
 
-    def first_step(self, num_inference_steps: int, strength: float) -> int:
+    def first(self, num_inference_steps: int, strength: float) -> int:
         """Return the step at which a request with an image begins: rounding is the stock pipeline's."""
         return num_inference_steps - min(int(num_inference_steps * strength), num_inference_steps)
 
-    def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
-        """Return the latent images before the first step of a request without an image, (B, C, h, w)."""
-        return noise_BCHW * solver.init_noise_sigma
 
-    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Return latent images as the denoiser takes them, (B, …)."""
-        return images_BCHW
+class Adapters:
+    """What may be added to the denoiser: LoRAs, ControlNets, images as prompts."""
 
-    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
-        """Return what `pack_latents` packed: (B, C, h, w)."""
-        return latents
+    # The text encoders that a LoRA may change, each with what trainers and UIs call it.
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
+    repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows again and again
+    takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
+    control_class: ClassVar[str | None] = None  # the class of its ControlNets
+    control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
+    controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
+    encodes_controls: ClassVar[bool] = False  # `control_image` may encode, so that the VAE is needed
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
-        """Return latents of the VAE at the scale at which they are denoised."""
-        return vae_latents * vae.config["scaling_factor"]
+    def control_image(
+        self,
+        net: Any,
+        pixels_B3HW: torch.Tensor,
+        encode: Callable[[torch.Tensor], torch.Tensor],
+        vae: Any,
+    ) -> torch.Tensor:
+        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1."""
+        return pixels_B3HW
 
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
-        """Return latent images at the scale of the VAE."""
-        return latents_BCHW / vae.config["scaling_factor"]
+    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+        """Return why `predict_noise` cannot call a ControlNet of this config, or None."""
+        return None
 
-    def batch_shape(self, size: ImageSize) -> Hashable:
-        """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
-        return size.height, size.width
 
-    # Images beside the latents, uint8 (height, width, 3)
+class References:
+    """Images that are read beside the latents, uint8 (height, width, 3). A family that has `most` needs one of them."""
 
-    def sides_beside(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
+    most: ClassVar[int] = 0
+
+    def sides(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
         """Return the width and height of an image beside references where nobody says them.
 
         Raises EngineError for references that it cannot read.
         """
-        raise NotImplementedError(f"{self.class_name} has no references")
+        raise NotImplementedError
 
-    def seen_reference(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def seen(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Return a reference in the size in which the reader of the prompt sees it. Raises EngineError."""
-        raise NotImplementedError(f"{self.class_name} has no references")
+        raise NotImplementedError
 
-    def encoded_reference(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
+    def encoded(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
         """Return a reference in the size in which the VAE encodes it. Raises EngineError."""
-        raise NotImplementedError(f"{self.class_name} has no references")
+        raise NotImplementedError
 
-    # The denoiser
+
+class Network(ABC):
+    """How the denoiser is called. It may be modulated by embeddings of time and text, which are known beforehand."""
+
+    keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
+    embedding_parts: ClassVar[Sequence[str]] = ()  # the parts that `embed_times` runs, of a denoiser that they modulate
+    modulated_layers: ClassVar[str] = ""  # a pattern of the layers that see the SiLU of their sum, and nothing else
+    text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
 
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         """Return why `predict_noise` cannot call a denoiser of this config, or None."""
@@ -439,17 +480,47 @@ class Family(ABC):
 
         Latents and prompts of the rows have no elements.
         """
-        raise NotImplementedError(f"{self.class_name} has no embedding_parts")
+        raise NotImplementedError
 
-    def control_image(
-        self,
-        net: Any,
-        pixels_B3HW: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        vae: Any,
-    ) -> torch.Tensor:
-        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1."""
-        return pixels_B3HW
+    @abstractmethod
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        """Run the denoiser: its prediction, of the shape of `rows.latents`."""
+
+
+_GUIDANCE: Final = Guidance()
+_STEPS: Final = Steps()
+_ADAPTERS: Final = Adapters()
+_REFERENCES: Final = References()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """A pipeline class of diffusers. Stateless: modules, configs and requests come as arguments.
+
+    `class_name` is that in model_index.json; `other_class_names` are stock pipelines of the same components, for other
+    tasks. `denoiser_name` is the component that predicts noise.
+    """
+
+    class_name: str
+    other_class_names: Sequence[str] = ()
+    denoiser_name: str
+    defaults: Defaults
+    network: Network
+    texts: Texts
+    latents: Latents
+    guidance: Guidance = _GUIDANCE
+    steps: Steps = _STEPS
+    adapters: Adapters = _ADAPTERS
+    references: References = _REFERENCES
+
+    @property
+    def lora_encoders(self) -> Mapping[str, Sequence[str]]:
+        """Return the text encoders that a LoRA may change: a family is the `AdaptedParts` of its pipelines."""
+        return self.adapters.lora_encoders
+
+    def variant(self, model_index: Mapping[str, Any]) -> Family:
+        """Return the family as a checkpoint has it, by its model_index.json."""
+        return self
 
     def control_misfit(
         self,
@@ -463,26 +534,18 @@ class Family(ABC):
 
         What only one of the configs says is no reason: files of older versions say less.
         """
-        if self.control_class is None:
+        if self.adapters.control_class is None:
             return f"cannot be used: no ControlNets are served with {self.class_name}"
-        if class_name != self.control_class:
+        if class_name != self.adapters.control_class:
             taker = f"{model!r} ({self.class_name})" if model else self.class_name
-            return f"is a {class_name}, and {taker} takes a {self.control_class}"
-        for key in self.control_keys:
+            return f"is a {class_name}, and {taker} takes a {self.adapters.control_class}"
+        for key in self.adapters.control_keys:
             own, expected = (_plain(one.get(key)) for one in (config, denoiser_config))
             if own != expected and key in config and key in denoiser_config:
                 return (
                     f"has {key} {own}, and {repr(model) if model else 'the model'} {expected}: it is of another family"
                 )
-        return self.control_refusal(config, pixels_per_latent)
-
-    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
-        """Return why `predict_noise` cannot call a ControlNet of this config, or None."""
-        return None
-
-    @abstractmethod
-    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
-        """Run the denoiser: its prediction, of the shape of `rows.latents`."""
+        return self.adapters.control_refusal(config, pixels_per_latent)
 
 
 def _plain(value: Any) -> Any:

@@ -8,12 +8,22 @@ Behind them is what those share whose prompts a language model reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
 from configs.model import LongText
-from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
+from deployments.engines.diffusion.families.base import (
+    Guidance,
+    ImageSize,
+    Latents,
+    Network,
+    NoNegative,
+    Rows,
+    Steps,
+    Texts,
+)
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
 from deployments.engines.records.protocol import DiffusionRequest, EngineError, PromptForm
 
@@ -24,8 +34,8 @@ if TYPE_CHECKING:
 PATCH: Final = 2
 
 
-class FlowMatching(Family):
-    """A transformer modulated by time and pooled text, whose solver is FlowMatchEulerDiscreteScheduler in stock."""
+class ModulatedFlow(Network):
+    """A transformer modulated by time and pooled text."""
 
     embedding_parts: ClassVar[Sequence[str]] = ("time_text_embed",)
     modulated_layers: ClassVar[str] = "*norm*.linear"
@@ -34,24 +44,16 @@ class FlowMatching(Family):
     def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
         return [denoiser.time_text_embed(rows.timesteps, rows.pooled)]
 
-    def first_step(self, num_inference_steps: int, strength: float) -> int:
+
+class FlowSteps(Steps):
+    """The steps of a solver that is FlowMatchEulerDiscreteScheduler in stock."""
+
+    def first(self, num_inference_steps: int, strength: float) -> int:
         return int(num_inference_steps - min(num_inference_steps * strength, num_inference_steps))
 
-    def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
-        return noise_BCHW
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
-        return (vae_latents - vae.config["shift_factor"]) * vae.config["scaling_factor"]
-
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
-        return latents_BCHW / vae.config["scaling_factor"] + vae.config["shift_factor"]
-
-
-class ShiftedFlow(FlowMatching):
-    """A transformer of patches, whose schedule is shifted by how many there are."""
-
-    def size_multiple(self, pixels_per_latent: int) -> int:
-        return PATCH * pixels_per_latent
+class ShiftedSteps(FlowSteps):
+    """A schedule that is shifted by how many patches there are."""
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         steps = request.num_inference_steps
@@ -67,25 +69,53 @@ class ShiftedFlow(FlowMatching):
         return dynamic_shift(num_patches, solver_config, max_shift=1.15)
 
 
-class PackedFlow(ShiftedFlow):
-    """A transformer that takes its latents as packed patches: (num_images, h/2 * w/2, 4 * C)."""
+class FlowLatents(Latents):
+    """Latents that stand in patches, of a VAE that has a shift."""
 
-    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return PATCH * pixels_per_latent
+
+    def first(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
+        return noise_BCHW
+
+    def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+        return (vae_latents - vae.config["shift_factor"]) * vae.config["scaling_factor"]
+
+    def unscale(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        return latents_BCHW / vae.config["scaling_factor"] + vae.config["shift_factor"]
+
+
+class PackedLatents(FlowLatents):
+    """Latents that the transformer takes as packed patches: (num_images, h/2 * w/2, 4 * C)."""
+
+    def channels(self, denoiser_config: Mapping[str, Any]) -> int:
         return int(denoiser_config["in_channels"]) // PATCH**2
 
-    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+    def pack(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Pack (B, C, 2h, 2w) -> (B, h * w, 4 * C)."""
         batch, channels, height, width = images_BCHW.shape
         patches = images_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
         return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
 
-    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
+    def unpack(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
         """Unpack (B, h * w, 4 * C) -> (B, C, 2h, 2w)."""
         batch, _, width = latents.shape
         channels = width // PATCH**2
         rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
         patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
         return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
+
+
+class TrueGuidance(Guidance):
+    """Guidance by `true_cfg_scale`, away from a negative prompt: `guidance_scale` is a number that the model reads."""
+
+    rule: ClassVar[str] = "true_cfg_scale > 1"
+
+    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
+        return request.true_cfg_scale > 1 and has_negative
+
+    def scale(self, request: DiffusionRequest) -> float:
+        return request.true_cfg_scale
 
 
 def num_patches(size: ImageSize) -> int:
@@ -110,18 +140,23 @@ def dynamic_shift(num_patches: int, solver_config: Mapping[str, Any], max_shift:
 ENCODER: Final = "text_encoder"
 
 
-class PromptReader(Family):
-    """A family with one text encoder, a language model that reads a prompt in one piece, in the form of `reading`."""
+@dataclass(frozen=True, slots=True)
+class ReadTexts(Texts):
+    """One text encoder, a language model that reads a prompt in one piece, in the form of `reading`.
 
-    reading: ClassVar[PromptForm]
-    max_tokens: ClassVar[int] = 512
-    default_tokens: ClassVar[int] = 512
-    refused_text_rules: ClassVar[Mapping[str, str]] = {
+    `without_negative` is what is guided away from when there is no negative prompt.
+    """
+
+    refused_rules: ClassVar[Mapping[str, str]] = {
         "chunk": "long_text 'chunk' is for CLIP, and a language model reads this pipeline's prompts, in one piece; use "
         "truncate or error"
     }
+    reading: PromptForm
+    max_tokens: int = 512
+    default_tokens: int = 512
+    without_negative: NoNegative = "empty text"
 
-    def text_encoders(
+    def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
         num_tokens = self.default_tokens if max_sequence_length is None else max_sequence_length
@@ -129,5 +164,8 @@ class PromptReader(Family):
             raise EngineError(f"max_sequence_length {num_tokens}: expected 1 to {self.max_tokens}")
         return (EncoderUse(ENCODER, num_tokens + self.reading.num_dropped, long_text, form=self.reading),)
 
-    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         return {"prompt_embeds": output_of(role, encodings, ENCODER, "hidden").unsqueeze(0)}
+
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+        return self.without_negative

@@ -10,18 +10,29 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    Adapters,
     ControlRows,
+    Defaults,
     EditDefaults,
+    Family,
     ImageDefaults,
     ImageSize,
+    Latents,
     NoNegative,
     Rows,
-    Task,
+    Texts,
     sum_residuals,
 )
-from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow, num_patches
+from deployments.engines.diffusion.families.flow_matching import (
+    PATCH,
+    ModulatedFlow,
+    PackedLatents,
+    ShiftedSteps,
+    TrueGuidance,
+    num_patches,
+)
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
-from deployments.engines.records.protocol import DiffusionRequest, EngineError
+from deployments.engines.records.protocol import EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
@@ -31,28 +42,56 @@ MAX_T5_TOKENS: Final = 512  # the stock pipeline's default and upper bound
 SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256)
 
 
-class Flux(PackedFlow):
-    """FluxPipeline. CLIP's pooled text modulates, T5's tokens are attended to.
+class FluxDefaults(Defaults):
+    """Those of a checkpoint that was distilled to few steps are others."""
 
-    `guidance_scale` is embedded if the transformer has an embedding for it, else it does nothing. Guidance against a
-    negative prompt is `true_cfg_scale`. Latents are packed patches: (num_images, h/2 * w/2, 4 * C).
-    """
+    def of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
+        is_timestep_distilled = variant.get("guidance_embeds") is variant.get("use_dynamic_shifting") is False
+        return SCHNELL if is_timestep_distilled else self.usual
 
-    class_name: ClassVar[str] = "FluxPipeline"
-    denoiser_name: ClassVar[str] = "transformer"
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5)
-    other_class_names: ClassVar[Sequence[str]] = ("FluxImg2ImgPipeline", "FluxInpaintPipeline")
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),
-        "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),
+
+class FluxTexts(Texts):
+    """CLIP's pooled text modulates, T5's tokens are attended to."""
+
+    masks: ClassVar[bool] = True
+    refused_rules: ClassVar[Mapping[str, str]] = {
+        "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
+        f"{MAX_T5_TOKENS} tokens in one piece; use truncate or error"
     }
+
+    def encoders(
+        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
+    ) -> Sequence[EncoderUse]:
+        """Return CLIP and T5. CLIP always truncates: its one vector only tints what T5 says, whatever the padding."""
+        t5_tokens = MAX_T5_TOKENS if max_sequence_length is None else max_sequence_length
+        if not 1 <= t5_tokens <= MAX_T5_TOKENS:
+            raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
+        return EncoderUse("text_encoder"), EncoderUse("text_encoder_2", t5_tokens, long_text)
+
+    def join(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+        hidden = output_of(role, encodings, "text_encoder_2", "hidden")
+        pooled = output_of(role, encodings, "text_encoder", "pooled")
+        return {"prompt_embeds": hidden.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
+
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+        return "unguided"
+
+
+class FluxSteps(ShiftedSteps):
     inpaints_from_noise: ClassVar[bool] = False
-    guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
+
+
+class FluxLatents(PackedLatents):
+    def batch_shape(self, size: ImageSize) -> Hashable:
+        """Return the number of patches: attention sees them as one sequence, each with its own position."""
+        return num_patches(size)
+
+
+class FluxAdapters(Adapters):
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
         "text_encoder": ("te1", "clip_l"),
         "text_encoder_2": ("te2", "te3", "t5xxl"),  # which of the two depends on the trainer
     }
-    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
     control_class: ClassVar[str | None] = "FluxControlNetModel"
     control_keys: ClassVar[Sequence[str]] = (
         "in_channels",
@@ -63,42 +102,9 @@ class Flux(PackedFlow):
     )
     controls_read_prompt: ClassVar[bool] = True
     encodes_controls: ClassVar[bool] = True
-    masks_text: ClassVar[bool] = True
-    refused_text_rules: ClassVar[Mapping[str, str]] = {
-        "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
-        f"{MAX_T5_TOKENS} tokens in one piece; use truncate or error"
-    }
 
-    def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
-        is_timestep_distilled = variant.get("guidance_embeds") is variant.get("use_dynamic_shifting") is False
-        return SCHNELL if is_timestep_distilled else self.defaults
-
-    def text_encoders(
-        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
-    ) -> Sequence[EncoderUse]:
-        """Return CLIP and T5. CLIP always truncates: its one vector only tints what T5 says, whatever the padding."""
-        t5_tokens = MAX_T5_TOKENS if max_sequence_length is None else max_sequence_length
-        if not 1 <= t5_tokens <= MAX_T5_TOKENS:
-            raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
-        return EncoderUse("text_encoder"), EncoderUse("text_encoder_2", t5_tokens, long_text)
-
-    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
-        hidden = output_of(role, encodings, "text_encoder_2", "hidden")
-        pooled = output_of(role, encodings, "text_encoder", "pooled")
-        return {"prompt_embeds": hidden.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
-
-    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
-        return "unguided"
-
-    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
-        return request.true_cfg_scale > 1 and has_negative
-
-    def cfg_scale(self, request: DiffusionRequest) -> float:
-        return request.true_cfg_scale
-
-    def batch_shape(self, size: ImageSize) -> Hashable:
-        """Return the number of patches: attention sees them as one sequence, each with its own position."""
-        return num_patches(size)
+    def __init__(self, latents: Latents) -> None:
+        self._latents = latents
 
     def control_image(
         self,
@@ -108,11 +114,17 @@ class Flux(PackedFlow):
         vae: Any,
     ) -> torch.Tensor:
         images = pixels_B3HW * 2 - 1
-        return images if _reads_pixels(net) else self.pack_latents(self.scale_latents(encode(images), vae))
+        return images if _reads_pixels(net) else self._latents.pack(self._latents.scale(encode(images), vae))
 
     def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
         is_union = config.get("num_mode") is not None
         return "is a union of ControlNets (num_mode), which is not supported" if is_union else None
+
+
+class FluxNetwork(ModulatedFlow):
+    """`guidance_scale` is embedded if the transformer has an embedding for it, else it does nothing."""
+
+    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
@@ -212,3 +224,24 @@ def _patch_ids(size: ImageSize, device: torch.device) -> torch.Tensor:
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
     ids[..., 2] = torch.arange(columns, device=device)[None, :]
     return ids.view(-1, 3)
+
+
+_LATENTS: Final = FluxLatents()
+FLUX: Final = Family(
+    class_name="FluxPipeline",
+    other_class_names=("FluxImg2ImgPipeline", "FluxInpaintPipeline"),
+    denoiser_name="transformer",
+    defaults=FluxDefaults(
+        ImageDefaults(num_inference_steps=28, guidance_scale=3.5),
+        edits={
+            "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),
+            "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),
+        },
+    ),
+    network=FluxNetwork(),
+    texts=FluxTexts(),
+    latents=_LATENTS,
+    guidance=TrueGuidance(),
+    steps=FluxSteps(),
+    adapters=FluxAdapters(_LATENTS),
+)

@@ -10,10 +10,20 @@ Source: diffusers 0.42, `pipelines/flux2/pipeline_flux2_klein.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from deployments.engines.diffusion.families.base import EditDefaults, ImageDefaults, ImageSize, NoNegative, Rows, Task
-from deployments.engines.diffusion.families.flow_matching import PATCH, PromptReader, ShiftedFlow
+from deployments.engines.diffusion.families.base import (
+    Defaults,
+    EditDefaults,
+    Family,
+    Guidance,
+    ImageDefaults,
+    ImageSize,
+    Network,
+    Rows,
+)
+from deployments.engines.diffusion.families.flow_matching import PATCH, FlowLatents, ReadTexts, ShiftedSteps
 from deployments.engines.records.protocol import DiffusionRequest, PromptForm
 
 if TYPE_CHECKING:
@@ -28,44 +38,61 @@ SYSTEM: Final = (
 )
 
 
-class Flux2(PromptReader, ShiftedFlow):
-    """Flux2Pipeline. Latents are patches, normalized by the VAE's statistics: (num_images, h/2 * w/2, 4 * C).
+class Flux2Texts(ReadTexts):
+    """Shorter texts are padded to the limit, and the model has seen that."""
 
-    An image of the request is read by the transformer beside the latents, not put under noise: `strength` is none of
-    its options. Guidance is a number that the transformer reads, so nothing is guided away from.
-    """
-
-    class_name: ClassVar[str] = "Flux2Pipeline"
-    denoiser_name: ClassVar[str] = "transformer"
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=4.0)
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=1.0, guidance_scale=4.0, num_inference_steps=50)
-    }
-    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "*modulation*", "proj_out.weight")
-    embedding_parts: ClassVar[Sequence[str]] = ()
-    guidance_rule: ClassVar[str] = "never: the model reads its guidance_scale"
-    # Shorter texts are padded to the limit, and the model has seen that.
-    reading: ClassVar[PromptForm] = PromptForm(
-        layers=(10, 20, 30),
-        variables=(("add_generation_prompt", False),),
-        keeps_padding=True,
-        system=SYSTEM,
-        removed="[IMG]",
-    )
-    attends_to_image: ClassVar[bool] = True
-    refused_text_rules: ClassVar[Mapping[str, str]] = {
-        **PromptReader.refused_text_rules,
+    refused_rules: ClassVar[Mapping[str, str]] = {
+        **ReadTexts.refused_rules,
         "trimmed": "text_padding 'trimmed': FLUX.2 was trained on padded texts; use stock",
     }
 
-    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
-        return "unguided"
+
+class Unguided(Guidance):
+    """Guidance is a number that the transformer reads, so nothing is guided away from."""
+
+    rule: ClassVar[str] = "never: the model reads its guidance_scale"
 
     def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
         return False
 
+
+class PatchLatents(FlowLatents):
+    """Latents are patches, normalized by the VAE's statistics: (num_images, h/2 * w/2, 4 * C)."""
+
     def noise_shape(self, denoiser_config: Mapping[str, Any], size: ImageSize) -> tuple[int, int, int]:
         return int(denoiser_config["in_channels"]), size.latent_height // PATCH, size.latent_width // PATCH
+
+    def pack(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Pack (B, 4 * C, h/2, w/2), whose channels are patches already, -> (B, h/2 * w/2, 4 * C)."""
+        return images_BCHW.flatten(2).transpose(1, 2)
+
+    def unpack(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
+        rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
+        return latents.transpose(1, 2).reshape(len(latents), -1, rows, columns)
+
+    def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return patches (B, 4 * C, h/2, w/2) of latents (B, C, h, w)."""
+        batch, channels, height, width = vae_latents.shape
+        patches = vae_latents.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+        patches = patches.permute(0, 1, 3, 5, 2, 4).reshape(batch, -1, height // PATCH, width // PATCH)
+        mean, deviation = _statistics(vae, patches)
+        return (patches - mean) / deviation
+
+    def unscale(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return latents (B, C, h, w) of patches (B, 4 * C, h/2, w/2)."""
+        mean, deviation = _statistics(vae, latents_BCHW)
+        patches = latents_BCHW * deviation + mean
+        batch, _, rows, columns = patches.shape
+        patches = patches.reshape(batch, -1, PATCH, PATCH, rows, columns).permute(0, 1, 4, 2, 5, 3)
+        return patches.reshape(batch, -1, rows * PATCH, columns * PATCH)
+
+
+class Flux2Steps(ShiftedSteps):
+    """An image of the request is read by the transformer beside the latents, not put under noise: `strength` is none
+    of its options.
+    """
+
+    attends_to_image: ClassVar[bool] = True
 
     def shift(self, num_patches: int, num_steps: int, solver_config: Mapping[str, Any]) -> float:
         """Return mu, fitted for 10 and for 200 steps: a line between them, and for large images that of 200."""
@@ -75,29 +102,11 @@ class Flux2(PromptReader, ShiftedFlow):
         slope = (of_200 - (8.73809524e-05 * num_patches + 1.89833333)) / 190.0
         return slope * num_steps + (of_200 - 200.0 * slope)
 
-    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Pack (B, 4 * C, h/2, w/2), whose channels are patches already, -> (B, h/2 * w/2, 4 * C)."""
-        return images_BCHW.flatten(2).transpose(1, 2)
 
-    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
-        rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
-        return latents.transpose(1, 2).reshape(len(latents), -1, rows, columns)
+class Flux2Network(Network):
+    """Two streams, of patches and of the prompt, that one modulation serves."""
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
-        """Return patches (B, 4 * C, h/2, w/2) of latents (B, C, h, w)."""
-        batch, channels, height, width = vae_latents.shape
-        patches = vae_latents.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-        patches = patches.permute(0, 1, 3, 5, 2, 4).reshape(batch, -1, height // PATCH, width // PATCH)
-        mean, deviation = _statistics(vae, patches)
-        return (patches - mean) / deviation
-
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
-        """Return latents (B, C, h, w) of patches (B, 4 * C, h/2, w/2)."""
-        mean, deviation = _statistics(vae, latents_BCHW)
-        patches = latents_BCHW * deviation + mean
-        batch, _, rows, columns = patches.shape
-        patches = patches.reshape(batch, -1, PATCH, PATCH, rows, columns).permute(0, 1, 4, 2, 5, 3)
-        return patches.reshape(batch, -1, rows * PATCH, columns * PATCH)
+    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "*modulation*", "proj_out.weight")
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, None
@@ -138,34 +147,68 @@ def _ids(time: int, rows: int, columns: int, length: int) -> torch.Tensor:
     return torch.cartesian_prod(torch.tensor([time]), torch.arange(rows), torch.arange(columns), torch.arange(length))
 
 
+FLUX_2: Final = Family(
+    class_name="Flux2Pipeline",
+    denoiser_name="transformer",
+    defaults=Defaults(
+        ImageDefaults(num_inference_steps=50, guidance_scale=4.0),
+        edits={"image-to-image": EditDefaults(strength=1.0, guidance_scale=4.0, num_inference_steps=50)},
+    ),
+    network=Flux2Network(),
+    texts=Flux2Texts(
+        PromptForm(
+            layers=(10, 20, 30),
+            variables=(("add_generation_prompt", False),),
+            keeps_padding=True,
+            system=SYSTEM,
+            removed="[IMG]",
+        ),
+        without_negative="unguided",
+    ),
+    latents=PatchLatents(),
+    guidance=Unguided(),
+    steps=Flux2Steps(),
+)
+
+
 # FLUX.2 [klein], distilled, by its model card.
 DISTILLED: Final = ImageDefaults(num_inference_steps=4, guidance_scale=1.0)
 
 
-class Flux2Klein(Flux2):
-    """Flux2KleinPipeline. Stock guides away from an empty text; here a negative prompt is one."""
+class KleinDefaults(Defaults):
+    """Those of a distilled checkpoint are others."""
 
-    class_name: ClassVar[str] = "Flux2KleinPipeline"
-    guidance_rule: ClassVar[str] = "guidance_scale > 1"
-    reading: ClassVar[PromptForm] = PromptForm(
-        layers=(9, 18, 27), variables=(("enable_thinking", False),), keeps_padding=True
-    )
+    def of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
+        return DISTILLED if variant.get("is_distilled") is True else self.usual
 
-    def __init__(self, *, is_distilled: bool = False) -> None:
-        self._is_distilled = is_distilled
 
-    def variant(self, model_index: Mapping[str, Any]) -> Flux2Klein:
-        return Flux2Klein(is_distilled=model_index.get("is_distilled") is True)
-
-    def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
-        return DISTILLED if variant.get("is_distilled") is True else self.defaults
-
-    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
-        return "empty text"
-
-    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
-        return request.guidance_scale > 1 and not self._is_distilled
-
+class KleinNetwork(Flux2Network):
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         is_guided = denoiser_config.get("guidance_embeds", True)  # the default of the class
         return "a FLUX.2 [klein] with embedded guidance is not supported" if is_guided else None
+
+
+class DistilledGuidance(Guidance):
+    """None: a distilled model needs none."""
+
+    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
+        return False
+
+
+class Flux2Klein(Family):
+    """Flux2KleinPipeline. Stock guides away from an empty text; here a negative prompt is one."""
+
+    def variant(self, model_index: Mapping[str, Any]) -> Family:
+        is_distilled = model_index.get("is_distilled") is True
+        return replace(self, guidance=DistilledGuidance()) if is_distilled else self
+
+
+FLUX_2_KLEIN: Final = Flux2Klein(
+    class_name="Flux2KleinPipeline",
+    denoiser_name="transformer",
+    defaults=KleinDefaults(FLUX_2.defaults.usual, edits=FLUX_2.defaults.edits),
+    network=KleinNetwork(),
+    texts=Flux2Texts(PromptForm(layers=(9, 18, 27), variables=(("enable_thinking", False),), keeps_padding=True)),
+    latents=FLUX_2.latents,
+    steps=FLUX_2.steps,
+)

@@ -13,16 +13,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import (
+    Adapters,
+    Defaults,
     EditDefaults,
+    Family,
     ImageDefaults,
     ImageSize,
-    NoNegative,
+    Network,
+    References,
     Rows,
-    Task,
 )
-from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow, PromptReader, num_patches
+from deployments.engines.diffusion.families.flow_matching import (
+    PATCH,
+    PackedLatents,
+    ReadTexts,
+    ShiftedSteps,
+    TrueGuidance,
+    num_patches,
+)
 from deployments.engines.records.input_images import resize_pixels
-from deployments.engines.records.protocol import DiffusionRequest, EngineError, PromptForm
+from deployments.engines.records.protocol import EngineError, PromptForm
 
 if TYPE_CHECKING:  # the ingress has no torch
     import numpy as np
@@ -51,57 +61,47 @@ _MAX_RATIO: Final = 16  # of the sides
 _TEXT_STEP: Final = 256  # tokens
 
 
-class QwenImage(PromptReader, PackedFlow):
-    """QwenImagePipeline. Guidance against a negative prompt is `true_cfg_scale`, at the prompt's own strength.
+class QwenTexts(ReadTexts):
+    masks: ClassVar[bool] = True
 
-    Latents are packed patches: (num_images, h/2 * w/2, 4 * C). The VAE is one of videos, each image a frame.
-    """
 
-    class_name: ClassVar[str] = "QwenImagePipeline"
-    denoiser_name: ClassVar[str] = "transformer"
-    other_class_names: ClassVar[Sequence[str]] = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=1.0, true_cfg_scale=4.0)
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
-        "inpainting": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
-    }
-    reading: ClassVar[PromptForm] = READING
-    max_tokens: ClassVar[int] = 1024
-    guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
-    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "img_in.*", "txt_in.*", "proj_out.weight")
-    embedding_parts: ClassVar[Sequence[str]] = ()
-    masks_text: ClassVar[bool] = True
+class NormKeeping(TrueGuidance):
+    """Guidance against a negative prompt at the prompt's own strength."""
 
-    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
-        return "unguided"
-
-    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
-        return request.true_cfg_scale > 1 and has_negative
-
-    def cfg_scale(self, request: DiffusionRequest) -> float:
-        return request.true_cfg_scale
-
-    def combine_guidance(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
+    def combine(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
         """Guide without making a patch's prediction longer than it is for the prompt alone."""
         import torch
 
-        guided = super().combine_guidance(negative, prompt, scale)
+        guided = super().combine(negative, prompt, scale)
         return guided * (torch.norm(prompt, dim=-1, keepdim=True) / torch.norm(guided, dim=-1, keepdim=True))
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+
+class QwenLatents(PackedLatents):
+    """Packed patches: (num_images, h/2 * w/2, 4 * C). The VAE is one of videos, each image a frame."""
+
+    def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
         mean, std = (_by_channel(vae.config[f"latents_{name}"], vae_latents) for name in ("mean", "std"))
         return (vae_latents - mean) * (1.0 / std)
 
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+    def unscale(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
         mean, std = (_by_channel(vae.config[f"latents_{name}"], latents_BCHW) for name in ("mean", "std"))
         return latents_BCHW / (1.0 / std) + mean
+
+
+class QwenNetwork(Network):
+    """Two streams, of patches and of the prompt. Those of models that make `edits` tell images beside by their time."""
+
+    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "img_in.*", "txt_in.*", "proj_out.weight")
+
+    def __init__(self, *, edits: bool = False) -> None:
+        self._edits = edits
 
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         if denoiser_config.get("guidance_embeds"):
             return "a Qwen-Image with embedded guidance is not supported"
         if denoiser_config.get("use_additional_t_cond") or denoiser_config.get("use_layer3d_rope"):
             return "a Qwen-Image transformer for layers is not supported"
-        if denoiser_config.get("zero_cond_t") and not self.max_references:
+        if denoiser_config.get("zero_cond_t") and not self._edits:
             return "a Qwen-Image transformer for edits is not supported"
         return None
 
@@ -122,52 +122,70 @@ class QwenImage(PromptReader, PackedFlow):
         return noise[:, : num_patches(size)]
 
 
-class QwenImageEdit(QwenImage):
-    """QwenImageEditPipeline. It changes one image, which the language model sees as large as the VAE does.
+QWEN_IMAGE: Final = Family(
+    class_name="QwenImagePipeline",
+    other_class_names=("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"),
+    denoiser_name="transformer",
+    defaults=Defaults(
+        ImageDefaults(num_inference_steps=50, guidance_scale=1.0, true_cfg_scale=4.0),
+        edits={
+            "image-to-image": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
+            "inpainting": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
+        },
+    ),
+    network=QwenNetwork(),
+    texts=QwenTexts(READING, max_tokens=1024, without_negative="unguided"),
+    latents=QwenLatents(),
+    guidance=NormKeeping(),
+    steps=ShiftedSteps(),
+)
 
-    A prompt longer than 1024 tokens, which stock takes whole, is cut.
-    """
 
-    class_name: ClassVar[str] = "QwenImageEditPipeline"
-    other_class_names: ClassVar[Sequence[str]] = ()
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {}
-    max_references: ClassVar[int] = 1
-    repeats_rows: ClassVar[bool] = True  # with their times, and then with time 0, which is that of images beside
-    default_tokens: ClassVar[int] = 1024
-    reading: ClassVar[PromptForm] = PromptForm(layers=(-1,), template=_EDIT_TEMPLATE, num_dropped=64, image=_IMAGE)
+class EditTexts(QwenTexts):
+    """A prompt longer than 1024 tokens, which stock takes whole, is cut."""
 
-    def padded_text_length(self, num_tokens: int) -> int:
+    def padded_length(self, num_tokens: int) -> int:
         """Return a power of two for a short text, and for one with an image, of thousands of tokens, a multiple."""
         if num_tokens <= _TEXT_STEP:
-            return super().padded_text_length(num_tokens)
+            return super().padded_length(num_tokens)
         return math.ceil(num_tokens / _TEXT_STEP) * _TEXT_STEP
 
+
+class EditLatents(QwenLatents):
     def batch_shape(self, size: ImageSize) -> Hashable:
         return super().batch_shape(size), size.references
 
-    def sides_beside(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
+
+class EditAdapters(Adapters):
+    repeats_rows: ClassVar[bool] = True  # with their times, and then with time 0, which is that of images beside
+
+
+class OneReference(References):
+    """One image is changed, which the language model sees as large as the VAE does."""
+
+    most: ClassVar[int] = 1
+
+    def sides(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
         *_, (width, height) = (_sides_of_area(image, _AREA) for image in references)
         return width // multiple * multiple, height // multiple * multiple
 
-    def seen_reference(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def seen(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         return resize_pixels(pixels, _sides_of_area(pixels, _AREA))
 
-    def encoded_reference(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
-        return resize_pixels(self.seen_reference(pixels), self.sides_beside([pixels], multiple))
+    def encoded(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
+        return resize_pixels(self.seen(pixels), self.sides([pixels], multiple))
 
 
-class QwenImageEditPlus(QwenImageEdit):
-    """QwenImageEditPlusPipeline. It changes several images into one; the language model sees them smaller."""
+class SeveralReferences(OneReference):
+    """Several images are changed into one; the language model sees them smaller."""
 
-    class_name: ClassVar[str] = "QwenImageEditPlusPipeline"
-    max_references: ClassVar[int] = 8  # stock bounds nothing; trained on up to three
-    reading: ClassVar[PromptForm] = replace(QwenImageEdit.reading, image=f"Picture {{number}}: {_IMAGE}")
+    most: ClassVar[int] = 8  # stock bounds nothing; trained on up to three
 
-    def seen_reference(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def seen(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         return resize_pixels(pixels, _sides_of_area(pixels, _SMALL_AREA))
 
-    def encoded_reference(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
-        return resize_pixels(pixels, self.sides_beside([pixels], multiple))
+    def encoded(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
+        return resize_pixels(pixels, self.sides([pixels], multiple))
 
 
 def _sides_of_area(pixels: npt.NDArray[np.uint8], area: int) -> tuple[int, int]:
@@ -185,3 +203,25 @@ def _by_channel(values: Sequence[float], like_BCHW: torch.Tensor) -> torch.Tenso
     import torch
 
     return torch.tensor(values).view(1, -1, 1, 1).to(like_BCHW.device, like_BCHW.dtype)
+
+
+_EDIT_READING: Final = PromptForm(layers=(-1,), template=_EDIT_TEMPLATE, num_dropped=64, image=_IMAGE)
+_PLUS_READING: Final = replace(_EDIT_READING, image=f"Picture {{number}}: {_IMAGE}")
+QWEN_IMAGE_EDIT: Final = Family(
+    class_name="QwenImageEditPipeline",
+    denoiser_name="transformer",
+    defaults=Defaults(QWEN_IMAGE.defaults.usual),
+    network=QwenNetwork(edits=True),
+    texts=EditTexts(_EDIT_READING, max_tokens=1024, default_tokens=1024, without_negative="unguided"),
+    latents=EditLatents(),
+    guidance=NormKeeping(),
+    steps=ShiftedSteps(),
+    adapters=EditAdapters(),
+    references=OneReference(),
+)
+QWEN_IMAGE_EDIT_PLUS: Final = replace(
+    QWEN_IMAGE_EDIT,
+    class_name="QwenImageEditPlusPipeline",
+    texts=EditTexts(_PLUS_READING, max_tokens=1024, default_tokens=1024, without_negative="unguided"),
+    references=SeveralReferences(),
+)

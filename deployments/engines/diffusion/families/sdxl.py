@@ -6,67 +6,51 @@ Source: diffusers 0.42, `pipelines/stable_diffusion_xl/pipeline_stable_diffusion
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    Defaults,
     EditDefaults,
+    Family,
     ImageDefaults,
     ImageSize,
     NoNegative,
     Rows,
-    Task,
+    Steps,
+    Texts,
 )
-from deployments.engines.diffusion.families.stable_diffusion import UNetFamily
+from deployments.engines.diffusion.families.stable_diffusion import UNet, UNetAdapters, UNetLatents
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, output_of
 from deployments.engines.records.protocol import EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
+_CLASS: Final = "StableDiffusionXLPipeline"
 NUM_TIME_IDS: Final = 6  # original height and width, crop top and left, target height and width
 AESTHETIC_SCORE: Final = 6.0  # the stock pipeline's defaults
 NEGATIVE_AESTHETIC_SCORE: Final = 2.5
 
 
-class StableDiffusionXL(UNetFamily):
-    """StableDiffusionXLPipeline. Two CLIPs read the text; long texts may come in chunks of 77 tokens.
+class TwoClips(Texts):
+    """Two CLIPs read the text; long texts may come in chunks of 77 tokens."""
 
-    Original and target size are the request's, crops are 0. No watermark is added.
-    """
-
-    class_name: ClassVar[str] = "StableDiffusionXLPipeline"
-    other_class_names: ClassVar[Sequence[str]] = (
-        "StableDiffusionXLImg2ImgPipeline",
-        "StableDiffusionXLInpaintPipeline",
-    )
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0)
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.3, guidance_scale=5.0, num_inference_steps=50),
-        "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),
-    }
-    upcasts_vae: ClassVar[bool] = True
     takes_clip_skip: ClassVar[bool] = True
-    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
-        "text_encoder": ("te", "te1", "clip_l"),
-        "text_encoder_2": ("te2", "clip_g"),
-    }
-    refused_text_rules: ClassVar[Mapping[str, str]] = {
+    refused_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionXLPipeline was trained on CLIP's "
         "padding; use stock"
     }
 
-    def variant(self, model_index: Mapping[str, Any]) -> StableDiffusionXL:
-        return REFINER if model_index.get("requires_aesthetics_score") else self
-
-    def text_encoders(
+    def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
         """Return both, or the second alone where the pipeline has no other: stock leaves the first out then."""
         names = ("text_encoder_2",) if "text_encoder" in lacking else ("text_encoder", "text_encoder_2")
         return [EncoderUse(name, None, long_text) for name in names]
 
-    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         import torch
 
         second = output_of(role, encodings, "text_encoder_2", "penultimate")
@@ -77,7 +61,7 @@ class StableDiffusionXL(UNetFamily):
         if len(first) != len(second):
             raise EngineError(
                 f"text_encoder gave {len(first)} tokens and text_encoder_2 {len(second)}: "
-                f"{self.class_name} needs tokenizers of one length"
+                f"{_CLASS} needs tokenizers of one length"
             )
         prompt = torch.cat([first, second.to(first.device)], dim=-1).to(second.dtype)
         return {"prompt_embeds": prompt.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
@@ -85,13 +69,30 @@ class StableDiffusionXL(UNetFamily):
     def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
         return "zeros" if model_index.get("force_zeros_for_empty_prompt", True) else "empty text"
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+
+class NormalizedLatents(UNetLatents):
+    """Latents of a VAE whose config may have their mean and standard deviation."""
+
+    upcasts_vae: ClassVar[bool] = True
+
+    def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
         mean_C11, std_C11 = _latent_statistics(vae_latents, vae.config)
         return (vae_latents - mean_C11) * vae.config["scaling_factor"] / std_C11
 
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+    def unscale(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
         mean_C11, std_C11 = _latent_statistics(latents_BCHW, vae.config)
         return latents_BCHW * std_C11 / vae.config["scaling_factor"] + mean_C11
+
+
+class TwoClipAdapters(UNetAdapters):
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te", "te1", "clip_l"),
+        "text_encoder_2": ("te2", "clip_g"),
+    }
+
+
+class SizedUNet(UNet):
+    """A UNet that is told sizes: original and target size are the request's, crops are 0."""
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         config = denoiser.config
@@ -107,24 +108,23 @@ class StableDiffusionXL(UNetFamily):
         return {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": size_ids.expand(len(latents), -1)}}
 
 
-class StableDiffusionXLRefiner(StableDiffusionXL):
-    """StableDiffusionXLImg2ImgPipeline that `requires_aesthetics_score`: in place of its target size, an image has one.
+class ScoredTexts(TwoClips):
+    """A prompt's aesthetic score is the last element of its pooled text, which has it row by row."""
 
-    A prompt's score is the last element of its pooled text, which has it row by row.
-    """
-
-    refines_only: ClassVar[bool] = True
-
-    def assemble_conditioning(
+    def assemble(
         self, model_index: Mapping[str, Any], outputs: Mapping[EncodeItem, Encoded], *, use_negative: bool = True
     ) -> dict[str, torch.Tensor]:
         import torch
 
-        conditioning = super().assemble_conditioning(model_index, outputs, use_negative=use_negative)
+        conditioning = super().assemble(model_index, outputs, use_negative=use_negative)
         for prefix, score in (("", AESTHETIC_SCORE), ("negative_", NEGATIVE_AESTHETIC_SCORE)):
             if (pooled := conditioning.get(f"{prefix}pooled_prompt_embeds")) is not None:
                 conditioning[f"{prefix}pooled_prompt_embeds"] = torch.nn.functional.pad(pooled, (0, 1), value=score)
         return conditioning
+
+
+class ScoredUNet(UNet):
+    """A UNet that is told an aesthetic score in place of the target size."""
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         config = denoiser.config
@@ -141,7 +141,36 @@ class StableDiffusionXLRefiner(StableDiffusionXL):
         return {"added_cond_kwargs": {"text_embeds": pooled[:, :-1], "time_ids": ids}}
 
 
-REFINER: Final = StableDiffusionXLRefiner()
+class RefinerSteps(Steps):
+    refines_only: ClassVar[bool] = True
+
+
+class StableDiffusionXL(Family):
+    """StableDiffusionXLPipeline, or its refiner, which `requires_aesthetics_score`. No watermark is added."""
+
+    def variant(self, model_index: Mapping[str, Any]) -> Family:
+        if not model_index.get("requires_aesthetics_score"):
+            return self
+        return replace(self, network=ScoredUNet(), texts=ScoredTexts(), steps=RefinerSteps())
+
+
+STABLE_DIFFUSION_XL: Final = StableDiffusionXL(
+    class_name=_CLASS,
+    other_class_names=("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"),
+    denoiser_name="unet",
+    defaults=Defaults(
+        ImageDefaults(num_inference_steps=50, guidance_scale=5.0),
+        edits={
+            "image-to-image": EditDefaults(strength=0.3, guidance_scale=5.0, num_inference_steps=50),
+            "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),
+        },
+        reads_sample_size=True,
+    ),
+    network=SizedUNet(),
+    texts=TwoClips(),
+    latents=NormalizedLatents(),
+    adapters=TwoClipAdapters(),
+)
 
 
 def _size_ids(like: torch.Tensor, size: ImageSize) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Source: diffusers 0.42, `pipelines/stable_diffusion/pipeline_stable_diffusion.py`.
 
-What families with a UNet share comes first: latents are images, and ControlNets add residuals to its blocks.
+What families with a UNet share comes first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    Adapters,
     ControlRows,
+    Defaults,
     EditDefaults,
     Family,
     ImageDefaults,
     ImageSize,
+    Latents,
+    Network,
     Rows,
-    Task,
+    Steps,
+    Texts,
     sum_residuals,
 )
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
@@ -33,45 +38,22 @@ if TYPE_CHECKING:
 _CONTROL_CHANNELS: Final = (16, 32, 96, 256)  # of a ControlNet's own layers, where its config does not say
 
 
-class UNetFamily(Family):
-    """A family whose denoiser is diffusers' UNet2DConditionModel. Latents are images: (num_images, C, h, w)."""
+class UNet(Network):
+    """diffusers' UNet2DConditionModel."""
 
-    denoiser_name: ClassVar[str] = "unet"
-    reads_sample_size: ClassVar[bool] = True
+    keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
     embedding_parts: ClassVar[Sequence[str]] = ("time_embedding", "add_embedding")
     modulated_layers: ClassVar[str] = "*.time_emb_proj"
     text_layers: ClassVar[str] = "*.attn2.to_[kv]"
-    keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
-    takes_image_prompts: ClassVar[bool] = True
-    control_class: ClassVar[str | None] = "ControlNetModel"
-    control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
 
     @abstractmethod
     def added_conditioning(self, pooled: torch.Tensor | None, rows: Rows, size: ImageSize) -> dict[str, Any]:
         """Return the arguments that the UNet and its ControlNets take besides latents, timesteps and prompts."""
 
-    def size_multiple(self, pixels_per_latent: int) -> int:
-        return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
-
-    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
-        return int(denoiser_config["out_channels"])
-
-    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
-        return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
-
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         if denoiser_config.get("time_cond_proj_dim") is None:
             return None
         return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
-
-    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
-        if config.get("global_pool_conditions"):
-            return "pools its image (global_pool_conditions), which is not supported"
-        channels = config.get("conditioning_embedding_out_channels", _CONTROL_CHANNELS)
-        factor = 2 ** (len(channels) - 1) if isinstance(channels, Sequence) else 1
-        if factor == pixels_per_latent:
-            return None
-        return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"
 
     def is_modulated(self, denoiser: Any) -> bool:
         config = denoiser.config
@@ -110,35 +92,55 @@ class UNetFamily(Family):
         return noise
 
 
-class StableDiffusion(UNetFamily):
-    """StableDiffusionPipeline. CLIP's last layer is the text; no negative prompt is the empty one.
+class UNetLatents(Latents):
+    """Latents are images: (num_images, C, h, w)."""
 
-    A checkpoint's safety checker is not run: no image is looked at.
-    """
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
 
-    class_name: ClassVar[str] = "StableDiffusionPipeline"
-    other_class_names: ClassVar[Sequence[str]] = ("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=7.5)
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5, num_inference_steps=50),
-        "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5, num_inference_steps=50),
-    }
-    sample_size: ClassVar[int] = 64
+    def channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["out_channels"])
+
+    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
+
+
+class UNetAdapters(Adapters):
+    """Images as prompts, and ControlNets that add residuals to the UNet's blocks."""
+
+    takes_image_prompts: ClassVar[bool] = True
+    control_class: ClassVar[str | None] = "ControlNetModel"
+    control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
+
+    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+        if config.get("global_pool_conditions"):
+            return "pools its image (global_pool_conditions), which is not supported"
+        channels = config.get("conditioning_embedding_out_channels", _CONTROL_CHANNELS)
+        factor = 2 ** (len(channels) - 1) if isinstance(channels, Sequence) else 1
+        if factor == pixels_per_latent:
+            return None
+        return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"
+
+
+class ClipTexts(Texts):
+    """CLIP's last layer is the text; no negative prompt is the empty one."""
+
     takes_clip_skip: ClassVar[bool] = True
-    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {"text_encoder": ("te", "te1", "clip_l", "clip_h")}
-    refused_text_rules: ClassVar[Mapping[str, str]] = {
+    refused_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "
         "padding; use stock",
     }
 
-    def text_encoders(
+    def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
         return (EncoderUse("text_encoder", None, long_text, layer=LAST),)
 
-    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         return {"prompt_embeds": output_of(role, encodings, "text_encoder", "hidden").unsqueeze(0)}
 
+
+class StableDiffusionSteps(Steps):
     def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return what was wrong in configs of 2022. Stock's pipeline for inpainting leaves in what others change, and
         those with a ControlNet change nothing.
@@ -147,8 +149,36 @@ class StableDiffusion(UNetFamily):
         wanted = {} if request.control else {"steps_offset": 1, **clips}
         return {key: value for key, value in wanted.items() if key in solver_config}
 
+
+class StableDiffusionAdapters(UNetAdapters):
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {"text_encoder": ("te", "te1", "clip_l", "clip_h")}
+
+
+class StableDiffusionUNet(UNet):
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.cross_attention_dim, None
 
     def added_conditioning(self, pooled: torch.Tensor | None, rows: Rows, size: ImageSize) -> dict[str, Any]:
         return {}
+
+
+# A checkpoint's safety checker is not run: no image is looked at.
+STABLE_DIFFUSION: Final = Family(
+    class_name="StableDiffusionPipeline",
+    other_class_names=("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
+    denoiser_name="unet",
+    defaults=Defaults(
+        ImageDefaults(num_inference_steps=50, guidance_scale=7.5),
+        edits={
+            "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5, num_inference_steps=50),
+            "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5, num_inference_steps=50),
+        },
+        sample_size=64,
+        reads_sample_size=True,
+    ),
+    network=StableDiffusionUNet(),
+    texts=ClipTexts(),
+    latents=UNetLatents(),
+    steps=StableDiffusionSteps(),
+    adapters=StableDiffusionAdapters(),
+)

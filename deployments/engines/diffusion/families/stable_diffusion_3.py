@@ -10,58 +10,47 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    Adapters,
+    Defaults,
     EditDefaults,
+    Family,
     ImageDefaults,
     ImageSize,
     Rows,
-    Task,
+    Texts,
 )
-from deployments.engines.diffusion.families.flow_matching import FlowMatching, dynamic_shift
+from deployments.engines.diffusion.families.flow_matching import (
+    FlowLatents,
+    FlowSteps,
+    ModulatedFlow,
+    dynamic_shift,
+    num_patches,
+)
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, output_of
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
-PATCH: Final = 2
 T5_TOKENS: Final = 256  # the stock pipeline's default
 MAX_T5_TOKENS: Final = 512
 _CLIPS: Final = ("text_encoder", "text_encoder_2")
 _T5: Final = "text_encoder_3"
 
 
-class StableDiffusion3(FlowMatching):
-    """StableDiffusion3Pipeline. Two CLIPs' tokens come before the T5's; their pooled texts modulate.
+class ThreeEncoders(Texts):
+    """Two CLIPs' tokens come before the T5's; their pooled texts modulate.
 
-    Latents are images: (num_images, C, h, w). In a folder without its T5, zeros are in place of its tokens.
-    Stock's inpainting pipeline forgets the VAE's shift when it decodes; here it is not forgotten.
+    In a folder without its T5, zeros are in place of its tokens.
     """
 
-    class_name: ClassVar[str] = "StableDiffusion3Pipeline"
-    denoiser_name: ClassVar[str] = "transformer"
-    reads_sample_size: ClassVar[bool] = True
-    other_class_names: ClassVar[Sequence[str]] = (
-        "StableDiffusion3Img2ImgPipeline",
-        "StableDiffusion3InpaintPipeline",
-    )
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=7.0)
-    edits: ClassVar[Mapping[Task, EditDefaults]] = {
-        "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
-        "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
-    }
-    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
-        "text_encoder": ("te1", "clip_l"),
-        "text_encoder_2": ("te2", "clip_g"),
-        "text_encoder_3": ("te3", "t5xxl"),
-    }
-    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
-    refused_text_rules: ClassVar[Mapping[str, str]] = {
+    refused_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for pipelines that read a T5 alone: StableDiffusion3Pipeline was trained "
         "on the padding of its CLIPs; use stock",
         "chunk": "long_text 'chunk' is for StableDiffusionXLPipeline; use truncate or error",
     }
 
-    def text_encoders(
+    def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
         """Return the CLIPs and the T5. CLIPs truncate beside a T5: what they lose is for that to say."""
@@ -72,13 +61,13 @@ class StableDiffusion3(FlowMatching):
         clips = (EncoderUse(name, None, of_clips) for name in _CLIPS)
         return *clips, EncoderUse(_T5, t5_tokens, long_text)
 
-    def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded:
+    def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded | None:
         """Return zeros in place of the T5's tokens."""
         if item.component != _T5 or item.max_length is None:
-            return super().stand_in(item, denoiser_config, like)
+            return None
         return {"hidden": like.new_zeros(item.max_length, int(denoiser_config["joint_attention_dim"]))}
 
-    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    def join(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         import torch
 
         t5 = output_of(role, encodings, _T5, "hidden")
@@ -94,15 +83,29 @@ class StableDiffusion3(FlowMatching):
         prompt = torch.cat([tokens, t5])
         return {"prompt_embeds": prompt.unsqueeze(0), "pooled_prompt_embeds": torch.cat(pooled).unsqueeze(0)}
 
-    def size_multiple(self, pixels_per_latent: int) -> int:
-        return PATCH * pixels_per_latent
+
+class MaybeShiftedSteps(FlowSteps):
+    """A schedule that is shifted by the size where the solver's config says so."""
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         schedule = super().schedule(request, solver_config, size)
         if not solver_config.get("use_dynamic_shifting"):
             return schedule
-        num_patches = (size.latent_height // PATCH) * (size.latent_width // PATCH)
-        return schedule | {"mu": dynamic_shift(num_patches, solver_config, max_shift=1.16)}
+        return schedule | {"mu": dynamic_shift(num_patches(size), solver_config, max_shift=1.16)}
+
+
+class StableDiffusion3Adapters(Adapters):
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te1", "clip_l"),
+        "text_encoder_2": ("te2", "clip_g"),
+        "text_encoder_3": ("te3", "t5xxl"),
+    }
+
+
+class StableDiffusion3Network(ModulatedFlow):
+    """Latents are images: (num_images, C, h, w)."""
+
+    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
@@ -116,3 +119,24 @@ class StableDiffusion3(FlowMatching):
             return_dict=False,
         )[0]
         return noise
+
+
+# Stock's inpainting pipeline forgets the VAE's shift when it decodes; here it is not forgotten.
+STABLE_DIFFUSION_3: Final = Family(
+    class_name="StableDiffusion3Pipeline",
+    other_class_names=("StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline"),
+    denoiser_name="transformer",
+    defaults=Defaults(
+        ImageDefaults(num_inference_steps=28, guidance_scale=7.0),
+        edits={
+            "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
+            "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
+        },
+        reads_sample_size=True,
+    ),
+    network=StableDiffusion3Network(),
+    texts=ThreeEncoders(),
+    latents=FlowLatents(),
+    steps=MaybeShiftedSteps(),
+    adapters=StableDiffusion3Adapters(),
+)

@@ -76,7 +76,7 @@ def test_the_parts_are_those_of_the_families() -> None:
     for name, parts in PIPELINES.items():
         family = FAMILIES[name]
         assert family.denoiser_name == parts.denoiser
-        assert tuple(use.component for use in family.text_encoders(None, "truncate")) == parts.encoders
+        assert tuple(use.component for use in family.texts.encoders(None, "truncate")) == parts.encoders
 
 
 DEMO = Path(__file__).parents[4] / "infra" / "demo" / "models"

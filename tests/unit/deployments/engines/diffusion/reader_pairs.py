@@ -48,13 +48,13 @@ class ReaderPair:
     def conditioning(
         self, request: DiffusionRequest, prompt: str, negative: str | None, **options: Any
     ) -> dict[str, torch.Tensor]:
-        guides = self.family.uses_negative(request, negative is not None)
-        plan = self.family.plan_texts({}, prompt, negative, use_negative=guides, **options)
+        guides = self.family.guidance.uses_negative(request, negative is not None)
+        plan = self.family.texts.plan({}, prompt, negative, use_negative=guides, **options)
         outputs = dict(zip(plan, self.encode(plan, request.references), strict=True))
-        return self.family.assemble_conditioning({}, outputs, use_negative=guides)
+        return self.family.texts.assemble({}, outputs, use_negative=guides)
 
     def encode(self, plan: Sequence[EncodeItem], references: Sequence[Image] = ()) -> list[dict[str, torch.Tensor]]:
-        seen = [self.family.seen_reference(image) for image in references]
+        seen = [self.family.references.seen(image) for image in references]
         images = self.readers.read(self.folder, self.encoder.module.config, seen) if seen else ()
         texts = [self.encoder.tokenize([item.text], item.max_length, form=item.form, images=images)[0] for item in plan]
         return self.encoder.encode(texts)
@@ -79,7 +79,7 @@ class ReaderPair:
             options["negative_prompt"] = negative
         if request.references:
             images = [PIL.Image.fromarray(image) for image in request.references]
-            options["image"] = images if self.family.max_references > 1 else images[0]
+            options["image"] = images if self.family.references.most > 1 else images[0]
         made = stock(
             prompt=prompt,
             height=request.height,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deployments.engines.diffusion.engine import DiffusionEngine
-from deployments.engines.diffusion.families.flux import Flux
+from deployments.engines.diffusion.families.flux import FLUX
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.records.protocol import AdapterUse, ConditionedRequest
 from weights.operations.adapters import LoraAdapter, LoraPair
@@ -57,7 +57,7 @@ def random_job(pair, chance, number, adapters, is_text_free):
 
 
 def check_random_traffic(pair, ours, chance, adapters, num_jobs=8):
-    is_text_free = ours.family.masks_text
+    is_text_free = ours.family.texts.masks
     jobs = [random_job(pair, chance, number, adapters, is_text_free) for number in range(num_jobs)]
     decode, latents = ours.decode, {}
 
@@ -145,7 +145,7 @@ def test_a_padded_text_gives_what_the_text_alone_gives(flux, make_request):
     """Beside the stock transformer, which gets the text without padding and without mask."""
     for length in (1, 5, 16, 17, 40):
         state = flux.ours.start_request(make_request(seed=length), text := flux.conditioning(length, length=length))
-        assert state.branches[0].prompt.shape[1] == Flux().padded_text_length(length)
+        assert state.branches[0].prompt.shape[1] == FLUX.texts.padded_length(length)
         latents, timestep = state.latents.clone(), state.timestep
         with torch.no_grad():
             stock = flux.stock.transformer(
@@ -175,4 +175,4 @@ def _mu(pair):
     ("num_tokens", "length"), [(1, 16), (15, 16), (16, 16), (17, 32), (77, 128), (256, 256), (257, 512), (512, 512)]
 )
 def test_the_padded_length_follows_from_the_text_alone(num_tokens, length):
-    assert Flux().padded_text_length(num_tokens) == length
+    assert FLUX.texts.padded_length(num_tokens) == length

@@ -12,7 +12,7 @@ from diffusers import ControlNetModel, FluxControlNetModel
 from PIL import Image
 
 from deployments.engines.diffusion.families import FAMILIES as KNOWN
-from deployments.engines.diffusion.families.base import Family
+from deployments.engines.diffusion.families.base import Adapters
 from deployments.engines.diffusion.rows import batch_key, parts_of
 from deployments.engines.records.protocol import AdapterUse, ControlUse, EngineError
 
@@ -178,7 +178,7 @@ def test_requests_with_one_net_share_a_forward(controlled, make_request):
     assert keys[0] == keys[1]
     assert keys[2] != keys[0]  # it does not act yet, and costs nothing
     # Texts that are padded under a mask are not padded for a request with ControlNets, which take no mask.
-    assert (keys[2] == keys[3]) is not controlled.ours.family.masks_text
+    assert (keys[2] == keys[3]) is not controlled.ours.family.texts.masks
     for request, together in zip(requests, finished(states), strict=True):
         [alone] = finished([controlled.ours.start_request(request, conditioning, {"a": net})])
         assert torch.equal(together, alone)
@@ -206,5 +206,5 @@ def test_what_is_refused(sdxl, stable_diffusion, flux, make_request):
 
 def test_a_family_says_whether_its_controls_may_be_encoded() -> None:
     for family in KNOWN.values():
-        overrides = type(family).control_image is not Family.control_image
-        assert family.encodes_controls == overrides, family.class_name
+        overrides = type(family.adapters).control_image is not Adapters.control_image
+        assert family.adapters.encodes_controls == overrides, family.class_name

@@ -95,7 +95,7 @@ def test_every_family_has_a_size_where_configs_are_silent(tmp_path):
     usual = {"StableDiffusionPipeline": 512}
     for class_name, family in FAMILIES.items():
         side = usual.get(family.class_name, 1024)
-        assert family.default_sides(pipeline_variant(tmp_path)) == (side, side), class_name
+        assert family.defaults.sides(pipeline_variant(tmp_path)) == (side, side), class_name
 
 
 @pytest.mark.parametrize("size", [0, -4, True, 2.5, "64", None, [64], [64, 0], [1, 2, 3], {"a": 1}], ids=repr)
@@ -109,4 +109,4 @@ def test_a_size_beyond_all_images_is_the_largest(tmp_path):
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text('{"sample_size": 1000000000000}')
     family = family_of("StableDiffusionXLPipeline")
-    assert family.default_sides(pipeline_variant(tmp_path)) == (MAX_SIDE_PX, MAX_SIDE_PX)
+    assert family.defaults.sides(pipeline_variant(tmp_path)) == (MAX_SIDE_PX, MAX_SIDE_PX)

@@ -59,13 +59,13 @@ class Demo:
         adapters: dict[str, LoraAdapter | torch.nn.Module] | None = None,
     ) -> np.ndarray:
         family, index = self.ours.family, self.ours.model_index
-        use_negative = family.uses_negative(request, negative is not None)
-        plan = family.plan_texts(index, prompt, negative, max_sequence_length=TEXT_LENGTH, use_negative=use_negative)
+        use_negative = family.guidance.uses_negative(request, negative is not None)
+        plan = family.texts.plan(index, prompt, negative, max_sequence_length=TEXT_LENGTH, use_negative=use_negative)
         outputs = {}
         for item in plan:
             encoder = self.encoders[item.component]
             [outputs[item]] = encoder.encode(encoder.tokenize([item.text], item.max_length))
-        conditioning = family.assemble_conditioning(index, outputs, use_negative=use_negative)
+        conditioning = family.texts.assemble(index, outputs, use_negative=use_negative)
         return self.ours.generate(request, conditioning, adapters=adapters)
 
 

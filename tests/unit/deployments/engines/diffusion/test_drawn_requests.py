@@ -82,14 +82,14 @@ def draw(model: tuple[DenoisePipeline, Path], monkeypatch: pytest.MonkeyPatch) -
 
 def drawn_job(ours: DenoisePipeline, chance: random.Random, **options: Any) -> Job:
     family, scale = ours.family, chance.choice([1.0, 2.5])
-    side = 64 if family.max_references else 32
+    side = 64 if family.references.most else 32
     height, width = chance.choice([(side, side), (side, side), (side, 2 * side), (2 * side, side)])
     image = seeded_rng().integers(0, 256, (height, width, 3), dtype="uint8")
-    if family.max_references:
-        options["references"] = (image,) * chance.randrange(1, min(2, family.max_references) + 1)
-    elif chance.random() < 0.5 and (family.attends_to_image or "inpainting" in family.edits):
+    if family.references.most:
+        options["references"] = (image,) * chance.randrange(1, min(2, family.references.most) + 1)
+    elif chance.random() < 0.5 and (family.steps.attends_to_image or "inpainting" in family.defaults.edits):
         options |= {"init_image": image, "strength": 0.9}
-        if not family.attends_to_image and chance.random() < 0.5:
+        if not family.steps.attends_to_image and chance.random() < 0.5:
             options["mask_image"] = image[..., 0]
     settings: dict[str, Any] = {
         "request_id": str(chance.random()),
@@ -100,7 +100,7 @@ def drawn_job(ours: DenoisePipeline, chance: random.Random, **options: Any) -> J
         "true_cfg_scale": scale,
     }
     request = DiffusionRequest(height=height, width=width, **(settings | options))
-    text, pooled = family.text_widths(ours.denoiser)
+    text, pooled = family.network.text_widths(ours.denoiser)
     texts = {}
     for prefix in ("", "negative_"):
         texts[f"{prefix}prompt_embeds"] = torch.randn(1, chance.choice(LENGTHS), text)
@@ -151,7 +151,7 @@ def adapter_of(ours: DenoisePipeline) -> LoraAdapter:
     layers = {
         name: part
         for name, part in ours.denoiser.named_modules()
-        if isinstance(part, nn.Linear | nn.Conv2d) and not name.startswith((*family.embedding_parts, "."))
+        if isinstance(part, nn.Linear | nn.Conv2d) and not name.startswith((*family.network.embedding_parts, "."))
     }
     return LoraAdapter(Path("drawn"), {family.denoiser_name: {name: pair(part) for name, part in layers.items()}})
 

@@ -29,7 +29,7 @@ from weights.storage.store import WeightStore
 
 def quantized(pair: Any, folder: Path, scales: Any) -> Any:
     family = pair.ours.family
-    return export_fp8(pair.folder, folder, family.denoiser_name, family.keeps_precision, scales)
+    return export_fp8(pair.folder, folder, family.denoiser_name, family.network.keeps_precision, scales)
 
 
 def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

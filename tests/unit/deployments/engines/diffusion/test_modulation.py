@@ -22,7 +22,7 @@ def count_calls(monkeypatch):
 
     def count(pipeline):
         rows: list[int] = []
-        watched = pipeline.denoiser.get_submodule(pipeline.family.embedding_parts[0])
+        watched = pipeline.denoiser.get_submodule(pipeline.family.network.embedding_parts[0])
         embedding_class = type(watched)
         compute = embedding_class.forward
 

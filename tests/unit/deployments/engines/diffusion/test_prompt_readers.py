@@ -136,15 +136,15 @@ def test_a_distilled_model_is_not_guided(tmp_path: Path) -> None:
     assert index["is_distilled"] is False
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"is_distilled": True}))
     distilled = pair.family.variant(index | {"is_distilled": True})
-    assert pair.family.uses_negative(request_of(guidance_scale=4.0), has_negative=False)
-    assert not distilled.uses_negative(request_of(guidance_scale=4.0), has_negative=True)
-    defaults = pair.family.defaults_of(pipeline_variant(tmp_path))
+    assert pair.family.guidance.uses_negative(request_of(guidance_scale=4.0), has_negative=False)
+    assert not distilled.guidance.uses_negative(request_of(guidance_scale=4.0), has_negative=True)
+    defaults = pair.family.defaults.of(pipeline_variant(tmp_path))
     assert (defaults.num_inference_steps, defaults.guidance_scale) == (4, 1.0)
 
 
 def test_encodings_are_those_of_stock_alone_and_in_a_batch(pair: ReaderPair) -> None:
     request = request_of()
-    plans = [pair.family.plan_texts({}, prompt, None, use_negative=False) for prompt in PROMPTS]
+    plans = [pair.family.texts.plan({}, prompt, None, use_negative=False) for prompt in PROMPTS]
     together = pair.encode([item for plan in plans for item in plan])
     for prompt, plan, batched in zip(PROMPTS, plans, together, strict=True):
         expected = pair.stock.encode_prompt(prompt)[0][0]
@@ -195,17 +195,17 @@ def test_what_import_reads_of_it_can_be_served(pair: ReaderPair) -> None:
 
 def test_a_text_encoder_that_lacks_what_its_pipeline_asks_for(tmp_path: Path) -> None:
     pair = make_pair("ZImagePipeline", tmp_path)
-    plan = pair.family.plan_texts({}, "x", None, use_negative=False)
+    plan = pair.family.texts.plan({}, "x", None, use_negative=False)
     assert plan[0].form is not None
     pair.encoder._tokenizer._tokenizer.chat_template = None
     with pytest.raises(EngineError, match="has no chat template"):
         pair.encode(plan)
     config = json.loads((tmp_path / "transformer" / "config.json").read_text())
-    assert pair.family.text_widths(pair.ours.denoiser) == (config["cap_feat_dim"], None)
+    assert pair.family.network.text_widths(pair.ours.denoiser) == (config["cap_feat_dim"], None)
     with pytest.raises(EngineError, match="max_sequence_length 513: expected 1 to 512"):
-        pair.family.plan_texts({}, "x", None, use_negative=False, max_sequence_length=513)
+        pair.family.texts.plan({}, "x", None, use_negative=False, max_sequence_length=513)
     with pytest.raises(EngineError, match="'chunk' is for CLIP"):
-        pair.family.plan_texts({}, "x", None, use_negative=False, long_text="chunk")
+        pair.family.texts.plan({}, "x", None, use_negative=False, long_text="chunk")
 
 
 def test_a_text_begins_once_where_template_and_tokenizer_both_say_so() -> None:

@@ -127,7 +127,7 @@ def test_images_are_those_of_stock(
     image = seeded_rng().integers(0, 256, (64, 64, 3), dtype=np.uint8)
     request = DiffusionRequest(
         "r", height=64, width=64, num_inference_steps=2, seed=7, guidance_scale=2.0, true_cfg_scale=2.0,
-        references=(image,) if pair.family.max_references else (), adapters=(AdapterUse("style", 0.8),),
+        references=(image,) if pair.family.references.most else (), adapters=(AdapterUse("style", 0.8),),
     )  # fmt: skip
     negative = None if class_name.startswith("Flux2") else "dull"  # of stock it is always empty, or none
     conditioning = pair.conditioning(request, "make it blue", negative)

@@ -79,7 +79,7 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(("size", "negative"), [(SQUARE, None), (WIDE, "a dull dog")])
 def test_images_are_those_of_stock(pair: ReaderPair, size: tuple[int, int], negative: str | None) -> None:
-    images = [drawn(70, 90), drawn(90, 50)][: pair.family.max_references]
+    images = [drawn(70, 90), drawn(90, 50)][: pair.family.references.most]
     request = request_of(*images, size=size, num_images=2)
     conditioning = pair.conditioning(request, "make it blue", negative)
     stock = pair.stock_run(request, "make it blue", negative)
@@ -87,9 +87,9 @@ def test_images_are_those_of_stock(pair: ReaderPair, size: tuple[int, int], nega
 
 
 def test_the_prompt_is_read_with_its_images_as_stock_does(pair: ReaderPair) -> None:
-    images = [drawn(48, 48), drawn(48, 96)][: pair.family.max_references]
+    images = [drawn(48, 48), drawn(48, 96)][: pair.family.references.most]
     request = request_of(*images, true_cfg_scale=1.0)
-    seen = [PIL.Image.fromarray(pair.family.seen_reference(image)) for image in images]
+    seen = [PIL.Image.fromarray(pair.family.references.seen(image)) for image in images]
     for prompt in ("x", "a long text, " * 90):
         (expected, _) = pair.stock.encode_prompt(prompt, image=seen if len(seen) > 1 else seen[0])
         found = pair.conditioning(request, prompt, None)["prompt_embeds"]
@@ -101,7 +101,7 @@ def test_the_prompt_is_read_with_its_images_as_stock_does(pair: ReaderPair) -> N
 
 @pytest.mark.usefixtures("small_areas")
 def test_the_key_of_an_encoding_tells_what_was_seen(pair: ReaderPair) -> None:
-    (item,) = pair.family.plan_texts({}, "x", None, use_negative=False)
+    (item,) = pair.family.texts.plan({}, "x", None, use_negative=False)
     config = pair.encoder.module.config
 
     def key(image: Image) -> str:
@@ -123,7 +123,7 @@ def test_a_request_has_the_same_bits_in_any_batch(pair: ReaderPair, monkeypatch:
     alike = [drawn(64, 64) for _ in range(2)]
     conditioned = {}
     for number in range(6):
-        images = [drawn(40, 80)] if number == 5 else alike[number % 2 :][: pair.family.max_references]
+        images = [drawn(40, 80)] if number == 5 else alike[number % 2 :][: pair.family.references.most]
         request = request_of(
             *images,
             request_id=f"r{number}",
@@ -135,14 +135,14 @@ def test_a_request_has_the_same_bits_in_any_batch(pair: ReaderPair, monkeypatch:
         conditioned[f"r{number}"] = ConditionedRequest(request, pair.conditioning(request, "!" * (number + 1), "dull"))
     alone = {name: pair.ours.generate(one.request, one.conditioning) for name, one in conditioned.items()}
     engine, found, widest = DiffusionEngine(pair.ours), {}, 0
-    predict = pair.family.predict_noise
+    predict = pair.family.network.predict_noise
 
     def counted(denoiser: Any, rows: Any, size: Any) -> torch.Tensor:
         nonlocal widest
         widest = max(widest, len({row.tobytes() for row in rows.latents.numpy()}))
         return predict(denoiser, rows, size)
 
-    monkeypatch.setattr(pair.family, "predict_noise", counted)
+    monkeypatch.setattr(pair.family.network, "predict_noise", counted)
     for one in conditioned.values():
         engine.add_request(one)
     while engine.has_work:
@@ -190,9 +190,9 @@ def test_what_is_seen_and_encoded_of_an_image_and_the_sides_of_the_result_are_th
         with pytest.raises(Asked):
             pair.stock(image=PIL.Image.fromarray(image), prompt="x")
         (seen,), (encoded,) = (one if isinstance(one, list) else [one] for one in (asked["seen"], asked["encoded"]))
-        assert pair.family.sides_beside([image], 64) == asked["sides"]
-        assert np.array_equal(pair.family.seen_reference(image), np.asarray(seen))
-        ours = pair.family.encoded_reference(image, 64)
+        assert pair.family.references.sides([image], 64) == asked["sides"]
+        assert np.array_equal(pair.family.references.seen(image), np.asarray(seen))
+        ours = pair.family.references.encoded(image, 64)
         expected = ((encoded[0, :, 0] + 1) / 2 * 255).round().permute(1, 2, 0)
         assert np.array_equal(ours, expected.numpy())
 
@@ -201,7 +201,7 @@ def test_what_is_seen_and_encoded_of_an_image_and_the_sides_of_the_result_are_th
 def test_what_cannot_be_changed_is_refused_in_words(pair: ReaderPair) -> None:
     image = drawn(64, 64)
     conditioning = pair.conditioning(request_of(image), "x", None)
-    most = pair.family.max_references
+    most = pair.family.references.most
     with pytest.raises(EngineError, match=f"0 references, and a {pair.family.class_name} reads 1"):
         pair.ours.start_request(request_of(), conditioning)
     with pytest.raises(EngineError, match=f"{most + 1} references, and a {pair.family.class_name} reads"):
@@ -235,8 +235,8 @@ def test_only_editing_models_read_references(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="1 references, and a QwenImagePipeline reads none"):
         plain.start_request(request_of(drawn(64, 64)), {"prompt_embeds": torch.zeros(1, 4, 16)})
     edits = {"zero_cond_t": True}
-    assert plain.family.refusal(edits) == "a Qwen-Image transformer for edits is not supported"
-    assert family_of(PLUS).refusal(edits) is None
+    assert plain.family.network.refusal(edits) == "a Qwen-Image transformer for edits is not supported"
+    assert family_of(PLUS).network.refusal(edits) is None
 
 
 def test_what_import_reads_of_it_can_be_served(pair: ReaderPair, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_what_import_reads_of_it_can_be_served(pair: ReaderPair, tmp_path: Path)
 def test_classes_are_those_of_the_installed_diffusers() -> None:
     for name in (EDIT, PLUS):
         stock = assembled(name, **qwen_edit())
-        form = family_of(name).text_encoders(None, "truncate")[0].form
+        form = family_of(name).texts.encoders(None, "truncate")[0].form
         assert form is not None
         template = form.template
         if name == EDIT:  # whose template has the image

@@ -35,8 +35,8 @@ def latents_of(pipeline, jobs):
 def test_latents_are_the_modules_own_and_few_forwards_are_its(pair, make_request, num_requests, monkeypatch):
     ours, _ = replaying(pair)
     forwards = []
-    predict = ours.family.predict_noise
-    monkeypatch.setattr(ours.family, "predict_noise", lambda *rows: forwards.append(1) or predict(*rows))
+    predict = ours.family.network.predict_noise
+    monkeypatch.setattr(ours.family.network, "predict_noise", lambda *rows: forwards.append(1) or predict(*rows))
     for turn in range(4):
         jobs = [
             (

@@ -18,7 +18,7 @@ PROMPT = "a small 7 and more words than fit"
 
 def run(encoders, family, model_index, prompt, negative_prompt, **options):
     """The walk that a service does, with a cache that must not be asked twice for one text."""
-    plan = family.plan_texts(model_index, prompt, negative_prompt, **options)
+    plan = family.texts.plan(model_index, prompt, negative_prompt, **options)
     cache: dict[tuple[str, tuple[int, ...]], dict[str, torch.Tensor]] = {}
     outputs = {}
     for item in plan:
@@ -27,7 +27,7 @@ def run(encoders, family, model_index, prompt, negative_prompt, **options):
         if (item.component, ids) not in cache:
             [cache[item.component, ids]] = encoder.encode([ids])
         outputs[item] = cache[item.component, ids]
-    return family.assemble_conditioning(model_index, outputs, use_negative=options["use_negative"])
+    return family.texts.assemble(model_index, outputs, use_negative=options["use_negative"])
 
 
 def assert_equal(ours, names, stock):
@@ -169,7 +169,7 @@ def test_no_guidance_no_negative(clip, clip_projection):
 
 
 def test_the_plan_is_data():
-    assert FLUX.plan_texts({}, "7", "no", max_sequence_length=None, use_negative=True) == (
+    assert FLUX.texts.plan({}, "7", "no", max_sequence_length=None, use_negative=True) == (
         EncodeItem("text_encoder", "7", None, "prompt"),
         EncodeItem("text_encoder_2", "7", 512, "prompt"),
         EncodeItem("text_encoder", "no", None, "negative"),
@@ -191,7 +191,7 @@ def test_the_plan_is_data():
 )
 def test_when_guidance_needs_a_negative(family, guidance, true_cfg, negative, expected):
     request = DiffusionRequest("r", 32, 32, 1, guidance, 0, true_cfg_scale=true_cfg)
-    assert family.uses_negative(request, negative is not None) is expected
+    assert family.guidance.uses_negative(request, negative is not None) is expected
 
 
 def test_refusals():
@@ -201,14 +201,14 @@ def test_refusals():
     ):
         family_of("PixelPipeline")
     with pytest.raises(EngineError, match="max_sequence_length 513: expected 1 to 512"):
-        FLUX.plan_texts({}, "7", None, max_sequence_length=513, use_negative=False)
+        FLUX.texts.plan({}, "7", None, max_sequence_length=513, use_negative=False)
     item = EncodeItem("text_encoder", "7", None, "prompt")
     with pytest.raises(EngineError, match="the prompt has no 'hidden' of 'text_encoder_2'"):
-        FLUX.assemble_conditioning({}, {item: {"pooled": torch.zeros(3)}})
+        FLUX.texts.assemble({}, {item: {"pooled": torch.zeros(3)}})
     short, long = (
         {"penultimate": torch.zeros(3, 4)},
         {"penultimate": torch.zeros(5, 4), "pooled": torch.zeros(6)},
     )
     second = EncodeItem("text_encoder_2", "7", None, "prompt")
     with pytest.raises(EngineError, match="text_encoder gave 3 tokens and text_encoder_2 5"):
-        SDXL.assemble_conditioning({}, {item: short, second: long})
+        SDXL.texts.assemble({}, {item: short, second: long})

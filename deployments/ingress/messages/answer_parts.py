@@ -1,0 +1,44 @@
+"""What the pieces of a text's stream add to its answer, in the words of no protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from deployments.engines.llm.chat import CalledTool
+from deployments.records import TextChunk
+
+
+class AnswerPart(NamedTuple):
+    """An addition to a block of the answer; `begins`, to a new one. The `text` of a call are its arguments."""
+
+    kind: Literal["thought", "text", "call"]
+    text: str
+    begins: bool
+    call: CalledTool | None = None
+
+
+class AnswerParts:
+    """Reads an answer as blocks, one after the other: thoughts, text, calls. Calls beyond `max_calls` are left out."""
+
+    def __init__(self, max_calls: int | None = None) -> None:
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._kind = ""  # of the last block
+
+    def of(self, chunk: TextChunk) -> Iterator[AnswerPart]:
+        """Yield what a piece adds."""
+        if chunk.reasoning:
+            yield self._addition("thought", chunk.reasoning)
+        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
+            yield self._addition("text", chunk.text)
+        for call in chunk.tool_calls:
+            if self._max_calls is not None and call.index >= self._max_calls:
+                continue
+            if begins := call.index >= self._num_calls:
+                self._num_calls, self._kind = call.index + 1, "call"
+            yield AnswerPart("call", call.arguments, begins, call)
+
+    def _addition(self, kind: Literal["thought", "text"], text: str) -> AnswerPart:
+        begins, self._kind = self._kind != kind, kind
+        return AnswerPart(kind, text, begins)
