@@ -136,7 +136,7 @@ def _deepseek(*words: str) -> str:
 
 
 def _dsml(section: str, blank: str = "") -> ToolForm:
-    """Return the markup of DeepSeek since V3.2, whose calls stand in a section of this name, behind a `blank` as all."""
+    """Return the markup of DeepSeek since V3.2: the section that calls stand in, and what is before each name."""
     mark = f"\uff5cDSML\uff5c{blank}"
     return ToolForm(
         "tagged",
