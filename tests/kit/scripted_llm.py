@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,27 +17,38 @@ BEGIN, END = "<|go|>", "<|end|>"  # what every template must end with, and what 
 
 
 def save_scripted_llm(
-    folder: Path, pieces: Sequence[str], template: str, special: Sequence[str] = (), **config: Any
+    folder: Path,
+    pieces: Sequence[str],
+    template: str,
+    special: Sequence[str] = (),
+    others: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    **config: Any,
 ) -> Mapping[str, torch.Tensor]:
-    """Save the model's folder and return its tensors. No piece may come twice; `special` ones are special tokens."""
+    """Save the model's folder and return its tensors. No piece may come twice; `special` ones are special tokens.
+
+    `others` are the pieces that are written where a prompt ends with another text than BEGIN.
+    """
     letters = bytes_to_unicode()
     vocabulary = {letters[byte]: byte for byte in range(256)}
     added: dict[str, int] = {}
-    ids = []
-    for piece in pieces:
+    scripts = {BEGIN: pieces, **others}
+    for piece in itertools.chain.from_iterable(scripts.values()):
         if piece in special:
             continue
         text = "".join(letters[byte] for byte in piece.encode())
         vocabulary.setdefault(text, len(vocabulary))
-    for piece in (*special, BEGIN, END):
+    for piece in (*special, *scripts, END):
         added[piece] = len(vocabulary) + len(added)
-    for piece in pieces:
-        ids.append(added[piece] if piece in added else vocabulary["".join(letters[byte] for byte in piece.encode())])
+
+    def id_of(piece: str) -> int:
+        return added[piece] if piece in added else vocabulary["".join(letters[byte] for byte in piece.encode())]
+
     _save_tokenizer(folder, vocabulary, added, template)
     size = len(vocabulary) + len(added)
-    chain = [added[BEGIN], *ids, added[END]]
-    assert len(set(chain)) == len(chain), "a piece comes twice"
-    model = _chain_model(size, dict(itertools.pairwise(chain)), added[END], config)
+    chains = [[added[begin], *map(id_of, written)] for begin, written in scripts.items()]
+    assert len({*itertools.chain(*chains)}) == sum(map(len, chains)), "a piece comes twice"
+    next_ = {one: other for chain in chains for one, other in itertools.pairwise([*chain, added[END]])}
+    model = _chain_model(size, next_, added[END], config)
     model.save_pretrained(folder)
     return dict(model.state_dict())
 

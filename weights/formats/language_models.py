@@ -38,7 +38,10 @@ ENCODER_NAMES: Final = {
 _HEADED: Final = re.compile("(.+)For(MaskedLM|PreTraining)")
 _MAX_TEMPLATE: Final = 2**20  # bytes
 _CONFIGS: Final = ("chat_template.json", "processor_config.json", "tokenizer_config.json")
-_THOUGHTS: Final = ("</think>", "[THINK]", "<|channel|>analysis", "<|START_THINKING|>", "<|channel>", "</seed:think>")
+_THOUGHTS: Final = (
+    *("</think>", "[THINK]", "<|channel|>analysis", "<|START_THINKING|>", "<|channel>", "seed:think>", "mm:think>"),
+    *("<|open|>think", "my thought process:"),
+)
 
 
 def named_class(config: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,10 +20,11 @@ from pydantic import ValidationError
 from weights.formats.checkpoint import read_checkpoint, recognise
 from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.folder import check_inside
+from weights.formats.language_models import CLASS_NAMES
 from weights.formats.published_quantization import ComputedTensor
 from weights.formats.source import BasePipeline, Checkpoint, SourceComponent
 from weights.operations.source_mark import source_mark
-from weights.records.dtypes import auto_without, cast_target, types_without
+from weights.records.dtypes import auto_without, cast_target, config_name, types_without
 from weights.records.errors import FormatError
 from weights.records.manifest import Component, Layout, Manifest, ModelKind
 from weights.storage.hashing import HashedTensor, Progress, hash_tensors
@@ -136,11 +138,25 @@ def _dtype_of(kind: ModelKind, parts: Sequence[SourceComponent], wanted: str) ->
     # A pipeline in double precision would draw its noise so, and make another image. Stock loads it in single.
     if (wanted == "auto" or types) and kind in ("diffusion", "controlnet") and _has(parts, "F64"):
         types |= {"F64"}
+    if (wanted == "auto" or types) and kind == "llm" and (named := _dtype_of_mixed(parts)):
+        return "float32" if cast_target("F32", named) in types - {"BF16"} else named
     if not types:
         return wanted
     if kind in ("adapter", "tensors") or any(part.format not in ("safetensors", "torch") for part in parts):
         return "auto"
     return auto_without(types - {"BF16"} if kind == "llm" else types)
+
+
+def _dtype_of_mixed(parts: Sequence[SourceComponent]) -> str:
+    """Return the type of most of a decoder's bytes where its tensors have several, which it computes with as one; ""
+    for any other model."""
+    sizes: Counter[str] = Counter()
+    for part in parts:
+        if part.format in ("safetensors", "torch") and part.class_name in CLASS_NAMES.values():
+            for tensor in part.tensors.values():
+                sizes[config_name(tensor.dtype)] += tensor.nbytes
+    del sizes[""]
+    return sizes.most_common(1)[0][0] if len(sizes) > 1 else ""
 
 
 def _has(parts: Sequence[SourceComponent], dtype: str) -> bool:

@@ -135,9 +135,9 @@ def _deepseek(*words: str) -> str:
     return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
 
 
-def _dsml(section: str) -> ToolForm:
-    """Return the markup of DeepSeek since V3.2, whose calls stand in a section of this name."""
-    mark = "\uff5cDSML\uff5c"
+def _dsml(section: str, blank: str = "") -> ToolForm:
+    """Return the markup of DeepSeek since V3.2: the section that calls stand in, and what is before each name."""
+    mark = f"\uff5cDSML\uff5c{blank}"
     return ToolForm(
         "tagged",
         section=(f"<{mark}{section}>\n", f"\n</{mark}{section}>"),
@@ -188,6 +188,7 @@ TOOL_FORMS: Final[Mapping[str, ToolForm]] = MappingProxyType(
         ),
         "deepseek-v3.2": _dsml("function_calls"),
         "deepseek-v4": _dsml("tool_calls"),
+        "deepseek-v4.1": _dsml("calls", " "),
         "step3": ToolForm(
             "tagged",
             section=("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>"),
@@ -329,7 +330,7 @@ REASONING_FORMS: Final[Mapping[str, ReasoningForm]] = MappingProxyType(
         "kimi-k3": ReasoningForm(
             ("<|open|>think<|sep|>",),
             ("<|close|>think<|sep|>",),
-            around=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+            around=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
             signs=("<|open|>think",),
         ),
         "seed": ReasoningForm(("<seed:think>",), ("</seed:think>",), signs=("<seed:think>",)),

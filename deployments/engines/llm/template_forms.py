@@ -35,6 +35,7 @@ _FUNCTION: Final = Function(
 _ARGUMENTS: Final = {"word": "fern"}
 _QUESTION: Final = {"role": "user", "content": "What is a fern?"}
 _TOOL: Final = {"type": "function", "function": _FUNCTION.model_dump(exclude_none=True)}
+_BEGUN: Final = re.compile(r"[<\[][^<>\[\]\s]*$")
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -120,6 +121,8 @@ def _rendered(
     except EngineError:
         return None
     size = next((at for at, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    if begun := _BEGUN.search(prompt, 0, size):  # what both have may end within a marker: of a thought, of a call
+        size = begun.start()
     return prompt[:size], whole[size:]
 
 

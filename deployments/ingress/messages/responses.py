@@ -92,7 +92,7 @@ _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
 _UNSERVED: Final = ("/v1/audio", "/v1/realtime")
 _SERVED: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank"),
-    *("/v1/classify", "/v1/score", "/v1/images/generations", "/v1/videos", "/v1/models"),
+    *("/v1/classify", "/v1/score", "/v1/pooling", "/v1/images/generations", "/v1/videos", "/v1/models"),
 )
 _HTTP_CODES: Final = {404: "unknown_url", 405: "method_not_allowed"}
 _MEANINGS: Final = {

@@ -189,10 +189,16 @@ def _object_of(given: Any, field: str) -> Any:
         raise InvalidRequest(f"structured_outputs.{field}: no JSON: {error}", "structured_outputs") from None
 
 
-class StructuralTag(ClientPart, extra="allow"):
-    """A form of the answer in parts, as `structured_outputs.structural_tag`."""
+class AnswerFormat(ResponseFormat, extra="allow"):
+    """The form of an answer; also one in parts, as `structured_outputs.structural_tag`, whose members are its own."""
 
-    type: Literal["structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]  # type: ignore[assignment]
+
+    def to_record(self) -> ResponseFormat | None:
+        """Return the record's form, None of one in parts."""
+        if self.type == "structural_tag":
+            return None
+        return ResponseFormat(type=self.type, json_schema=self.json_schema, schema=self.schema_)
 
 
 class TextBody(ClientPart, SamplingOptions):
@@ -278,7 +284,7 @@ class ChatBody(TextBody):
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: Annotated[ResponseFormat | StructuralTag, Field(discriminator="type")] | None = None
+    response_format: AnswerFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer is the only one")
@@ -336,11 +342,11 @@ class ChatBody(TextBody):
                 name = f"messages.{number}.content"
                 raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
         form = self.response_format
-        if isinstance(form, StructuralTag):
+        if form is not None and form.type == "structural_tag":
             if options["answer_grammar"] is not None:
                 raise InvalidRequest("response_format: structured_outputs say the form too", "response_format")
-            options["answer_grammar"], form = {"structural_tag": form.model_extra or {}}, None
-        options |= {"response_format": form, "tools": tuple(self.tools or ())}
+            options["answer_grammar"] = {"structural_tag": form.model_extra or {}}
+        options |= {"response_format": form and form.to_record(), "tools": tuple(self.tools or ())}
         said = self.reasoning.fields() if self.reasoning is not None else {}
         said |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
         if said.get("thinking_token_budget") == -1:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+from deployments.engines.llm.engine import LLMEngine
 from deployments.local import LocalModels
-from deployments.records import ImageRequest, ImageResult, TextChunk, TextRequestRecord
+from deployments.records import ImageRequest, ImageResult, SwitchReport, TextChunk, TextRequestRecord
 from deployments.replicas.output_channel import OutputChannel
-from deployments.replicas.step_loop import EngineLoop
+from deployments.replicas.step_loop import DeviceThread, EngineLoop
 from deployments.services.image_service import EncodeText, ImagePiece, ImageService
 from deployments.services.text_service import TextService
 
@@ -47,6 +50,25 @@ def stream_images(
         pieces.put(await images.generate(request, encode, pieces.put, **options))
 
     return OutputChannel(run)
+
+
+def text_service_of(engine: LLMEngine) -> TextService:
+    """Return a service over one engine, whatever model is asked for."""
+    loops: list[Any] = []
+
+    def bound(make: Callable[[], Any]) -> Any:
+        loops[:] = loops or [make()]
+        return loops[0]
+
+    report = SwitchReport("m", 1.0, 0.5, 0.5, 10, (), ())
+    lease = SimpleNamespace(modules={"model": engine}, bound=bound, report=report)
+
+    @asynccontextmanager
+    async def leased(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield lease
+
+    cache: Any = SimpleNamespace(lease=leased)
+    return TextService(cache, DeviceThread())
 
 
 async def written_chunks(texts: TextService, request: TextRequestRecord) -> list[TextChunk]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kit.scripted_llm import BEGIN, save_scripted_llm
-from unit.deployments.engine_loops import written_chunks
+from unit.deployments.engine_loops import text_service_of, written_chunks
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.records import ChatRequest, SwitchReport, TextResult
+from deployments.records import ChatRequest, TextResult
 from deployments.records.errors import InvalidRequest
-from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_prompts import prompt_tokens
 from deployments.services.text_service import TextService, whole_text
 
@@ -53,21 +50,7 @@ def model_of(tmp_path: Path) -> Callable[..., tuple[LLMEngine, TextService]]:
     def made(pieces: Sequence[str], template: str, special: Sequence[str] = ()) -> tuple[LLMEngine, TextService]:
         tensors = save_scripted_llm(tmp_path, pieces, template, special)
         engine = LLMEngine(tmp_path, tensors, LLMEngineConfig(kv_cache_bytes=2**22))
-        loops: list[Any] = []
-
-        def bound(make: Callable[[], Any]) -> Any:
-            loops[:] = loops or [make()]
-            return loops[0]
-
-        report = SwitchReport("m", 1.0, 0.5, 0.5, 10, (), ())
-        lease = SimpleNamespace(modules={"model": engine}, bound=bound, report=report)
-
-        @asynccontextmanager
-        async def leased(*_: Any, **__: Any) -> AsyncIterator[Any]:
-            yield lease
-
-        cache: Any = SimpleNamespace(lease=leased)
-        return engine, TextService(cache, DeviceThread())
+        return engine, text_service_of(engine)
 
     return made
 

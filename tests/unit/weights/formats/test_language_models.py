@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deployments.engines.llm.answer_forms import REASONING_FORMS, ReasoningForm
 from weights.formats.gguf import encode_gguf_header
 from weights.formats.language_models import language_model_facts
 
@@ -65,3 +66,12 @@ def test_facts_of_a_gguf_file(metadata: dict[str, Any], expected: dict[str, Any]
 def test_a_damaged_gguf_file_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "m.gguf.header").write_bytes(b"GGUF, or not")
     assert language_model_facts(tmp_path) == {}
+
+
+@pytest.mark.parametrize("form", REASONING_FORMS.values(), ids=REASONING_FORMS)
+def test_a_template_of_every_form_of_reasoning_thinks(form: ReasoningForm, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ messages }}" + " ".join(form.signs + form.openings + form.closings)
+    )
+    assert language_model_facts(tmp_path)["thinks"]

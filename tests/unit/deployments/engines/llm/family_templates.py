@@ -50,8 +50,8 @@ def _braces(quote: str) -> str:
     )
 
 
-def _dsml(section: str) -> str:
-    mark = "\uff5cDSML\uff5c"
+def _dsml(section: str, blank: str = "") -> str:
+    mark = f"\uff5cDSML\uff5c{blank}"
     said = "{{ 'true' if v is string else 'false' }}"
     return _template(
         f'<{mark}invoke name="{{{{ f.name }}}}">{_PAIRS}\n<{mark}parameter name="{{{{ k }}}}" string="{said}">{_VALUE}'
@@ -129,6 +129,7 @@ TEMPLATES: Final = {
     ),
     "deepseek-v3.2": _dsml("function_calls"),
     "deepseek-v4": _dsml("tool_calls"),
+    "deepseek-v4.1": _dsml("calls", " "),
     "step3": _template(
         '<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c><steptml:invoke name="{{ f.name }}">'
         f'{_PAIRS}<steptml:parameter name="{{{{ k }}}}">{_VALUE}</steptml:parameter>{{% endfor %}}'

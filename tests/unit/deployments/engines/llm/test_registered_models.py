@@ -22,6 +22,10 @@ from deployments.engines.servable import why_unservable
 from infra.offline.checkpoints import quantize_checkpoint
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import encode_gguf_header, read_gguf, write_gguf
+from weights.loading.loader import load_model
+from weights.loading.provider import LocalExtents
+from weights.operations.externalize import externalize
+from weights.storage.store import WeightStore
 
 ADDITION = "<s><|user|>2+3<|end|><|assistant|>"
 DEMO = Path(__file__).resolve().parents[5] / "infra" / "demo" / "models"
@@ -167,3 +171,19 @@ def test_a_gguf_file_that_is_ready_answers(
         for name, (_, shape, data) in tensors.items()
     }
     assert answer(file, given, ADDITION) == "5."
+
+
+@pytest.mark.parametrize(("most", "few"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_a_decoder_of_several_types_is_stored_in_that_of_most_of_it(
+    most: torch.dtype, few: torch.dtype, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    tensors = save_scripted_llm(folder, ["ok"], "{{ messages }}" + BEGIN)
+    mixed = {name: tensor.to(few if "norm" in name else most) for name, tensor in tensors.items()}
+    save_file(mixed, folder / "model.safetensors", {"format": "pt"})
+    assert why_unservable(read_checkpoint(folder)) is None
+    store = WeightStore(tmp_path / "store")
+    manifest = externalize(store, "mixed", folder)
+    stored = load_model(manifest, LocalExtents(store.packs))["model"]
+    assert {tensor.dtype for tensor in stored.values()} == {most}
+    assert answer(store.skeleton(manifest), stored, BEGIN) == "ok"
