@@ -11,7 +11,7 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -43,7 +43,8 @@ from deployments.ingress.compat.a1111_bodies import (
     resized,
     upscalers,
 )
-from deployments.ingress.messages.bodies import JsonRoute
+from deployments.ingress.compat.a1111_painting import Painting
+from deployments.ingress.messages.bodies import JsonRoute, warning_header
 from deployments.ingress.messages.responses import INFERENCE_ERRORS, Answer, documented_as, json_response, server_timing
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import describe_image, encode_image
@@ -126,7 +127,7 @@ def _add_image_routes(
         if body.num_images > limits.max_images:
             raise InvalidRequest(f"batch_size: {body.num_images} images, at most {limits.max_images} are allowed")
         second = body.second_pass
-        record = await readers.read(body.to_record, model, limits)
+        record, painting = await readers.read(body.to_record, model, limits)
         job = sessions.begin_job(body.num_images)
         try:
             found = await run_together(
@@ -138,12 +139,15 @@ def _add_image_routes(
         finally:
             sessions.end_job(job)
         done = [(one, result) for one, result in found if result is not None]
+        if painting is not None:
+            done = [(one, await asyncio.to_thread(_finished, painting, result)) for one, result in done]
         parameters = body.model_dump(exclude_none=True, exclude={"init_images", "mask"})
         files = []
         if body.send_images is not False:
             files = await asyncio.gather(*(asyncio.to_thread(_written, one, result) for one, result in done))
         answer = WebuiImages(images=files, parameters=parameters, info=json.dumps(_info(record, body, done)))
-        return json_response(answer, headers=server_timing(done[0][1].timings_ms if done else {}))
+        headers = server_timing(done[0][1].timings_ms if done else {}) | warning_header(body.warnings)
+        return json_response(answer, headers=headers)
 
     @router.post("/txt2img", response_model=WebuiImages, responses=_ERRORS)
     async def text_to_image(body: TextToImageBody) -> Response:
@@ -214,6 +218,11 @@ async def _make_pass(
     return record, result
 
 
+def _finished(painting: Painting, result: ImageResult) -> ImageResult:
+    """Return a result with what its image is laid into."""
+    return replace(result, images=[painting.finished(image) for image in result.images])
+
+
 def _written(record: ImageRequest, result: ImageResult) -> str:
     """Return the image of a result as a PNG file in base64."""
     file = encode_image(result.images[0], "png", description=describe_image(record, result, 0))
@@ -242,7 +251,7 @@ def _info(
         "sd_model_name": record.model,
         "denoising_strength": record.strength,
         "infotexts": infotexts,
-        "warnings": [warning for _, result in done for warning in result.warnings],
+        "warnings": [*body.warnings, *(warning for _, result in done for warning in result.warnings)],
     }
 
 

@@ -19,6 +19,15 @@ from starlette.responses import Response
 
 from configs.cluster import LimitsConfig
 from deployments.engines.records.input_images import resize_pixels
+from deployments.ingress.compat.a1111_painting import (
+    FROM_AROUND,
+    LATENT,
+    MAX_BLUR,
+    ORIGINAL,
+    Painting,
+    PaintOptions,
+    paint,
+)
 from deployments.ingress.messages.responses import Answer, Failure, json_response
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.image_files import SAMPLER_NAMES
@@ -46,7 +55,37 @@ _BY_LOWER: Final = {name.lower(): name for name in SAMPLERS}
 _NETWORK: Final = re.compile(r"<(lora|lyco|hypernet):([^<>]{1,400})>")  # <lora:name:0.8>
 _OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "hr_prompt", "hr_negative_prompt")
 _HR_STRENGTH: Final = 0.7  # that the WebUI's page begins with
-_KEPT: Final = 128  # a mask is white where it says more than that
+# Fields of the WebUI that change an image there, and do not here, with the values that ask for nothing.
+_VAIN: Final[dict[str, tuple[Any, ...]]] = {
+    "styles": ([],),
+    "tiling": (False,),
+    "restore_faces": (False,),
+    "subseed": (-1,),
+    "subseed_strength": (0,),
+    "seed_resize_from_h": (-1, 0),
+    "seed_resize_from_w": (-1, 0),
+    "eta": (),
+    "s_churn": (0,),
+    "s_tmin": (0,),
+    "s_tmax": (0,),
+    "s_noise": (1,),
+    "s_min_uncond": (0,),
+    "refiner_checkpoint": ("", "None"),
+    "refiner_switch_at": (1,),
+    "image_cfg_scale": (),
+    "initial_noise_multiplier": (1,),
+    "save_images": (False,),
+}
+# Fields that ask for nothing of an image, whatever they say.
+_ABOUT_FILES: Final = frozenset(
+    {
+        *("do_not_save_samples", "do_not_save_grid", "include_init_images", "script_args", "firstphase_width"),
+        *("override_settings_restore_afterwards", "disable_extra_networks", "comments", "force_task_id"),
+        *("firstphase_height", "firstpass_image", "infotext", "latent_mask"),
+    }
+)
+_SETTINGS: Final = {"sd_vae": ("Automatic", "")}
+_MAX_SHOWN: Final = 20  # of fields in a warning
 
 
 class WebuiError(Answer):
@@ -259,15 +298,17 @@ async def _enlarged(service: Service, image: Pixels, upscaler: str, size: Size) 
     return image
 
 
-class OverrideSettings(RequestModel, extra="ignore"):
+class OverrideSettings(RequestModel, extra="allow"):
     """Settings of one request."""
 
     sd_model_checkpoint: Name | None = None
     CLIP_stop_at_last_layers: int | None = Field(None, ge=1, le=12)
 
 
-class TextToImageBody(RequestModel, extra="ignore"):
-    """A request for images. Fields without a meaning here (`restore_faces`, `styles`, `eta`, ...) have no effect."""
+class TextToImageBody(RequestModel, extra="allow"):
+    """A request for images. Fields without a meaning here (`restore_faces`, `styles`, `eta`, ...) have no effect, which
+    `warnings` say.
+    """
 
     prompt: str | None = None
     negative_prompt: str | None = None
@@ -328,12 +369,31 @@ class TextToImageBody(RequestModel, extra="ignore"):
             self.hr_upscaler or LANCZOS, self.hr_scale, *size, self.hr_second_pass_steps or None, strength
         )
 
-    def to_record(self, model: str, limits: LimitsConfig) -> ImageRequest:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the request asks for and does not get."""
+        settings = (self.override_settings.model_extra or {}) if self.override_settings else {}
+        vain = [
+            name
+            for name, value in (self.model_extra or {}).items()
+            if name not in _ABOUT_FILES and value is not None and value not in _VAIN.get(name, ())
+        ]
+        vain += [
+            f"override_settings.{name}"
+            for name, value in settings.items()
+            if value is not None and value not in _SETTINGS.get(name, ())
+        ]
+        shown = ", ".join(f"{name:.80}" for name in vain[:_MAX_SHOWN])
+        more = f" and {len(vain) - _MAX_SHOWN} more" if len(vain) > _MAX_SHOWN else ""
+        return (f"without effect here: {shown}{more}",) if vain else ()
+
+    def to_record(self, model: str, limits: LimitsConfig) -> tuple[ImageRequest, Painting | None]:
         """Return the request of the first image as the service takes it; the record's `n` counts them all.
 
-        Decodes images: not for the event loop. Raises InvalidRequest.
+        With an image to begin with, what its results are laid into. Decodes images: not for the event loop. Raises
+        InvalidRequest.
         """
-        return as_record(GenerationBody, self._fields(model)).to_record(limits)
+        return as_record(GenerationBody, self._fields(model)).to_record(limits), None
 
     def _fields(self, model: str) -> dict[str, Any]:
         if self.script_name or self.alwayson_scripts:
@@ -385,15 +445,49 @@ class ImageToImageBody(TextToImageBody):
     init_images: list[str] = Field(min_length=1, max_length=1, description="one file in base64, or a data URL of one")
     mask: str | None = Field(None, description="a file in base64: what is white is painted anew")
     inpainting_mask_invert: int | bool | None = None
+    mask_blur: int | None = Field(None, ge=0, le=MAX_BLUR)
+    mask_blur_x: int = Field(4, ge=0, le=MAX_BLUR)
+    mask_blur_y: int = Field(4, ge=0, le=MAX_BLUR)
+    resize_mode: int = Field(0, ge=0, le=LATENT, description="0: plain; 1: its middle; 2: its edges drawn out")
+    inpainting_fill: int = Field(FROM_AROUND, ge=0, le=3, description="0: with what is around it; 1: what is there")
+    inpaint_full_res: bool | None = Field(None, description="only what is masked, in the size of the request")
+    inpaint_full_res_padding: int | None = Field(None, ge=0, le=2**16)
     denoising_strength: float = Field(0.75, gt=0, le=1)
 
-    def to_record(self, model: str, limits: LimitsConfig) -> ImageRequest:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the request asks for and does not get."""
+        found = super().warnings
+        if self.resize_mode == LATENT:
+            found += ("resize_mode 3 had no effect: the image is resized, not its latents",)
+        if self.mask is not None and self.inpainting_fill > ORIGINAL:
+            found += (f"inpainting_fill {self.inpainting_fill} had no effect: what is masked is painted over as it is",)
+        return found
+
+    @property
+    def _painting(self) -> PaintOptions:
+        blurs = (self.mask_blur_x, self.mask_blur_y) if self.mask_blur is None else (self.mask_blur, self.mask_blur)
+        return PaintOptions(
+            self.resize_mode,
+            *blurs,
+            is_inverted=bool(self.inpainting_mask_invert),
+            fill=min(self.inpainting_fill, ORIGINAL),
+            only_masked=self.inpaint_full_res is not False,
+            padding=self.inpaint_full_res_padding or 0,
+        )
+
+    def to_record(self, model: str, limits: LimitsConfig) -> tuple[ImageRequest, Painting | None]:
         """Return the request as `TextToImageBody` does, with its images."""
-        record = super().to_record(model, limits)
-        if record.mask_image is None or not self.inpainting_mask_invert:
-            return record
-        inverted = np.where(record.mask_image < _KEPT, np.uint8(255), np.uint8(0))
-        return record.model_copy(update={"mask_image": inverted})
+        record, _ = super().to_record(model, limits)
+        image = decode_base64_within(self.init_images[0], "init_images", limits)
+        mask = None if self.mask is None else decode_base64_within(self.mask, "mask", limits)
+        width, height = self.width or image.size[0], self.height or image.size[1]
+        if width * height > limits.max_pixels:  # before anything is resized to it
+            text = f"size: {width}x{height}, at most {limits.max_pixels} pixels are allowed"
+            raise InvalidRequest(text, "size")
+        painting = paint(image, mask, width, height, self._painting)
+        update = {"init_image": painting.image, "mask_image": painting.mask, "strength": self.denoising_strength}
+        return record.model_copy(update=update | {"width": width, "height": height}), painting
 
     @property
     def second_pass(self) -> SecondPass | None:
@@ -401,10 +495,6 @@ class ImageToImageBody(TextToImageBody):
         if self.enable_hr:
             raise InvalidRequest("enable_hr: img2img has no second pass", "enable_hr")
         return None
-
-    def _fields(self, model: str) -> dict[str, Any]:
-        images = {"init_image": self.init_images[0], "mask_image": self.mask, "strength": self.denoising_strength}
-        return super()._fields(model) | images
 
 
 def _lora_of(found: re.Match[str]) -> dict[str, Any]:

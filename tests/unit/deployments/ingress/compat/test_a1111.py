@@ -111,10 +111,14 @@ async def test_images_from_an_image_and_a_mask(webui: Any, replicas: Replicas) -
     image = Image.fromarray(np.full((16, 16, 3), 200, np.uint8))
     mask = np.zeros((16, 16), np.uint8)
     mask[:, 8:] = 255
+    made = []
     for inverted in (0, 1):
-        await asyncio.to_thread(
+        found = await asyncio.to_thread(
             webui.img2img,
             images=[image],
+            mask_blur=0,
+            inpaint_full_res=False,
+            inpainting_fill=1,
             mask_image=Image.fromarray(mask),
             prompt="x",
             inpainting_mask_invert=inverted,
@@ -122,6 +126,10 @@ async def test_images_from_an_image_and_a_mask(webui: Any, replicas: Replicas) -
             width=16,
             height=16,
         )
+        made.append(np.asarray(found.image))
+    for pixels, is_painted in zip(made, (mask == 255, mask == 0), strict=True):
+        assert (pixels[~is_painted] == 200).all()
+        assert (pixels[is_painted] != 200).any()
     plain, inverted_ = replicas.requests
     assert (plain.strength, plain.init_image[0, 0, 0]) == (0.5, 200)
     np.testing.assert_array_equal(plain.mask_image >= 128, mask == 255)
@@ -302,6 +310,39 @@ async def test_refusals_name_the_field(http: httpx.AsyncClient, task: str, field
     answer = await http.post(f"{PATH}/{task}", json={"prompt": "x"} | fields)
     assert answer.status_code in (400, 404)
     assert text in answer.json()["detail"]
+
+
+def told(answer: httpx.Response) -> list[str]:
+    """The warnings of an answer, without that of the fakes' worker."""
+    return [one for one in json.loads(answer.json()["info"])["warnings"] if one != "a note"]
+
+
+async def test_what_has_no_effect_is_told(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    usual = {"styles": [], "tiling": False, "subseed": -1, "subseed_strength": 0, "eta": None, "s_noise": 1.0}
+    usual |= {"do_not_save_samples": True, "override_settings": {"sd_vae": "Automatic"}, "refiner_checkpoint": None}
+    small = {"prompt": "x", "width": 16, "height": 16, "steps": 2}
+    answer = await http.post(f"{PATH}/txt2img", json=small | usual)
+    assert told(answer) == []
+    assert "X-Atelier-Warning" not in answer.headers
+    vain = {"styles": ["ink"], "tiling": True, "subseed": 5, "subseed_strength": 0.5, "eta": 0.3, "colour": "blue"}
+    vain |= {"refiner_checkpoint": "sdxl-refiner", "override_settings": {"sd_vae": "other.safetensors"}}
+    said = (
+        "without effect here: styles, tiling, subseed, subseed_strength, eta, colour, refiner_checkpoint, "
+        "override_settings.sd_vae"
+    )
+    answer = await http.post(f"{PATH}/txt2img", json=small | vain)
+    assert told(answer) == [said]
+    assert answer.headers["X-Atelier-Warning"] == said
+    image = png(np.full((16, 16, 3), 9, np.uint8))
+    given = {"init_images": [image], "mask": image, "resize_mode": 3, "inpainting_fill": 2}
+    answer = await http.post(f"{PATH}/img2img", json=small | given)
+    assert told(answer) == [
+        "resize_mode 3 had no effect: the image is resized, not its latents",
+        "inpainting_fill 2 had no effect: what is masked is painted over as it is",
+    ]
+    many = {f"field{number}": 1 for number in range(30)}
+    answer = await http.post(f"{PATH}/txt2img", json=small | many)
+    assert told(answer)[0].endswith("field19 and 10 more")
 
 
 async def test_unknown_names_and_paths_have_the_form_of_the_webui(http: httpx.AsyncClient) -> None:
