@@ -195,7 +195,11 @@ async def _make_image(
         size = second.size_after(first := result.images[0])
         larger = await resized(service, first, second.upscaler, size, limits)
         update = {"init_image": larger, "width": size.width, "height": size.height, "strength": second.strength}
-        update |= {"seed": result.seed, "num_inference_steps": second.steps or record.num_inference_steps}
+        update |= {
+            **second.solver,
+            "seed": result.seed,
+            "num_inference_steps": second.steps or record.num_inference_steps,
+        }
         record, result = await _make_pass(service, record.model_copy(update=update), job, number)
     job.num_done += result is not None
     return record, result
@@ -338,7 +342,7 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
     @router.get("/schedulers", response_model=list[WebuiScheduler])
     async def schedulers() -> Response:
         """The ways to space steps."""
-        return _listed(WebuiScheduler(name=one, label=one.title()) for one in SCHEDULERS)
+        return _listed(WebuiScheduler(name=one.replace(" ", "_").lower(), label=one) for one in SCHEDULERS)
 
     _add_empty_routes(router)
 

@@ -42,18 +42,49 @@ _LATENT: Final = "Latent"
 _MAX_PASSES: Final = 3
 _SIDE_MULTIPLE: Final = 8  # of the second pass's sides
 Pixels = npt.NDArray[np.uint8]
-SAMPLERS: Final = {name: class_name for class_name, name in SAMPLER_NAMES.items()}
-SCHEDULERS: Final[dict[str, dict[str, bool]]] = {
-    "automatic": {},
-    "karras": {"use_karras_sigmas": True},
-    "exponential": {"use_exponential_sigmas": True},
-    "beta": {"use_beta_sigmas": True},
+_SDE: Final = {"algorithm_type": "sde-dpmsolver++"}
+# The samplers of the WebUI: classes of diffusers, and their options.
+SAMPLERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
+    **{name: (class_name, {}) for class_name, name in SAMPLER_NAMES.items()},
+    "DPM++ 2M SDE": ("DPMSolverMultistepScheduler", {**_SDE}),
+    "DPM++ 2M SDE Heun": ("DPMSolverMultistepScheduler", {**_SDE, "solver_type": "heun"}),
+    "TCD": ("TCDScheduler", {}),
+}
+# Samplers that classes of diffusers compute otherwise than k-diffusion.
+_NO_SAMPLERS: Final = {
+    name.lower()
+    for name in (
+        "DPM++ SDE",
+        "DPM++ 2S a",
+        "DPM++ 3M SDE",
+        "DPM2 CFG++",
+        "DPM fast",
+        "DPM adaptive",
+        "Restart",
+        "DDIM CFG++",
+    )
+}
+# How the steps are spaced. Karras and its kin lie between the first sigma of a model's training and the last one.
+_ALL_SIGMAS: Final = {"timestep_spacing": "linspace"}
+SCHEDULERS: Final[dict[str, dict[str, bool | str]]] = {
+    "Automatic": {},
+    "Uniform": {**_ALL_SIGMAS},
+    "Karras": {"use_karras_sigmas": True, **_ALL_SIGMAS},
+    "Exponential": {"use_exponential_sigmas": True, **_ALL_SIGMAS},
+    "SGM Uniform": {"timestep_spacing": "trailing"},
+    "Normal": {**_ALL_SIGMAS},
+    "Simple": {"timestep_spacing": "trailing"},
+    "DDIM": {"timestep_spacing": "leading"},
+    "Beta": {"use_beta_sigmas": True, **_ALL_SIGMAS},
 }
 AUTOMATIC: Final = "Automatic"  # the model's own
+_SAME: Final = ("", "use same sampler", "use same scheduler", "use same checkpoint")  # as the first pass has
 _STRENGTHS: Final = ("te", "unet")  # of a LoRA in a prompt, in that order
 _BY_LOWER: Final = {name.lower(): name for name in SAMPLERS}
+_SPACINGS: Final = {name.lower(): name for name in sorted(SCHEDULERS, key=len, reverse=True)}
+_ALWAYS_LINEAR: Final = ("DPMSolverSinglestepScheduler",)  # has no other spacing, and no option for it
 _NETWORK: Final = re.compile(r"<(lora|lyco|hypernet):([^<>]{1,400})>")  # <lora:name:0.8>
-_OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "hr_prompt", "hr_negative_prompt")
+_OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_prompt", "hr_negative_prompt")
 _HR_STRENGTH: Final = 0.7  # that the WebUI's page begins with
 # Fields of the WebUI that change an image there, and do not here, with the values that ask for nothing.
 _VAIN: Final[dict[str, tuple[Any, ...]]] = {
@@ -203,7 +234,10 @@ class Size(NamedTuple):
 
 
 class SecondPass(NamedTuple):
-    """The second pass of `enable_hr`. A size of 0 is `scale` times that of the first; steps of None are those of it."""
+    """The second pass of `enable_hr`. A size of 0 is `scale` times that of the first; steps of None are those of it.
+
+    `solver` are the fields of an ImageRequest that say its sampler and scheduler.
+    """
 
     upscaler: str
     scale: float
@@ -211,6 +245,7 @@ class SecondPass(NamedTuple):
     height: int
     steps: int | None
     strength: float
+    solver: dict[str, Any]
 
     def size_after(self, first: Pixels) -> Size:
         """Return the size of the second pass."""
@@ -360,13 +395,19 @@ class TextToImageBody(RequestModel, extra="allow"):
         """The second pass that is asked for. Raises InvalidRequest for one of another model, sampler or prompt."""
         if not self.enable_hr:
             return None
+        firsts = {"hr_prompt": self.prompt, "hr_negative_prompt": self.negative_prompt}
         for name in _OF_FIRST_PASS:
-            if getattr(self, name):
+            value = getattr(self, name) or ""
+            if value.lower() not in _SAME and value != firsts.get(name, self.model_id):
                 raise InvalidRequest(f"{name}: the second pass has that of the first here", name)
+        sampler, spacing = (
+            None if (value or "").lower() in _SAME else value for value in (self.hr_sampler_name, self.hr_scheduler)
+        )
+        solver = _solver_of(sampler or self._sampler, spacing or (None if sampler else self.scheduler))
         strength = _HR_STRENGTH if self.denoising_strength is None else self.denoising_strength
         size = self.hr_resize_x, self.hr_resize_y
         return SecondPass(
-            self.hr_upscaler or LANCZOS, self.hr_scale, *size, self.hr_second_pass_steps or None, strength
+            self.hr_upscaler or LANCZOS, self.hr_scale, *size, self.hr_second_pass_steps or None, strength, solver
         )
 
     @property
@@ -415,28 +456,11 @@ class TextToImageBody(RequestModel, extra="allow"):
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "lora": loras,
         }
-        return given | self._scheduler()
+        return given | _solver_of(self._sampler, self.scheduler)
 
-    def _scheduler(self) -> dict[str, Any]:
-        """Return the class of diffusers that a sampler is, with its options: "DPM++ 2M Karras" has both in its name.
-
-        Raises InvalidRequest with the known ones.
-        """
-        name = self.sampler_name or self.sampler_index or AUTOMATIC
-        spacing = (self.scheduler or AUTOMATIC).lower()
-        begun, _, last = name.rpartition(" ")
-        if spacing == AUTOMATIC.lower() and last.lower() in SCHEDULERS and begun:
-            name, spacing = begun, last.lower()
-        if spacing not in SCHEDULERS:
-            text = f"scheduler: {self.scheduler!r:.80} is not known (known: {', '.join(SCHEDULERS)})"
-            raise InvalidRequest(text, "scheduler")
-        options = {"scheduler_options": SCHEDULERS[spacing]}
-        if name == AUTOMATIC:
-            return options
-        if (known := _BY_LOWER.get(name.lower())) is None:
-            text = f"sampler_name: no sampler {name!r:.80} (known: {', '.join((AUTOMATIC, *SAMPLERS))})"
-            raise InvalidRequest(text, "sampler_name")
-        return options | {"scheduler": SAMPLERS[known]}
+    @property
+    def _sampler(self) -> str:
+        return self.sampler_name or self.sampler_index or AUTOMATIC
 
 
 class ImageToImageBody(TextToImageBody):
@@ -495,6 +519,34 @@ class ImageToImageBody(TextToImageBody):
         if self.enable_hr:
             raise InvalidRequest("enable_hr: img2img has no second pass", "enable_hr")
         return None
+
+
+def _solver_of(sampler: str, scheduler: str | None) -> dict[str, Any]:
+    """Return the class of diffusers that a sampler is, with its options: "DPM++ 2M Karras" has both in its name.
+
+    Raises InvalidRequest with the known ones.
+    """
+    spacing, name = (scheduler or AUTOMATIC).replace("_", " ").lower(), sampler
+    if spacing == AUTOMATIC.lower() and name.lower() not in _BY_LOWER:
+        for one in _SPACINGS:
+            if name.lower().endswith(f" {one}"):
+                spacing, name = one, name[: -len(one)].rstrip()
+                break
+    if spacing not in _SPACINGS:
+        text = f"scheduler: {scheduler!r:.80} is not known (known: {', '.join(SCHEDULERS)})"
+        raise InvalidRequest(text, "scheduler")
+    options = SCHEDULERS[_SPACINGS[spacing]]
+    others = {key: value for key, value in options.items() if key != "timestep_spacing"}
+    if name.lower() == AUTOMATIC.lower():
+        return {"scheduler_options": others or options}  # of a class that may have no spacing to choose
+    if (known := _BY_LOWER.get(name.lower())) is None:
+        why = ": diffusers has none that computes it" if name.lower() in _NO_SAMPLERS else ""
+        text = f"sampler_name: no sampler {name!r:.80}{why} (known: {', '.join((AUTOMATIC, *SAMPLERS))})"
+        raise InvalidRequest(text, "sampler_name")
+    class_name, own = SAMPLERS[known]
+    if class_name in _ALWAYS_LINEAR and options.items() >= _ALL_SIGMAS.items():
+        options = others
+    return {"scheduler": class_name, "scheduler_options": options | own}
 
 
 def _lora_of(found: re.Match[str]) -> dict[str, Any]:
