@@ -20,6 +20,7 @@ from unit.deployments.engines.stock.tiny_pipelines import make
 
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.fitted_loras import FittedLoras
+from deployments.engines.diffusion.lora_kinds import num_made, product_of
 from deployments.engines.diffusion.lora_names import num_changed, part_of
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters, merge_pairs
 from deployments.engines.records.protocol import EngineError
@@ -307,6 +308,12 @@ def test_each_kind_is_its_formula(
     bias = random(out)
     named = {f"lora_unet_{layer}.{end}": one.contiguous() for end, one in tensors.items()}
     assert num_changed({part_of(name)[1]: one.shape for name, one in named.items()}) == delta.numel()
+    product = product_of(layer, {part_of(name)[1]: (name, one) for name, one in named.items()}, None)
+    in_file = {one.untyped_storage().data_ptr() for one in named.values()}
+    made = [one for one in (product.down, product.up) if one.untyped_storage().data_ptr() not in in_file]
+    assert num_made({name: one.shape for name, one in named.items()}) >= sum(one.numel() for one in made)
+    assert num_made({name: one.shape for name, one in named.items()}) <= product.down.numel() + product.up.numel()
+    assert (num_made({name: one.shape for name, one in named.items()}) == 0) == (kind == "LoRA")
     save_file(named | {f"lora_unet_{layer}.diff_b": bias}, tmp_path / "a.safetensors")
     family = pair.ours.family
     pairs = FittedLoras(family, family.denoiser_name, pair.ours.denoiser).pairs_of(
