@@ -185,6 +185,10 @@ def _has_whole(tensors: Mapping[str, torch.Tensor], number: str) -> bool:
 
 
 def _of_difference(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return the difference of a weight; that of a norm's has one axis, and no inputs."""
+    whole = tensors["difference"]
+    if whole.ndim == 1:
+        return whole[:, None], whole.new_zeros(1, 0), None
     return (*_factors(tensors["difference"]), None)
 
 

@@ -412,7 +412,7 @@ K = "lora_unet_mid_block_attentions_0_proj_in"
         ({f"{K}.oft_blocks": (2, 4, 4)}, f"tensor '{K}.oft_blocks' is an OFT, which is not read; read are LoRA, DoRA"),
         ({f"{K}.a1.weight": (4, 2)}, "is a GLoRA, which is not read"),
         ({f"{K}.on_input": ()}, "is an IA3, which is not read"),
-        ({f"{K}.w_norm": (8,)}, "is a changed norm, which is not read"),
+        ({f"{K}.set_weight": (8,)}, "is a replaced weight, which is not read"),
         ({"bundle_emb.cat.clip_l": (1, 8)}, "is an embedding of new words beside a LoRA, which is not read"),
         ({f"{K}.lora_down.weight": (2, 8)}, rf"{K}.lora_down.weight is there, .* pair \(up\) is"),
         ({f"{K}.lora_up.weight": (2, 8)}, rf"{K}.lora_up.weight is there, .* pair \(down\) is"),
