@@ -20,6 +20,7 @@ from cluster.placement.state import (
 MAX_IGNORED: Final = 100  # lines that one state explains; the rest is counted
 _HUGE: Final = 1e15  # no time, rate or speed of a cluster is above it
 _INF: Final = float("inf")
+_NO_STATE: Final = ClusterState()
 
 
 def usable_state(
@@ -27,8 +28,11 @@ def usable_state(
     workers: Collection[WorkerState],
     held: Mapping[str, Collection[str]] | None = None,
     is_frozen: bool = False,
+    before: ClusterState = _NO_STATE,
 ) -> ClusterState:
     """Return a state that can be planned with. Never raises, whatever the records hold.
+
+    Records that are the very ones of the state `before` are not looked at again.
 
     A figure that cannot be true (NaN, negative, infinite, of a wrong type) becomes its default. A model without an id
     or components, and a worker without an id or a budget, are left out, as are workers that are silent for `LOST_S`.
@@ -36,12 +40,20 @@ def usable_state(
     """
     notes = _Notes()
     checked_models: dict[str, ModelState] = {}
+    same_models = {id(model) for model in before.models.values()}
+    same_workers = {id(worker) for worker in before.workers.values()}
     for model in models:
+        if id(model) in same_models and model.id not in checked_models:
+            checked_models[model.id] = model
+            continue
         kept = model if _is_sound_model(model, checked_models) else _mended_model(model, checked_models, notes)
         if kept is not None:
             checked_models[kept.id] = kept
     checked_workers: dict[str, WorkerState] = {}
     for worker in workers:
+        if id(worker) in same_workers and worker.id not in checked_workers and _is_consistent(worker, checked_models):
+            checked_workers[worker.id] = worker
+            continue
         usable = _checked_worker(worker, checked_workers, checked_models, notes)
         if usable is not None:
             checked_workers[usable.id] = usable
@@ -101,23 +113,28 @@ def _checked_worker(
             and type(worker.leased) is frozenset
             and type(worker.pinned) is frozenset
             and type(worker.unable) is frozenset
-            and (worker.switching_to is None or worker.switching_to in models)
-            and (worker.reserved_for is None or worker.reserved_for in models)
             and type(worker.node) is str
             and type(worker.id) is str
             and worker.id not in others
+            and _is_consistent(worker, models)
         )
-        if is_sound:
-            resident = worker.resident.sizes.keys()
-            for id_ in worker.models:
-                if not models[id_].components.sizes.keys() <= resident:
-                    is_sound = False
-            for id_, count in worker.running.items():
-                if type(count) is not int or count < 0 or id_ not in models:
-                    is_sound = False
     except Exception:  # whatever a broken record does when it is looked at
         is_sound = False
     return worker if is_sound else _mended_worker(worker, others, models, notes)
+
+
+def _is_consistent(worker: WorkerState, models: Mapping[str, ModelState]) -> bool:
+    """Return whether the worker speaks of known models alone, and has the components of those that it has ready."""
+    resident = worker.resident.sizes.keys()
+    for id_ in worker.models:
+        if id_ not in models or not models[id_].components.sizes.keys() <= resident:
+            return False
+    for id_, count in worker.running.items():
+        if type(count) is not int or count < 0 or id_ not in models:
+            return False
+    return (worker.switching_to is None or worker.switching_to in models) and (
+        worker.reserved_for is None or worker.reserved_for in models
+    )
 
 
 class _Notes:

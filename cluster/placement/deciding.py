@@ -30,6 +30,7 @@ PATIENCE_S: Final = 2.0  # requests for a model whose needs no worker reports st
 MAX_ASKED: Final = 16  # models that one worker is asked about at a time
 MAX_DECISIONS: Final = 500
 _ASKED_S: Final = 1.0  # then another worker is asked
+_NO_ORDERS: Final = Orders()
 
 
 @dataclass(slots=True)
@@ -101,13 +102,14 @@ class Deciding:
         observed = self._observations.observe(now_s, overrides, self._unconfirmed())
         if observed is None:
             return None
-        workers = {
-            name: replace(worker, reserved_for=self._table.reserved.get(name))
-            if self._table.reserved.get(name) in observed.state.models
-            else worker
-            for name, worker in observed.state.workers.items()
-        }
-        observed = replace(observed, state=replace(observed.state, workers=workers))
+        if self._table.reserved:
+            state = observed.state
+            reserved = {
+                name: replace(state.workers[name], reserved_for=model)
+                for name, model in self._table.reserved.items()
+                if name in state.workers and model in state.models
+            }
+            observed = replace(observed, state=replace(state, workers={**state.workers, **reserved}))
         plan = plan_switches(observed.state, self.policy)
         if scaling is not None:
             preloads = scaling.preload_orders(observed.state, [one.worker for one in plan.decisions])
@@ -183,6 +185,8 @@ class Deciding:
                 else (),
                 _movable(observed, placement, worker) if worker.is_draining else (),
             )
+            if name == asked or worker.is_draining or name in self._table.given
+            else _NO_ORDERS
             for name, worker in observed.state.workers.items()
         }
 
@@ -194,12 +198,13 @@ class Deciding:
         """
         state, pool = observed.state, observed.pool
         self._waits_since = {model: self._waits_since.get(model, now_s) for model in observed.waits}
+        models, workers, planned = state.models, state.workers, plan.planned
         replicas: dict[tuple[str, str], tuple[str, ...]] = {}
         unservable: dict[tuple[str, str], Refusal] = {}
         on_demand: dict[tuple[str, str], Mapping[str, OnDemandSwitch]] = {}
         most_bytes = max((worker.budget_bytes for worker in state.workers.values()), default=0)
-        for model in observed.names if state.workers else ():
-            known = state.models.get(model)
+        for model in observed.names if workers else ():
+            known = models.get(model)
             if known is None:
                 is_awaited = now_s - self._waits_since.get(model, now_s) < PATIENCE_S
             else:
@@ -210,14 +215,21 @@ class Deciding:
                 replicas[pool, model] = tuple(plan.on_demand[model])
                 on_demand[pool, model] = plan.on_demand[model]
                 continue
-            confirmed = [name for name in plan.planned.get(model, ()) if self._is_confirmed(model, observed, name)]
-            ready = replicas[pool, model] = tuple(waits_there(state, model, confirmed)) if confirmed else ()
-            is_coming = bool(plan.planned.get(model))
-            if not (ready or is_coming) and model in observed.backoffs:
+            there = planned.get(model, ())
+            for name in there:
+                if model not in workers[name].models:
+                    confirmed = [name for name in there if self._is_confirmed(model, observed, name)]
+                    replicas[pool, model] = tuple(waits_there(state, model, confirmed)) if confirmed else ()
+                    break
+            else:  # all of them have it, so they may start now
+                replicas[pool, model] = there
+            if there:
+                continue
+            if model in observed.backoffs:
                 backoff = observed.backoffs[model]
                 text = f"{backoff.error} (tried again in {backoff.retry_in_s:.1f} s)"
                 unservable[pool, model] = Refusal("unservable", backoff.retry_in_s, text=text)
-            elif not (ready or is_coming) and state.is_frozen:
+            elif state.is_frozen:
                 text = "no worker has it ready, and nothing is switched while the cluster is frozen (`atelier thaw`)"
                 unservable[pool, model] = Refusal("unservable", text=text)
         return Placement(

@@ -86,7 +86,7 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A worker as of its last heartbeat, `age_s` ago.
+    """A worker as of its last heartbeat, `age_s` ago, 0 while that is fresh.
 
     `models` are attached and ready. `resident` has all components that occupy the budget, those of no ready model
     too. `running` is requests by model; what runs is leased, as are `leased` components. `reserved_for` is the model

@@ -27,6 +27,7 @@ from deployments.engines.stock.texts import NotApart, TextCall, TextPlanner, wei
 from deployments.engines.text.prompt_weights import plain_texts, weights_lost
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import is_denoise_component, is_pipeline_component
+from deployments.modules.parts import Fitting
 from deployments.modules.stock_parts import is_stock_text
 from deployments.records import (
     CacheUse,
@@ -121,7 +122,7 @@ class StockService:
         request = request.model_copy(update={"prompt": texts[0], "negative_prompt": texts[1]})
         stock = _stock_request(request)
         asked = ConditioningRequest(
-            request.model, request.prompt, None, False, None, priority=request.priority, timeout_s=request.timeout_s
+            request.model, request.prompt, None, False, priority=request.priority, timeout_s=request.timeout_s
         )
         made, warnings = await self._run(asked, manifest, stock, request.adapter_versions, source, on_progress)
         warnings += (weights_lost(manifest.class_name or ""),) if is_lost else ()
@@ -135,7 +136,7 @@ class StockService:
         start, class_name = time.perf_counter(), manifest.class_name or ""
         described = await in_thread(check_class, class_name)
         stock = clip_request(request, class_name, described)
-        asked = ConditioningRequest(request.model, request.prompt, None, False, None, priority=request.priority)
+        asked = ConditioningRequest(request.model, request.prompt, None, False, priority=request.priority)
         made, warnings = await self._run(asked, manifest, stock, request.adapter_versions, source, on_progress)
         encoding_s = time.perf_counter()
         result = await in_thread(_clip_of, request, made, warnings, frame_rate(request, described))
@@ -175,9 +176,11 @@ class StockService:
         encoding = asyncio.ensure_future(_encode(asked, stock, planner, first, source))
         wants = is_pipeline_component if planner is None else is_denoise_component
         try:
-            planned = await in_thread(cache.plan_call, manifest, wants, stock) if cache.footprints else {}
+            forwards = cache.forwards
+            book = forwards.footprints
+            planned = await in_thread(forwards.plan_call, manifest, wants, stock) if book else {}
             planned = with_side_paths(planned, manifest.components) if names else planned
-            room_bytes = cache.footprints.inside(max(planned.values())) if cache.footprints and planned else 0
+            room_bytes = book.inside(max(planned.values())) if book and planned else 0
             if source.is_first:
                 await encoding
             lease_all = cache.lease(
@@ -186,11 +189,11 @@ class StockService:
                 names,
                 version=manifest.fingerprint,
                 adapter_versions=versions,
-                room_bytes=room_bytes,
+                fitting=Fitting(room_bytes=room_bytes),
             )
             async with lease_all as lease:
                 loaded: _LoadedModel = lease.bound(
-                    lambda: _LoadedModel(self._device, cache.forward_memory), f"stock {manifest.fingerprint}"
+                    lambda: _LoadedModel(self._device, forwards.memory), f"stock {manifest.fingerprint}"
                 )
                 engine, loop = await loaded.engine_of(lease, planner)
                 encoded = await encoding

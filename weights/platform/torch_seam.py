@@ -32,6 +32,12 @@ SHIMS: Final = (
         ),
     ),
     Shim(
+        "forward hooks that see keyword arguments",
+        "no LoRA changes a pipeline that diffusers runs",
+        used=("torch.nn:Module._forward_hooks_with_kwargs",),
+        is_needed=False,
+    ),
+    Shim(
         "memory that several models share, for as long as one uses it",
         "no model is loaded on a device",
         used=("torch:UntypedStorage._new_with_weak_ptr",),

@@ -21,6 +21,8 @@ from cluster.placement.switching import LATENCY_FIRST
 from cluster.records.overrides import Overrides
 from configs.admission import AdmissionConfig
 
+GB = 10**9
+
 
 def num_lines(work: Callable[[], Any]) -> int:
     """Return how many lines of Python run, each turn of a loop or a comprehension anew."""
@@ -45,7 +47,7 @@ class _Cluster:
     def __init__(self, size: int) -> None:
         self.observations = Observations(lambda model: SloClass(), 0.0)
         self.observations.catalog = versions(*(f"m{number}" for number in range(size)), "new")
-        needs = {f"m{number}": need(**{f"c{number}": 10, "base": 1}) for number in range(size)}
+        needs = {f"m{number}": need(**{f"c{number}": 10 * GB, "base": GB}) for number in range(size)}
         for number in range(size):
             self.report(number, {**needs} if not number else {})
         loads = [load(f"m{number}", rate_long=0.1) for number in range(size)]
@@ -58,13 +60,15 @@ class _Cluster:
         """Report as a worker does, and look up what it reported before, as the controller does."""
         name = f"w{number}"
         self.observations.workers.get(name)
-        self.observations.note_worker(name, worker(needs=needs, ready={f"c{number}": 10, "base": 1}), 0.0)
+        self.observations.note_worker(
+            name, worker(15 * GB, needs=needs, ready={f"c{number}": 10 * GB, "base": GB}), 0.0
+        )
 
     def decide(self) -> None:
         assert self.deciding.decide(Overrides(), 0.1, 0.0) is not None
 
     def decide_after_a_new_model(self) -> None:
-        self.report(0, {"new": need(cnew=5, base=1)})
+        self.report(0, {"new": need(cnew=5 * GB, base=GB)})
         self.decide()
 
 
@@ -75,6 +79,29 @@ def test_a_decision_costs_no_more_for_each_worker_the_more_there_are(work: Calla
         cluster = _Cluster(size)
         found.append(num_lines(lambda cluster=cluster: work(cluster)))  # type: ignore[misc]
     assert found[1] <= 4.4 * found[0]
+
+
+def test_records_are_made_anew_only_where_something_has_changed() -> None:
+    cluster = _Cluster(20)
+    before = cluster.observations.observe(0.2, Overrides(), {})
+    cluster.report(3, {})  # as the report before: another record that is equal
+    same = cluster.observations.observe(0.3, Overrides(), {})
+    cluster.observations.note_worker("w3", worker(15 * GB, ready={"base": GB}), 0.3)
+    after = cluster.observations.observe(0.4, Overrides(), {})
+    assert before is not None
+    assert same is not None
+    assert after is not None
+    assert {id(one) for one in same.state.workers.values()} == {id(one) for one in before.state.workers.values()}
+    assert {id(one) for one in same.state.models.values()} == {id(one) for one in before.state.models.values()}
+    others = [name for name in after.state.workers if after.state.workers[name] is not same.state.workers[name]]
+    assert others == ["w3"]
+    assert after.state.workers["w3"].models == ()
+
+
+def test_a_decision_without_a_change_takes_few_steps_for_each_model_and_worker() -> None:
+    """200: of 10,000 of each it takes a tenth of a second. Where all records are made and checked anew it is 360."""
+    few, many = (num_lines(_Cluster(size).decide) for size in (400, 800))
+    assert many - few <= 250 * 400
 
 
 def test_a_report_costs_the_same_in_a_cluster_of_any_size() -> None:

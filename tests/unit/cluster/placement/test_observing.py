@@ -9,9 +9,10 @@ import pytest
 from kit.seeding import seeded_random
 from unit.cluster.placement.reporting import POOL, load, need, queue, versions, worker
 
-from cluster.placement.observing import QUEUE_LOST_S, WARM_UP_S, Observations, Observed
+from cluster.placement.observing import WARM_UP_S, Observations, Observed
 from cluster.placement.reports import LoadFailure
-from cluster.placement.state import INTERACTIVE, LOST_S, STANDARD
+from cluster.placement.seen_queues import QUEUE_LOST_S
+from cluster.placement.state import INTERACTIVE, LOST_S, STALE_S, STANDARD
 from cluster.records.load_failures import retry_after_s
 from cluster.records.overrides import Overrides
 
@@ -45,7 +46,8 @@ def test_queues_count_requests_and_workers_count_memory() -> None:
     (state,) = observed.state.workers.values()
     assert (state.models, state.running, state.leased) == (("a",), {"a": 2}, frozenset({"y"}))  # x, v: by what runs
     assert (state.resident.sizes, state.budget_bytes) == ({"x": 10, "v": 5, "y": 20}, 100)
-    assert state.age_s == pytest.approx(0.2)
+    assert state.age_s == 0.0  # its figures are fresh
+    assert seen(found, 10.0 + STALE_S + 0.5).state.workers["w"].age_s == pytest.approx(STALE_S + 0.5)
     assert observed.unknown == (("c", "1"),)
     assert list(observed.names) == ["a", "b", "c"]
 

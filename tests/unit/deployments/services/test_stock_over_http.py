@@ -17,13 +17,13 @@ import openai
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.classes import assembled
+from kit.tiny.clips import wan
+from kit.tiny.further import FURTHER_CASES
+from kit.tiny.pipelines import PIPELINES, saved
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from unit.deployments.engine_loops import stream_images
-from unit.deployments.engines.stock.tiny_classes import assembled
-from unit.deployments.engines.stock.tiny_clips import wan
-from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 

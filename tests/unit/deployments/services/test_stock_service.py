@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.parts import clip, clip_tokenizer, unet, vae
+from kit.tiny.pipelines import PIPELINES, make, saved
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from unit.deployments.engine_loops import stream_images
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, clip, clip_tokenizer, make, saved, unet, vae
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults

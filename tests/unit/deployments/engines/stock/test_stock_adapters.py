@@ -14,13 +14,13 @@ import pytest
 import torch
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from kit.seeding import seeded_rng
+from kit.tiny.classes import CASES, assembled
+from kit.tiny.clips import VIDEOS, wan
+from kit.tiny.pipelines import PIPELINES, saved
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, hooks_of, load, one_thread, run, split
-from unit.deployments.engines.stock.tiny_classes import CASES, assembled
-from unit.deployments.engines.stock.tiny_clips import VIDEOS, wan
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 
 from deployments.engines.diffusion.adapted_parts import StockParts, stage_of
 from deployments.engines.diffusion.fitted_loras import FittedLoras

@@ -1,0 +1,281 @@
+"""What the workers have reported, and what the decisions see of each. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from cluster.placement.reports import ModelNeed, WorkerReport
+from cluster.placement.state import LOST_S, STALE_S, Components, WorkerState
+from cluster.records.load_failures import LONGEST_RETRY_S, NODE_LETTERS, joined_errors, retry_after_s
+from cluster.records.overrides import Overrides
+
+USUAL_BYTES: Final = 10e9  # of a model: by its switch the slowest worker is told
+WORKERS: Final = "worker"  # the pool of workers, until one has said it
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """A model whose load failed: why, and the seconds until it is tried again."""
+
+    retry_in_s: float
+    error: str
+
+
+class DescribedModels:
+    """The needs of models, and which of them a worker has ready: looked up by one component that few others need."""
+
+    def __init__(self) -> None:
+        self.needs: dict[str, ModelNeed] = {}
+        self.components: dict[str, Components] = {}
+        self.revision = 0  # of what the models need
+        self._by_part: dict[str, dict[str, None]] = {}  # models
+        self._part_of: dict[str, str] = {}
+        self._ready: dict[str, tuple[Mapping[str, int], int, tuple[str, ...]]] = {}  # by worker, as of a revision
+
+    def note_need(self, model: str, need: ModelNeed, components: Components) -> None:
+        """Take in what a version of a model needs."""
+        if self.needs.get(model) == need:
+            return
+        self.forget(model)
+        self.needs[model], self.components[model] = need, components
+        self.revision += 1
+        if need.sizes:
+            part = min(need.sizes, key=lambda key: len(self._by_part.get(key, ())))
+            self._part_of[model] = part
+            self._by_part.setdefault(part, {})[model] = None
+
+    def forget(self, model: str) -> None:
+        """Know nothing of a model."""
+        self.needs.pop(model, None)
+        self.components.pop(model, None)
+        if (part := self._part_of.pop(model, None)) is not None:
+            del self._by_part[part][model]
+            if not self._by_part[part]:
+                del self._by_part[part]
+
+    def forget_worker(self, name: str) -> None:
+        """Know nothing of a worker."""
+        self._ready.pop(name, None)
+
+    def ready_models(self, name: str, ready: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the models all of whose components are ready on a worker. Found anew only when something changed."""
+        last = self._ready.get(name)
+        if last is None or last[1] != self.revision or (last[0] is not ready and last[0].keys() != ready.keys()):
+            found = [model for part in ready for model in self._by_part.get(part, ())]
+            models = tuple(sorted(model for model in found if self.needs[model].sizes.keys() <= ready.keys()))
+            last = self._ready[name] = ready, self.revision, models
+        return last[2]
+
+
+class SeenWorkers:
+    """The newest report of each worker. A record of what is seen of one is made anew only where that has changed."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str, WorkerReport] = {}
+        self._reported_s: dict[str, float] = {}
+        self._seen_s: dict[str, float] = {}  # the last sign of life
+        self._begun: dict[
+            str, tuple[str, float]
+        ] = {}  # the model that a request began to switch to, and when it is ready
+        self._resident: dict[str, Components] = {}
+        self._states: dict[str, tuple[object, WorkerState]] = {}  # the last of each, and what it was made of
+        self.described = DescribedModels()
+
+    def note(self, name: str, report: WorkerReport, now_s: float) -> None:
+        """Take in a worker's report. Raises ValueError for sizes that are no whole numbers of bytes."""
+        needs = {model: Components(need.sizes) for model, need in report.needs.items()}
+        resident = {**report.coming, **report.ready}
+        if name not in self._resident or self._resident[name].sizes != resident:
+            self._resident[name] = Components(resident)
+        self.reports[name], self._reported_s[name], self._seen_s[name] = report, now_s, now_s
+        for model, need in report.needs.items():
+            self.described.note_need(model, need, needs[model])
+
+    def note_sign(self, name: str, now_s: float) -> None:
+        """Take in that a worker lives: what it has reported still holds."""
+        if name in self._seen_s:
+            self._seen_s[name] = now_s
+
+    def forget_silent(self, now_s: float) -> None:
+        """Forget those that count as gone."""
+        for name in [name for name, seen_s in self._seen_s.items() if now_s - seen_s > LOST_S]:
+            del self.reports[name], self._reported_s[name], self._seen_s[name], self._resident[name]
+            self.described.forget_worker(name)
+            self._begun.pop(name, None)
+            self._states.pop(name, None)
+
+    @property
+    def pool(self) -> str:
+        """The pool of the workers."""
+        return next((report.pool for report in self.reports.values()), WORKERS)
+
+    @property
+    def kinds(self) -> Set[str]:
+        """The kinds of models that some worker serves."""
+        return frozenset().union(*{report.kinds for report in self.reports.values()})
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Return whether nothing runs or gets ready on any."""
+        return all(report.is_at_rest for report in self.reports.values())
+
+    def slowest_switch(self) -> tuple[float, float]:
+        """Return the fixed part of a switch and its bytes per second, of the worker that is slowest with usual ones."""
+        usable = {
+            (one.fixed_switch_s, one.attach_bytes_per_s) for one in self.reports.values() if one.attach_bytes_per_s > 0
+        }
+        return max(usable, key=lambda one: one[0] + USUAL_BYTES / one[1], default=(0.0, math.inf))
+
+    def failed(self, now_s: float, version_of: Callable[[str], str | None]) -> dict[str, dict[str, Backoff]]:
+        """Return, by worker, the backoff of each model that it could not load, and has not got ready since."""
+        by_worker: dict[str, dict[str, Backoff]] = {}
+        for name, report in self.reports.items():
+            for model, failure in report.failures.items() if report.failures else ():
+                age_s = failure.age_s + max(0.0, now_s - self._reported_s[name])
+                if failure.version == version_of(model) and age_s <= 2 * LONGEST_RETRY_S:
+                    error = f"worker {name} on node {report.node[:NODE_LETTERS]}: {failure.error}"
+                    found = by_worker.setdefault(name, {})
+                    found[model] = Backoff(retry_after_s(failure.num) - age_s, error)
+        return by_worker
+
+    def state_of(
+        self,
+        name: str,
+        now_s: float,
+        known: frozenset[str],
+        running: Mapping[str, int],
+        busy_s: float,
+        overrides: Overrides,
+        failed: Mapping[str, Backoff],
+        held: Mapping[str, Collection[str]],
+        unconfirmed: tuple[str, float] | None,
+    ) -> WorkerState:
+        """Return what is seen of a worker.
+
+        `known` are models whose needs are known, `busy_s` is when it was last seen with work, and `unconfirmed` an
+        order that no report confirms: the model, and the seconds of its switch.
+        """
+        report = self.reports[name]
+        switching_to, ready_in_s = report.switching_to, report.ready_in_s
+        if switching_to is not None:
+            ready_in_s = max(0.0, ready_in_s - max(0.0, now_s - self._reported_s[name]))
+        elif unconfirmed is not None:
+            switching_to, ready_in_s = unconfirmed
+        elif report.coming and (begun := self._begun_switch(name, running, known, held)) is not None:
+            switching_to, ready_in_s = begun[0], max(0.0, begun[1] - now_s)
+        if switching_to is None or switching_to not in known:
+            switching_to, ready_in_s = None, 0.0
+        if not report.coming and name in self._begun:
+            del self._begun[name]
+        age_s = now_s - self._seen_s[name]
+        seen = _Seen(
+            report,
+            self._resident[name],
+            self.described.ready_models(name, report.ready),
+            running,
+            known,
+            self.described.revision,
+            switching_to,
+            ready_in_s,
+            frozenset([model for model, one in failed.items() if one.retry_in_s > 0]) if failed else frozenset(),
+            overrides.pins.get(name, frozenset()),
+            name in overrides.draining,
+            name in overrides.frozen,
+            0.0 if running or now_s <= busy_s else _coarse(now_s - busy_s),
+            age_s if age_s > STALE_S else 0.0,
+        )
+        last = self._states.get(name)
+        if last is None or last[0] != seen:
+            last = self._states[name] = seen, _state_of(name, seen, self.described.needs)
+        return last[1]
+
+    def _begun_switch(
+        self, name: str, running: Mapping[str, int], known: Collection[str], held: Mapping[str, Collection[str]]
+    ) -> tuple[str, float] | None:
+        """Return the model that a worker gets ready for because a request for it has a slot there, and when it is.
+
+        No report says so: parts of the model are on their way, and the others are there.
+        """
+        report, at_s = self.reports[name], self._reported_s[name]
+        for model in running:
+            sizes = self.described.needs[model].sizes if model in known else {}
+            coming = sizes.keys() & report.coming.keys()
+            if coming and sizes.keys() <= report.ready.keys() | report.coming.keys():
+                if self._begun.get(name, ("", 0.0))[0] != model:
+                    there = held.get(report.node, ())
+                    nbytes, cold = (sum([sizes[key] for key in keys]) for keys in (coming, coming - set(there)))
+                    took_s = report.fixed_switch_s + nbytes / report.attach_bytes_per_s + cold / report.load_bytes_per_s
+                    self._begun[name] = model, at_s + took_s
+                return self._begun[name]
+        self._begun.pop(name, None)
+        return None
+
+
+class _Seen(NamedTuple):
+    """All that a worker's state is made of."""
+
+    report: WorkerReport
+    resident: Components
+    ready: tuple[str, ...]
+    running: Mapping[str, int]
+    known: frozenset[str]
+    revision: int
+    switching_to: str | None
+    ready_in_s: float
+    unable: frozenset[str]
+    pins: frozenset[str]
+    is_draining: bool
+    is_frozen: bool
+    idle_s: float
+    age_s: float
+
+
+def _state_of(name: str, seen: _Seen, needs: Mapping[str, ModelNeed]) -> WorkerState:
+    report, known = seen.report, seen.known
+    models = tuple(model for model in seen.ready if model in known)
+    ends_soon = {key for model in seen.running if model in known for key in needs[model].sizes}
+    kept = (model for model in models if not report.pinned.isdisjoint(needs[model].sizes))
+    return WorkerState(
+        name,
+        report.node,
+        report.budget_bytes,
+        seen.resident,
+        models,
+        {model: count for model, count in seen.running.items() if model in known},
+        report.slots,
+        leased=report.leased - ends_soon,  # of what runs it is known when it ends
+        switching_to=seen.switching_to,
+        ready_in_s=seen.ready_in_s,
+        pinned=frozenset(model for model in seen.pins if model in known).union(kept),
+        unable=seen.unable,
+        is_draining=seen.is_draining,
+        is_frozen=seen.is_frozen,
+        idle_s=seen.idle_s,
+        age_s=seen.age_s,
+        fixed_switch_s=report.fixed_switch_s,
+        attach_bytes_per_s=report.attach_bytes_per_s,
+        load_bytes_per_s=report.load_bytes_per_s,
+    )
+
+
+def _coarse(seconds: float) -> float:
+    """Return a time rounded down by a sixteenth at most: what has long been so need not be looked at in each moment."""
+    mantissa, exponent = math.frexp(seconds)
+    return math.ldexp(math.floor(mantissa * 32), exponent - 5)
+
+
+def failed_everywhere(names: Collection[str], failed: Mapping[str, Mapping[str, Backoff]]) -> dict[str, Backoff]:
+    """Return the backoff of each model that all of these workers have failed with: one that may load it comes first."""
+    if not names or any(name not in failed for name in names):
+        return {}
+    first, *others = (failed[name] for name in sorted(names))
+    found = {}
+    for model in first:
+        all_ = [first[model], *[one[model] for one in others if model in one]]
+        if len(all_) == len(names):
+            error = joined_errors([one.error for one in all_], "workers")
+            found[model] = Backoff(min(one.retry_in_s for one in all_), error)
+    return found
