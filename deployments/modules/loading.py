@@ -17,6 +17,7 @@ from deployments.engines.building.build import IMPORT_LOCK
 from deployments.engines.building.skeletons import SkeletonPool
 from deployments.engines.costs.node_threads import NodeThreads
 from deployments.engines.diffusion.image_prompts import build_image_prompter
+from deployments.engines.diffusion.lora_kinds import num_made
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, layer_caches, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
@@ -138,11 +139,17 @@ class ComponentBuilder(Builder):
         return component.library == "diffusers"
 
     def working_memory(self, component: Component, skeleton: Path) -> int:
-        """Return the bytes that what is built of a component allocates itself: an LLM's KV cache.
+        """Return the bytes that what is built of a component allocates itself: an LLM's KV cache, or the matrices of an
+        adapter that is no LoRA, in float32 at most.
 
         What cannot be built takes none; `__call__` says why.
         """
-        if component.name != "model" or component.library in ("diffusers", "peft", UPSCALER, IP_ADAPTER):
+        if component.library == "peft":
+            if component.module_key not in self._cache_bytes:
+                shapes = {name: ref.shape for name, ref in component.tensors.items()}
+                self._cache_bytes[component.module_key] = 4 * num_made(shapes)
+            return self._cache_bytes[component.module_key]
+        if component.name != "model" or component.library in ("diffusers", UPSCALER, IP_ADAPTER):
             return 0
         if component.module_key not in self._cache_bytes:
             try:

@@ -48,7 +48,16 @@ _OLD_MATRICES: Final = tuple(
 )
 _NAMED_MATRICES: Final = (".lora_A.default.weight", ".lora_B.default.weight")  # by PEFT, with its adapter's name
 _MATRICES: Final = (*_OLD_MATRICES, *_NAMED_MATRICES, ".lora_A.weight", ".lora_B.weight", ".lora_A", ".lora_B")
-_OF_LYCORIS: Final = (".hada_w1_a", ".lokr_w1", ".lokr_w1_a", ".oft_blocks", ".oft_R.weight", ".on_input")
+_OF_LYCORIS: Final = (
+    ".hada_w1_a",
+    ".lokr_w1",
+    ".lokr_w1_a",
+    ".oft_blocks",
+    ".oft_R.weight",
+    ".on_input",
+    ".diff",
+    ".w_norm",
+)
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_FILE: Final = "adapter_model.safetensors"

@@ -25,7 +25,10 @@ SHIMS: Final = (
         "no model is loaded",
         used=tuple(
             f"torch.nn:Module.{name}"
-            for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_non_persistent_buffers_set")
+            for name in (
+                *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+                *("_forward_hooks", "_forward_hooks_with_kwargs"),
+            )
         ),
     ),
     Shim(

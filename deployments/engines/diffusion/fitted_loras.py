@@ -24,7 +24,7 @@ from deployments.engines.building.build import build_blank
 from deployments.engines.diffusion.adapted_parts import AdaptedParts
 from deployments.engines.diffusion.lora_kinds import Parts, Product, product_of
 from deployments.engines.diffusion.lora_names import DENOISER, LENGTHS, NamedLayer, component_of, layer_names, part_of
-from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, check_targets, fit_pairs, merge_pairs
+from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, check_targets, fit_pairs, is_norm, merge_pairs
 from deployments.engines.nn.streamed_blocks import is_streamed
 from deployments.engines.records.protocol import AdapterUse, DiffusionRequest, EngineError
 from weights.formats.lora import LoraConfig
@@ -226,6 +226,9 @@ def _placed(
             "it is a part of"
         )
     targets = {path: module.get_submodule(path) for path in layer.paths}
+    if "difference" in product.names and not product.down.shape[1] and not all(map(is_norm, targets.values())):
+        kinds = ", ".join(type(target).__name__ for target in targets.values())
+        raise EngineError(f"{product.names['difference']} has one axis, and is of {kinds}")
     counts = {path: _num_outputs(target) for path, target in targets.items()}
     by_row = [product.up, None if by_input else product.lengths, product.bias]
     if layer.swaps_halves:

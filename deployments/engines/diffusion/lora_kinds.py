@@ -8,12 +8,13 @@ Sources: LyCORIS, `lycoris/functional/`; peft 0.21, `tuners/lora/`; ComfyUI, `co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from deployments.engines.diffusion.lora_names import ALPHA, DOWN, LENGTHS, OF_LYCORIS, UP
+from deployments.engines.diffusion.lora_names import ALPHA, DOWN, LENGTHS, OF_LYCORIS, UP, part_of
 from deployments.engines.records.protocol import EngineError
 from weights.formats.lora import is_finite
 
@@ -73,6 +74,28 @@ def product_of(layer: str, parts: Parts, alpha: float | None, use_rslora: bool =
     if bias is not None and LENGTHS in tensors:
         raise EngineError(f"tensor {names.get('up bias') or names['down bias']}: a bias of a DoRA, which is not read")
     return Product(down, up, scale, tensors.get(LENGTHS), bias, names)
+
+
+def num_made(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the elements of the matrices that adding an adapter takes beside a file with tensors of these shapes.
+
+    A LoRA's matrices are the file's. What cannot be read takes none.
+    """
+    layers = dict[str, dict[str, tuple[str, torch.Tensor]]]()
+    for name, shape in shapes.items():
+        with contextlib.suppress(EngineError):
+            layer, what = part_of(name)
+            tensor = torch.ones(()) if what == ALPHA else torch.empty(tuple(shape), device="meta")
+            layers.setdefault(layer, {})[what] = name, tensor
+    found = 0
+    for layer, parts in layers.items():
+        if DOWN in parts and "mid" not in parts:
+            continue
+        with contextlib.suppress(EngineError):
+            product = product_of(layer, parts, None)
+            own = [tensor for _, tensor in parts.values()]
+            found += sum(one.numel() for one in (product.down, product.up) if not any(one is other for other in own))
+    return found
 
 
 _Found = tuple[torch.Tensor, torch.Tensor, int | None]  # up, down, and the rank by which alpha is divided, if any
@@ -162,6 +185,10 @@ def _has_whole(tensors: Mapping[str, torch.Tensor], number: str) -> bool:
 
 
 def _of_difference(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return the difference of a weight; that of a norm's has one axis, and no inputs."""
+    whole = tensors["difference"]
+    if whole.ndim == 1:
+        return whole[:, None], whole.new_zeros(1, 0), None
     return (*_factors(tensors["difference"]), None)
 
 

@@ -434,6 +434,8 @@ _ENDS: Final = {
     },
     ".diff_b": "up bias",
     ".diff": "difference",
+    ".w_norm": "difference",
+    ".b_norm": "up bias",
     **{f".hada_{name}": f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
     **{f".lokr_{name}": f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
 }  # fmt: skip
@@ -449,13 +451,11 @@ _FOREIGN: Final = {
     ".on_input": "an IA3",
     ".ia3_l": "an IA3",
     **{f".{name}.weight": "a GLoRA" for name in ("a1", "a2", "b1", "b2", "bm")},
-    ".w_norm": "a changed norm",
-    ".b_norm": "a changed norm",
     ".set_weight": "a replaced weight",
     ".reshape_weight": "a reshaped weight",
     ".lora_embedding_": "a LoRA of token vectors",
 }
-READ: Final = "LoRA, DoRA, LoCon, LoHa, LoKr, and full differences of layers and their biases"
+READ: Final = "LoRA, DoRA, LoCon, LoHa, LoKr, and full differences of layers, norms and their biases"
 _MAX_NAME_CHARS: Final = 1024
 
 

@@ -231,6 +231,9 @@ def fit_pairs(module: nn.Module, pairs: Pairs) -> FittedPairs:
 
 def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
     found: tuple[Any, ...]
+    if is_norm(target) and not pair.down.shape[1]:
+        _check_norm(path, target, pair)
+        return
     if isinstance(target, _CONVOLUTIONS) and target.groups == 1:
         ones = (1,) * len(target.kernel_size)
         wanted, found = 2 + len(ones), (target.in_channels, *target.kernel_size, target.out_channels, *ones)
@@ -248,8 +251,39 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
         )
 
 
+def is_norm(layer: nn.Module) -> bool:
+    """Return whether it is a norm with a weight, whose output is that weight's, element by element."""
+    is_known = isinstance(layer, nn.LayerNorm | nn.GroupNorm) or type(layer).__name__.endswith("RMSNorm")
+    return is_known and isinstance(getattr(layer, "weight", None), torch.Tensor)
+
+
+def _check_norm(path: str, norm: Any, pair: LoraPair) -> None:
+    size = norm.weight.numel()
+    if pair.up.shape != (size, 1) or (pair.bias is not None and getattr(norm, "bias", None) is None):
+        what = "no bias" if len(pair.up) == size else f"{size} elements"
+        raise EngineError(
+            f"adapter target {path!r}: {len(pair.up)} elements do not fit a {type(norm).__name__} of {what}"
+        )
+
+
+def _norm_delta(norm: Any, x: torch.Tensor, pair: LoraPair, factor: float) -> torch.Tensor:
+    """Return what a changed weight and bias add to a norm's output, which is linear in both."""
+    weight = pair.up[:, 0].float() * factor
+    bias = None if pair.bias is None else pair.bias.float() * factor
+    if isinstance(norm, nn.GroupNorm):
+        return F.group_norm(x.float(), norm.num_groups, weight, bias, norm.eps)
+    if isinstance(norm, nn.LayerNorm):
+        return F.layer_norm(x.float(), norm.normalized_shape, weight.view(norm.normalized_shape), bias, norm.eps)
+    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))  # as diffusers and transformers call it
+    found = F.rms_norm(x.float(), (len(weight),), weight, torch.finfo(x.dtype).eps if eps is None else eps)
+    return found if bias is None else found + bias
+
+
 def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, result: torch.Tensor) -> None:
     """Add to what a layer made of x, in place, what a pair adds."""
+    if not pair.down.shape[1]:
+        result += _norm_delta(layer, x, pair, factor).to(result.dtype)
+        return
     if pair.magnitude is None:
         result += _delta(layer, x, pair, factor)
         return

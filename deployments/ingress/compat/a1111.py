@@ -11,7 +11,7 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -43,7 +43,8 @@ from deployments.ingress.compat.a1111_bodies import (
     resized,
     upscalers,
 )
-from deployments.ingress.messages.bodies import JsonRoute
+from deployments.ingress.compat.a1111_painting import Painting
+from deployments.ingress.messages.bodies import JsonRoute, warning_header
 from deployments.ingress.messages.responses import INFERENCE_ERRORS, Answer, documented_as, json_response, server_timing
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import describe_image, encode_image
@@ -126,7 +127,7 @@ def _add_image_routes(
         if body.num_images > limits.max_images:
             raise InvalidRequest(f"batch_size: {body.num_images} images, at most {limits.max_images} are allowed")
         second = body.second_pass
-        record = await readers.read(body.to_record, model, limits)
+        record, painting = await readers.read(body.to_record, model, limits)
         job = sessions.begin_job(body.num_images)
         try:
             found = await run_together(
@@ -138,12 +139,15 @@ def _add_image_routes(
         finally:
             sessions.end_job(job)
         done = [(one, result) for one, result in found if result is not None]
+        if painting is not None:
+            done = [(one, await asyncio.to_thread(_finished, painting, result)) for one, result in done]
         parameters = body.model_dump(exclude_none=True, exclude={"init_images", "mask"})
         files = []
         if body.send_images is not False:
             files = await asyncio.gather(*(asyncio.to_thread(_written, one, result) for one, result in done))
         answer = WebuiImages(images=files, parameters=parameters, info=json.dumps(_info(record, body, done)))
-        return json_response(answer, headers=server_timing(done[0][1].timings_ms if done else {}))
+        headers = server_timing(done[0][1].timings_ms if done else {}) | warning_header(body.warnings)
+        return json_response(answer, headers=headers)
 
     @router.post("/txt2img", response_model=WebuiImages, responses=_ERRORS)
     async def text_to_image(body: TextToImageBody) -> Response:
@@ -191,7 +195,11 @@ async def _make_image(
         size = second.size_after(first := result.images[0])
         larger = await resized(service, first, second.upscaler, size, limits)
         update = {"init_image": larger, "width": size.width, "height": size.height, "strength": second.strength}
-        update |= {"seed": result.seed, "num_inference_steps": second.steps or record.num_inference_steps}
+        update |= {
+            **second.solver,
+            "seed": result.seed,
+            "num_inference_steps": second.steps or record.num_inference_steps,
+        }
         record, result = await _make_pass(service, record.model_copy(update=update), job, number)
     job.num_done += result is not None
     return record, result
@@ -212,6 +220,11 @@ async def _make_pass(
                 result = piece
     job.steps[number] = job.num_steps
     return record, result
+
+
+def _finished(painting: Painting, result: ImageResult) -> ImageResult:
+    """Return a result with what its image is laid into."""
+    return replace(result, images=[painting.finished(image) for image in result.images])
 
 
 def _written(record: ImageRequest, result: ImageResult) -> str:
@@ -242,7 +255,7 @@ def _info(
         "sd_model_name": record.model,
         "denoising_strength": record.strength,
         "infotexts": infotexts,
-        "warnings": [warning for _, result in done for warning in result.warnings],
+        "warnings": [*body.warnings, *(warning for _, result in done for warning in result.warnings)],
     }
 
 
@@ -329,7 +342,7 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
     @router.get("/schedulers", response_model=list[WebuiScheduler])
     async def schedulers() -> Response:
         """The ways to space steps."""
-        return _listed(WebuiScheduler(name=one, label=one.title()) for one in SCHEDULERS)
+        return _listed(WebuiScheduler(name=one.replace(" ", "_").lower(), label=one) for one in SCHEDULERS)
 
     _add_empty_routes(router)
 

@@ -19,6 +19,15 @@ from starlette.responses import Response
 
 from configs.cluster import LimitsConfig
 from deployments.engines.records.input_images import resize_pixels
+from deployments.ingress.compat.a1111_painting import (
+    FROM_AROUND,
+    LATENT,
+    MAX_BLUR,
+    ORIGINAL,
+    Painting,
+    PaintOptions,
+    paint,
+)
 from deployments.ingress.messages.responses import Answer, Failure, json_response
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.image_files import SAMPLER_NAMES
@@ -33,20 +42,81 @@ _LATENT: Final = "Latent"
 _MAX_PASSES: Final = 3
 _SIDE_MULTIPLE: Final = 8  # of the second pass's sides
 Pixels = npt.NDArray[np.uint8]
-SAMPLERS: Final = {name: class_name for class_name, name in SAMPLER_NAMES.items()}
-SCHEDULERS: Final[dict[str, dict[str, bool]]] = {
-    "automatic": {},
-    "karras": {"use_karras_sigmas": True},
-    "exponential": {"use_exponential_sigmas": True},
-    "beta": {"use_beta_sigmas": True},
+_SDE: Final = {"algorithm_type": "sde-dpmsolver++"}
+# The samplers of the WebUI: classes of diffusers, and their options.
+SAMPLERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
+    **{name: (class_name, {}) for class_name, name in SAMPLER_NAMES.items()},
+    "DPM++ 2M SDE": ("DPMSolverMultistepScheduler", {**_SDE}),
+    "DPM++ 2M SDE Heun": ("DPMSolverMultistepScheduler", {**_SDE, "solver_type": "heun"}),
+    "TCD": ("TCDScheduler", {}),
+}
+# Samplers that classes of diffusers compute otherwise than k-diffusion.
+_NO_SAMPLERS: Final = {
+    name.lower()
+    for name in (
+        "DPM++ SDE",
+        "DPM++ 2S a",
+        "DPM++ 3M SDE",
+        "DPM2 CFG++",
+        "DPM fast",
+        "DPM adaptive",
+        "Restart",
+        "DDIM CFG++",
+    )
+}
+# How the steps are spaced. Karras and its kin lie between the first sigma of a model's training and the last one.
+_ALL_SIGMAS: Final = {"timestep_spacing": "linspace"}
+SCHEDULERS: Final[dict[str, dict[str, bool | str]]] = {
+    "Automatic": {},
+    "Uniform": {**_ALL_SIGMAS},
+    "Karras": {"use_karras_sigmas": True, **_ALL_SIGMAS},
+    "Exponential": {"use_exponential_sigmas": True, **_ALL_SIGMAS},
+    "SGM Uniform": {"timestep_spacing": "trailing"},
+    "Normal": {**_ALL_SIGMAS},
+    "Simple": {"timestep_spacing": "trailing"},
+    "DDIM": {"timestep_spacing": "leading"},
+    "Beta": {"use_beta_sigmas": True, **_ALL_SIGMAS},
 }
 AUTOMATIC: Final = "Automatic"  # the model's own
+_SAME: Final = ("", "use same sampler", "use same scheduler", "use same checkpoint")  # as the first pass has
 _STRENGTHS: Final = ("te", "unet")  # of a LoRA in a prompt, in that order
 _BY_LOWER: Final = {name.lower(): name for name in SAMPLERS}
+_SPACINGS: Final = {name.lower(): name for name in sorted(SCHEDULERS, key=len, reverse=True)}
+_ALWAYS_LINEAR: Final = ("DPMSolverSinglestepScheduler",)  # has no other spacing, and no option for it
 _NETWORK: Final = re.compile(r"<(lora|lyco|hypernet):([^<>]{1,400})>")  # <lora:name:0.8>
-_OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "hr_prompt", "hr_negative_prompt")
+_OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_prompt", "hr_negative_prompt")
 _HR_STRENGTH: Final = 0.7  # that the WebUI's page begins with
-_KEPT: Final = 128  # a mask is white where it says more than that
+# Fields of the WebUI that change an image there, and do not here, with the values that ask for nothing.
+_VAIN: Final[dict[str, tuple[Any, ...]]] = {
+    "styles": ([],),
+    "tiling": (False,),
+    "restore_faces": (False,),
+    "subseed": (-1,),
+    "subseed_strength": (0,),
+    "seed_resize_from_h": (-1, 0),
+    "seed_resize_from_w": (-1, 0),
+    "eta": (),
+    "s_churn": (0,),
+    "s_tmin": (0,),
+    "s_tmax": (0,),
+    "s_noise": (1,),
+    "s_min_uncond": (0,),
+    "refiner_checkpoint": ("", "None"),
+    "refiner_switch_at": (1,),
+    "image_cfg_scale": (),
+    "initial_noise_multiplier": (1,),
+    "save_images": (False,),
+}
+# Fields that ask for nothing of an image, whatever they say.
+_ABOUT_FILES: Final = frozenset(
+    {
+        *("do_not_save_samples", "do_not_save_grid", "include_init_images", "script_args", "firstphase_width"),
+        *("override_settings_restore_afterwards", "disable_extra_networks", "comments", "force_task_id"),
+        *("firstphase_height", "firstpass_image", "infotext", "latent_mask"),
+    }
+)
+_SETTINGS: Final = {"sd_vae": ("Automatic", "")}
+_MAX_SHOWN: Final = 20  # of fields in a warning
 
 
 class WebuiError(Answer):
@@ -164,7 +234,10 @@ class Size(NamedTuple):
 
 
 class SecondPass(NamedTuple):
-    """The second pass of `enable_hr`. A size of 0 is `scale` times that of the first; steps of None are those of it."""
+    """The second pass of `enable_hr`. A size of 0 is `scale` times that of the first; steps of None are those of it.
+
+    `solver` are the fields of an ImageRequest that say its sampler and scheduler.
+    """
 
     upscaler: str
     scale: float
@@ -172,6 +245,7 @@ class SecondPass(NamedTuple):
     height: int
     steps: int | None
     strength: float
+    solver: dict[str, Any]
 
     def size_after(self, first: Pixels) -> Size:
         """Return the size of the second pass."""
@@ -259,15 +333,17 @@ async def _enlarged(service: Service, image: Pixels, upscaler: str, size: Size) 
     return image
 
 
-class OverrideSettings(RequestModel, extra="ignore"):
+class OverrideSettings(RequestModel, extra="allow"):
     """Settings of one request."""
 
     sd_model_checkpoint: Name | None = None
     CLIP_stop_at_last_layers: int | None = Field(None, ge=1, le=12)
 
 
-class TextToImageBody(RequestModel, extra="ignore"):
-    """A request for images. Fields without a meaning here (`restore_faces`, `styles`, `eta`, ...) have no effect."""
+class TextToImageBody(RequestModel, extra="allow"):
+    """A request for images. Fields without a meaning here (`restore_faces`, `styles`, `eta`, ...) have no effect, which
+    `warnings` say.
+    """
 
     prompt: str | None = None
     negative_prompt: str | None = None
@@ -319,21 +395,46 @@ class TextToImageBody(RequestModel, extra="ignore"):
         """The second pass that is asked for. Raises InvalidRequest for one of another model, sampler or prompt."""
         if not self.enable_hr:
             return None
+        firsts = {"hr_prompt": self.prompt, "hr_negative_prompt": self.negative_prompt}
         for name in _OF_FIRST_PASS:
-            if getattr(self, name):
+            value = getattr(self, name) or ""
+            if value.lower() not in _SAME and value != firsts.get(name, self.model_id):
                 raise InvalidRequest(f"{name}: the second pass has that of the first here", name)
+        sampler, spacing = (
+            None if (value or "").lower() in _SAME else value for value in (self.hr_sampler_name, self.hr_scheduler)
+        )
+        solver = _solver_of(sampler or self._sampler, spacing or (None if sampler else self.scheduler))
         strength = _HR_STRENGTH if self.denoising_strength is None else self.denoising_strength
         size = self.hr_resize_x, self.hr_resize_y
         return SecondPass(
-            self.hr_upscaler or LANCZOS, self.hr_scale, *size, self.hr_second_pass_steps or None, strength
+            self.hr_upscaler or LANCZOS, self.hr_scale, *size, self.hr_second_pass_steps or None, strength, solver
         )
 
-    def to_record(self, model: str, limits: LimitsConfig) -> ImageRequest:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the request asks for and does not get."""
+        settings = (self.override_settings.model_extra or {}) if self.override_settings else {}
+        vain = [
+            name
+            for name, value in (self.model_extra or {}).items()
+            if name not in _ABOUT_FILES and value is not None and value not in _VAIN.get(name, ())
+        ]
+        vain += [
+            f"override_settings.{name}"
+            for name, value in settings.items()
+            if value is not None and value not in _SETTINGS.get(name, ())
+        ]
+        shown = ", ".join(f"{name:.80}" for name in vain[:_MAX_SHOWN])
+        more = f" and {len(vain) - _MAX_SHOWN} more" if len(vain) > _MAX_SHOWN else ""
+        return (f"without effect here: {shown}{more}",) if vain else ()
+
+    def to_record(self, model: str, limits: LimitsConfig) -> tuple[ImageRequest, Painting | None]:
         """Return the request of the first image as the service takes it; the record's `n` counts them all.
 
-        Decodes images: not for the event loop. Raises InvalidRequest.
+        With an image to begin with, what its results are laid into. Decodes images: not for the event loop. Raises
+        InvalidRequest.
         """
-        return as_record(GenerationBody, self._fields(model)).to_record(limits)
+        return as_record(GenerationBody, self._fields(model)).to_record(limits), None
 
     def _fields(self, model: str) -> dict[str, Any]:
         if self.script_name or self.alwayson_scripts:
@@ -355,28 +456,11 @@ class TextToImageBody(RequestModel, extra="ignore"):
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "lora": loras,
         }
-        return given | self._scheduler()
+        return given | _solver_of(self._sampler, self.scheduler)
 
-    def _scheduler(self) -> dict[str, Any]:
-        """Return the class of diffusers that a sampler is, with its options: "DPM++ 2M Karras" has both in its name.
-
-        Raises InvalidRequest with the known ones.
-        """
-        name = self.sampler_name or self.sampler_index or AUTOMATIC
-        spacing = (self.scheduler or AUTOMATIC).lower()
-        begun, _, last = name.rpartition(" ")
-        if spacing == AUTOMATIC.lower() and last.lower() in SCHEDULERS and begun:
-            name, spacing = begun, last.lower()
-        if spacing not in SCHEDULERS:
-            text = f"scheduler: {self.scheduler!r:.80} is not known (known: {', '.join(SCHEDULERS)})"
-            raise InvalidRequest(text, "scheduler")
-        options = {"scheduler_options": SCHEDULERS[spacing]}
-        if name == AUTOMATIC:
-            return options
-        if (known := _BY_LOWER.get(name.lower())) is None:
-            text = f"sampler_name: no sampler {name!r:.80} (known: {', '.join((AUTOMATIC, *SAMPLERS))})"
-            raise InvalidRequest(text, "sampler_name")
-        return options | {"scheduler": SAMPLERS[known]}
+    @property
+    def _sampler(self) -> str:
+        return self.sampler_name or self.sampler_index or AUTOMATIC
 
 
 class ImageToImageBody(TextToImageBody):
@@ -385,15 +469,49 @@ class ImageToImageBody(TextToImageBody):
     init_images: list[str] = Field(min_length=1, max_length=1, description="one file in base64, or a data URL of one")
     mask: str | None = Field(None, description="a file in base64: what is white is painted anew")
     inpainting_mask_invert: int | bool | None = None
+    mask_blur: int | None = Field(None, ge=0, le=MAX_BLUR)
+    mask_blur_x: int = Field(4, ge=0, le=MAX_BLUR)
+    mask_blur_y: int = Field(4, ge=0, le=MAX_BLUR)
+    resize_mode: int = Field(0, ge=0, le=LATENT, description="0: plain; 1: its middle; 2: its edges drawn out")
+    inpainting_fill: int = Field(FROM_AROUND, ge=0, le=3, description="0: with what is around it; 1: what is there")
+    inpaint_full_res: bool | None = Field(None, description="only what is masked, in the size of the request")
+    inpaint_full_res_padding: int | None = Field(None, ge=0, le=2**16)
     denoising_strength: float = Field(0.75, gt=0, le=1)
 
-    def to_record(self, model: str, limits: LimitsConfig) -> ImageRequest:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the request asks for and does not get."""
+        found = super().warnings
+        if self.resize_mode == LATENT:
+            found += ("resize_mode 3 had no effect: the image is resized, not its latents",)
+        if self.mask is not None and self.inpainting_fill > ORIGINAL:
+            found += (f"inpainting_fill {self.inpainting_fill} had no effect: what is masked is painted over as it is",)
+        return found
+
+    @property
+    def _painting(self) -> PaintOptions:
+        blurs = (self.mask_blur_x, self.mask_blur_y) if self.mask_blur is None else (self.mask_blur, self.mask_blur)
+        return PaintOptions(
+            self.resize_mode,
+            *blurs,
+            is_inverted=bool(self.inpainting_mask_invert),
+            fill=min(self.inpainting_fill, ORIGINAL),
+            only_masked=self.inpaint_full_res is not False,
+            padding=self.inpaint_full_res_padding or 0,
+        )
+
+    def to_record(self, model: str, limits: LimitsConfig) -> tuple[ImageRequest, Painting | None]:
         """Return the request as `TextToImageBody` does, with its images."""
-        record = super().to_record(model, limits)
-        if record.mask_image is None or not self.inpainting_mask_invert:
-            return record
-        inverted = np.where(record.mask_image < _KEPT, np.uint8(255), np.uint8(0))
-        return record.model_copy(update={"mask_image": inverted})
+        record, _ = super().to_record(model, limits)
+        image = decode_base64_within(self.init_images[0], "init_images", limits)
+        mask = None if self.mask is None else decode_base64_within(self.mask, "mask", limits)
+        width, height = self.width or image.size[0], self.height or image.size[1]
+        if width * height > limits.max_pixels:  # before anything is resized to it
+            text = f"size: {width}x{height}, at most {limits.max_pixels} pixels are allowed"
+            raise InvalidRequest(text, "size")
+        painting = paint(image, mask, width, height, self._painting)
+        update = {"init_image": painting.image, "mask_image": painting.mask, "strength": self.denoising_strength}
+        return record.model_copy(update=update | {"width": width, "height": height}), painting
 
     @property
     def second_pass(self) -> SecondPass | None:
@@ -402,9 +520,33 @@ class ImageToImageBody(TextToImageBody):
             raise InvalidRequest("enable_hr: img2img has no second pass", "enable_hr")
         return None
 
-    def _fields(self, model: str) -> dict[str, Any]:
-        images = {"init_image": self.init_images[0], "mask_image": self.mask, "strength": self.denoising_strength}
-        return super()._fields(model) | images
+
+def _solver_of(sampler: str, scheduler: str | None) -> dict[str, Any]:
+    """Return the class of diffusers that a sampler is, with its options: "DPM++ 2M Karras" has both in its name.
+
+    Raises InvalidRequest with the known ones.
+    """
+    spacing, name = (scheduler or AUTOMATIC).replace("_", " ").lower(), sampler
+    if spacing == AUTOMATIC.lower() and name.lower() not in _BY_LOWER:
+        for one in _SPACINGS:
+            if name.lower().endswith(f" {one}"):
+                spacing, name = one, name[: -len(one)].rstrip()
+                break
+    if spacing not in _SPACINGS:
+        text = f"scheduler: {scheduler!r:.80} is not known (known: {', '.join(SCHEDULERS)})"
+        raise InvalidRequest(text, "scheduler")
+    options = SCHEDULERS[_SPACINGS[spacing]]
+    others = {key: value for key, value in options.items() if key != "timestep_spacing"}
+    if name.lower() == AUTOMATIC.lower():
+        return {"scheduler_options": others or options}  # of a class that may have no spacing to choose
+    if (known := _BY_LOWER.get(name.lower())) is None:
+        why = ": diffusers has none that computes it" if name.lower() in _NO_SAMPLERS else ""
+        text = f"sampler_name: no sampler {name!r:.80}{why} (known: {', '.join((AUTOMATIC, *SAMPLERS))})"
+        raise InvalidRequest(text, "sampler_name")
+    class_name, own = SAMPLERS[known]
+    if class_name in _ALWAYS_LINEAR and options.items() >= _ALL_SIGMAS.items():
+        options = others
+    return {"scheduler": class_name, "scheduler_options": options | own}
 
 
 def _lora_of(found: re.Match[str]) -> dict[str, Any]:

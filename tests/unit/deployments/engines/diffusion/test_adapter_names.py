@@ -20,6 +20,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.fitted_loras import FittedLoras
+from deployments.engines.diffusion.lora_kinds import num_made, product_of
 from deployments.engines.diffusion.lora_names import num_changed, part_of
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters, merge_pairs
 from deployments.engines.records.protocol import EngineError
@@ -307,6 +308,12 @@ def test_each_kind_is_its_formula(
     bias = random(out)
     named = {f"lora_unet_{layer}.{end}": one.contiguous() for end, one in tensors.items()}
     assert num_changed({part_of(name)[1]: one.shape for name, one in named.items()}) == delta.numel()
+    product = product_of(layer, {part_of(name)[1]: (name, one) for name, one in named.items()}, None)
+    in_file = {one.untyped_storage().data_ptr() for one in named.values()}
+    made = [one for one in (product.down, product.up) if one.untyped_storage().data_ptr() not in in_file]
+    assert num_made({name: one.shape for name, one in named.items()}) >= sum(one.numel() for one in made)
+    assert num_made({name: one.shape for name, one in named.items()}) <= product.down.numel() + product.up.numel()
+    assert (num_made({name: one.shape for name, one in named.items()}) == 0) == (kind == "LoRA")
     save_file(named | {f"lora_unet_{layer}.diff_b": bias}, tmp_path / "a.safetensors")
     family = pair.ours.family
     pairs = FittedLoras(family, family.denoiser_name, pair.ours.denoiser).pairs_of(
@@ -405,7 +412,7 @@ K = "lora_unet_mid_block_attentions_0_proj_in"
         ({f"{K}.oft_blocks": (2, 4, 4)}, f"tensor '{K}.oft_blocks' is an OFT, which is not read; read are LoRA, DoRA"),
         ({f"{K}.a1.weight": (4, 2)}, "is a GLoRA, which is not read"),
         ({f"{K}.on_input": ()}, "is an IA3, which is not read"),
-        ({f"{K}.w_norm": (8,)}, "is a changed norm, which is not read"),
+        ({f"{K}.set_weight": (8,)}, "is a replaced weight, which is not read"),
         ({"bundle_emb.cat.clip_l": (1, 8)}, "is an embedding of new words beside a LoRA, which is not read"),
         ({f"{K}.lora_down.weight": (2, 8)}, rf"{K}.lora_down.weight is there, .* pair \(up\) is"),
         ({f"{K}.lora_up.weight": (2, 8)}, rf"{K}.lora_up.weight is there, .* pair \(down\) is"),

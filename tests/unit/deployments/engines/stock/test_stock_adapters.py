@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from kit.seeding import seeded_rng
 from kit.tiny.classes import CASES, assembled
 from kit.tiny.clips import VIDEOS, wan
@@ -396,3 +397,53 @@ def test_convolutions_of_any_dimensions_have_side_paths(axes: int) -> None:
     changed = layer.weight + SCALE * 0.5 * (up.flatten(1) @ down.flatten(1)).view_as(layer.weight)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
     torch.testing.assert_close(found, convolve(x, changed, layer.bias, padding=1))
+
+
+NORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(6), (2, 5, 6)),
+    "layer of two axes": (lambda: nn.LayerNorm((2, 3)), (4, 2, 3)),
+    "group": (lambda: nn.GroupNorm(2, 6), (2, 6, 3, 3)),
+    "rms": (lambda: nn.RMSNorm(6), (2, 5, 6)),
+    "rms of diffusers": (lambda: DiffusersRMSNorm(6, eps=1e-3, bias=True), (2, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", list(NORMS))
+@pytest.mark.parametrize("end", ["diff", "w_norm"])
+def test_changed_norms_are_the_norms_with_what_is_added(kind: str, end: str, tmp_path: Path) -> None:
+    build, shape = NORMS[kind]
+    norm, x = build().requires_grad_(False), torch.randn(shape)
+    norm.weight.copy_(torch.randn(norm.weight.shape))
+    added = torch.randn(norm.weight.numel())
+    tensors = {f"diffusion_model.norm.{end}": added}
+    bias = None if getattr(norm, "bias", None) is None or kind == "layer of two axes" else torch.randn(6)
+    if bias is not None:
+        tensors[f"diffusion_model.norm.{'diff_b' if end == 'diff' else 'b_norm'}"] = bias
+    save_file(tensors, tmp_path / "x.safetensors")
+    module = nn.ModuleDict({"norm": norm, "linear": nn.Linear(2, 2)})
+    pairs = FittedLoras(StockParts("X", "transformer", {}), "transformer", module).pairs_of(
+        load_adapter(tmp_path / "x.safetensors")
+    )
+    with applied_adapters([AdaptedSpan([(pairs, SCALE), (pairs, 0.5)])]):
+        found = norm(x)
+    norm.weight += (SCALE + 0.5) * added.view(norm.weight.shape)
+    if bias is not None:
+        norm.bias += (SCALE + 0.5) * bias
+    torch.testing.assert_close(found, norm(x))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"norm.diff": torch.ones(5)}, r"adapter target 'norm': 5 elements do not fit a LayerNorm of 6 elements"),
+        ({"rms.diff": torch.ones(6), "rms.diff_b": torch.ones(6)}, "6 elements do not fit a RMSNorm of no bias"),
+        ({"linear.diff": torch.ones(6)}, r"diffusion_model\.linear\.diff has one axis, and is of Linear"),
+    ],
+)
+def test_what_is_no_change_of_a_norm_is_refused(tensors: dict[str, torch.Tensor], said: str, tmp_path: Path) -> None:
+    save_file({f"diffusion_model.{name}": one for name, one in tensors.items()}, tmp_path / "x.safetensors")
+    module = nn.ModuleDict({"norm": nn.LayerNorm(6), "rms": nn.RMSNorm(6), "linear": nn.Linear(6, 6)})
+    with pytest.raises(EngineError, match=said):
+        FittedLoras(StockParts("X", "transformer", {}), "transformer", module).pairs_of(
+            load_adapter(tmp_path / "x.safetensors")
+        )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import inspect
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import httpx
 import numpy as np
 import pytest
@@ -20,7 +24,8 @@ from unit.deployments.ingress.http_fakes import CONFIG, Replicas, client_over
 
 from cluster.registry.directory import ModelRecord
 from deployments.engines.diffusion import solvers
-from deployments.ingress.compat.a1111_bodies import SAMPLERS
+from deployments.engines.records.protocol import EngineError
+from deployments.ingress.compat.a1111_bodies import SAMPLERS, SCHEDULERS, TextToImageBody
 from deployments.records import ImageProgress, ImageRequest, ImageResult
 
 PATH = "/sdapi/v1"
@@ -48,6 +53,15 @@ async def webui(open_app: OpenApp) -> AsyncIterator[Iterator[webuiapi.WebUIApi]]
             client = webuiapi.WebUIApi(baseurl=f"http://test{PATH}", sampler="Euler")
             client.session = session
             yield client
+
+
+@pytest.fixture(scope="module")
+def sd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Stable Diffusion's own schedule."""
+    folder = tmp_path_factory.mktemp("sd")
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    diffusers.DDIMScheduler(**betas, clip_sample=False, set_alpha_to_one=False).save_pretrained(folder / "scheduler")
+    return folder
 
 
 def png(pixels: np.ndarray) -> str:
@@ -111,10 +125,14 @@ async def test_images_from_an_image_and_a_mask(webui: Any, replicas: Replicas) -
     image = Image.fromarray(np.full((16, 16, 3), 200, np.uint8))
     mask = np.zeros((16, 16), np.uint8)
     mask[:, 8:] = 255
+    made = []
     for inverted in (0, 1):
-        await asyncio.to_thread(
+        found = await asyncio.to_thread(
             webui.img2img,
             images=[image],
+            mask_blur=0,
+            inpaint_full_res=False,
+            inpainting_fill=1,
             mask_image=Image.fromarray(mask),
             prompt="x",
             inpainting_mask_invert=inverted,
@@ -122,6 +140,10 @@ async def test_images_from_an_image_and_a_mask(webui: Any, replicas: Replicas) -
             width=16,
             height=16,
         )
+        made.append(np.asarray(found.image))
+    for pixels, is_painted in zip(made, (mask == 255, mask == 0), strict=True):
+        assert (pixels[~is_painted] == 200).all()
+        assert (pixels[is_painted] != 200).any()
     plain, inverted_ = replicas.requests
     assert (plain.strength, plain.init_image[0, 0, 0]) == (0.5, 200)
     np.testing.assert_array_equal(plain.mask_image >= 128, mask == 255)
@@ -154,7 +176,13 @@ async def test_a_network_runs_until_the_image_is_large_enough(webui: Any, replic
 
 @pytest.mark.parametrize(
     ("fields", "size"),
-    [({}, (32, 16)), ({"hr_scale": 1.5}, (24, 8)), ({"hr_resize_x": 40}, (40, 16)), ({"hr_resize_y": 24}, (48, 24))],
+    [
+        ({}, (32, 16)),
+        ({"hr_scale": 1.5}, (24, 8)),
+        ({"hr_resize_x": 40}, (40, 16)),
+        ({"hr_resize_y": 24, "hr_sampler_name": "Use same sampler", "hr_scheduler": "Use same scheduler"}, (48, 24)),
+        ({"hr_checkpoint_name": "Use same checkpoint", "hr_prompt": "", "hr_negative_prompt": ""}, (32, 16)),
+    ],
 )
 async def test_the_second_pass_begins_at_the_enlarged_image(
     webui: Any, replicas: Replicas, fields: dict[str, Any], size: tuple[int, int]
@@ -168,6 +196,18 @@ async def test_the_second_pass_begins_at_the_enlarged_image(
     assert (first.width, first.height, first.init_image, first.num_inference_steps) == (16, 8, None, 4)
     assert (second.width, second.height, second.init_image.shape) == (*size, (size[1], size[0], 3))
     assert (second.strength, second.num_inference_steps, second.seed, second.prompt) == (0.4, 6, 5, "x")
+    assert (second.scheduler, second.scheduler_options) == (first.scheduler, first.scheduler_options)
+
+
+@pytest.mark.parametrize("scheduler", [None, "Karras"])
+async def test_the_second_pass_may_have_another_sampler(webui: Any, replicas: Replicas, scheduler: str | None) -> None:
+    given = {"hr_sampler_name": "DPM++ 2M SDE", **({"hr_scheduler": scheduler} if scheduler else {})}
+    await asyncio.to_thread(webui.txt2img, prompt="x", width=16, height=8, enable_hr=True, **given)
+    first, second = replicas.requests
+    assert (first.scheduler, first.scheduler_options) == ("EulerDiscreteScheduler", {})
+    own = {"algorithm_type": "sde-dpmsolver++"}
+    karras = {"use_karras_sigmas": True, "timestep_spacing": "linspace"} if scheduler else {}
+    assert (second.scheduler, second.scheduler_options) == ("DPMSolverMultistepScheduler", own | karras)
 
 
 async def test_lists(webui: Any) -> None:
@@ -183,12 +223,40 @@ async def test_lists(webui: Any) -> None:
     assert models == ["flux", "other-flux"]
     assert {"Automatic", "Euler a", "DPM++ 2M"} <= {*samplers}
     assert {lora["name"] for lora in loras} == {"bold", "thin"}
-    assert [one["name"] for one in schedulers] == ["automatic", "karras", "exponential", "beta"]
+    names = "automatic uniform karras exponential sgm_uniform normal simple ddim beta"
+    assert [one["name"] for one in schedulers] == names.split()
     assert [one["name"] for one in await asyncio.to_thread(webui.get_upscalers)] == ["None", "Lanczos"]
 
 
-def test_samplers_are_classes_of_diffusers() -> None:
-    assert [name for name in SAMPLERS.values() if solvers._solver_class(name) is None] == []
+@pytest.mark.drawn(20)
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+@pytest.mark.parametrize("scheduler", [*SCHEDULERS, *(name.replace(" ", "_").lower() for name in SCHEDULERS)])
+def test_what_is_listed_can_be_asked_for(sampler: str, scheduler: str, sd_folder: Path) -> None:
+    """By name, or with the scheduler behind it, as older versions have it; but for what a class refuses by its name."""
+    body = TextToImageBody(sampler_name=sampler, scheduler=scheduler)
+    solver = body._fields("m")
+    if scheduler in SCHEDULERS and not (scheduler == "Automatic" or f"{sampler} {scheduler}" in SAMPLERS):
+        together = TextToImageBody(sampler_name=f"{sampler} {scheduler}")._fields("m")
+        assert {key: together[key] for key in ("scheduler", "scheduler_options")} == {
+            key: solver[key] for key in ("scheduler", "scheduler_options")
+        }
+    factory = solvers.SolverFactory(sd_folder, {"scheduler": ["diffusers", "DDIMScheduler"]})
+    lacking = [
+        name
+        for name in solver["scheduler_options"]
+        if name not in inspect.signature(getattr(diffusers, solver["scheduler"])).parameters
+    ]
+    with pytest.raises(EngineError, match=f"has no '{lacking[0]}' to choose") if lacking else nullcontext():
+        factory.configured(solver["scheduler"], solver["scheduler_options"]).set_timesteps(10)
+    is_spacing = scheduler.lower().replace("_", " ") in (
+        "automatic",
+        "uniform",
+        "normal",
+        "simple",
+        "sgm uniform",
+        "ddim",
+    )
+    assert not lacking or not is_spacing or sampler == "DPM++ 2S"
 
 
 async def test_the_chosen_model_is_that_of_requests_without_one(webui: Any, replicas: Replicas) -> None:
@@ -256,7 +324,7 @@ async def test_karras_is_an_option_of_the_scheduler(
     (request,) = replicas.requests
     assert (request.scheduler, request.scheduler_options) == (
         "DPMSolverMultistepScheduler",
-        {"use_karras_sigmas": True},
+        {"use_karras_sigmas": True, "timestep_spacing": "linspace"},
     )
 
 
@@ -264,8 +332,11 @@ async def test_karras_is_an_option_of_the_scheduler(
     ("task", "fields", "text"),
     [
         ("txt2img", {"sampler_name": "Euler X"}, "Euler a"),
-        ("txt2img", {"scheduler": "Turbo"}, "automatic, karras"),
+        ("txt2img", {"scheduler": "Turbo"}, "Automatic, Uniform, Karras"),
         ("txt2img", {"sampler_name": "Euler Turbo"}, "no sampler 'Euler Turbo'"),
+        ("txt2img", {"sampler_name": "DPM++ SDE Karras"}, "'DPM++ SDE': diffusers has none that computes it"),
+        ("txt2img", {"enable_hr": True, "hr_checkpoint_name": "other"}, "hr_checkpoint_name: the second pass has"),
+        ("txt2img", {"enable_hr": True, "hr_scheduler": "Turbo"}, "scheduler: 'Turbo' is not known"),
         ("txt2img", {"enable_hr": True, "hr_prompt": "y"}, "hr_prompt: the second pass has that of the first"),
         ("txt2img", {"enable_hr": True, "hr_upscaler": "R-ESRGAN 4x+"}, "(known: None, Lanczos)"),
         ("txt2img", {"enable_hr": True, "hr_scale": 8}, "size: "),
@@ -302,6 +373,39 @@ async def test_refusals_name_the_field(http: httpx.AsyncClient, task: str, field
     answer = await http.post(f"{PATH}/{task}", json={"prompt": "x"} | fields)
     assert answer.status_code in (400, 404)
     assert text in answer.json()["detail"]
+
+
+def told(answer: httpx.Response) -> list[str]:
+    """The warnings of an answer, without that of the fakes' worker."""
+    return [one for one in json.loads(answer.json()["info"])["warnings"] if one != "a note"]
+
+
+async def test_what_has_no_effect_is_told(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    usual = {"styles": [], "tiling": False, "subseed": -1, "subseed_strength": 0, "eta": None, "s_noise": 1.0}
+    usual |= {"do_not_save_samples": True, "override_settings": {"sd_vae": "Automatic"}, "refiner_checkpoint": None}
+    small = {"prompt": "x", "width": 16, "height": 16, "steps": 2}
+    answer = await http.post(f"{PATH}/txt2img", json=small | usual)
+    assert told(answer) == []
+    assert "X-Atelier-Warning" not in answer.headers
+    vain = {"styles": ["ink"], "tiling": True, "subseed": 5, "subseed_strength": 0.5, "eta": 0.3, "colour": "blue"}
+    vain |= {"refiner_checkpoint": "sdxl-refiner", "override_settings": {"sd_vae": "other.safetensors"}}
+    said = (
+        "without effect here: styles, tiling, subseed, subseed_strength, eta, colour, refiner_checkpoint, "
+        "override_settings.sd_vae"
+    )
+    answer = await http.post(f"{PATH}/txt2img", json=small | vain)
+    assert told(answer) == [said]
+    assert answer.headers["X-Atelier-Warning"] == said
+    image = png(np.full((16, 16, 3), 9, np.uint8))
+    given = {"init_images": [image], "mask": image, "resize_mode": 3, "inpainting_fill": 2}
+    answer = await http.post(f"{PATH}/img2img", json=small | given)
+    assert told(answer) == [
+        "resize_mode 3 had no effect: the image is resized, not its latents",
+        "inpainting_fill 2 had no effect: what is masked is painted over as it is",
+    ]
+    many = {f"field{number}": 1 for number in range(30)}
+    answer = await http.post(f"{PATH}/txt2img", json=small | many)
+    assert told(answer)[0].endswith("field19 and 10 more")
 
 
 async def test_unknown_names_and_paths_have_the_form_of_the_webui(http: httpx.AsyncClient) -> None:

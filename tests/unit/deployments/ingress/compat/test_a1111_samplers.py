@@ -1,0 +1,143 @@
+"""The WebUI's samplers and schedulers beside k-diffusion's formulas, written down plainly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from kit.drawing import seeds
+
+from deployments.engines.diffusion.solvers import SolverFactory
+from deployments.ingress.compat.a1111_bodies import TextToImageBody
+
+BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+LAST = 999  # timestep
+
+
+@pytest.fixture(scope="module")
+def factory(tmp_path_factory: pytest.TempPathFactory) -> SolverFactory:
+    folder: Path = tmp_path_factory.mktemp("sd")
+    scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False, set_alpha_to_one=False)
+    scheduler.save_pretrained(folder / "scheduler")
+    return SolverFactory(folder, {"scheduler": ["diffusers", "DDIMScheduler"]})
+
+
+def solver_of(factory: SolverFactory, sampler: str, scheduler: str, steps: int) -> Any:
+    given = TextToImageBody(sampler_name=sampler, scheduler=scheduler)._fields("m")
+    solver = factory.configured(given["scheduler"], given["scheduler_options"])
+    solver.set_timesteps(steps)
+    return solver
+
+
+def all_sigmas() -> np.ndarray:
+    betas = np.linspace(0.00085**0.5, 0.012**0.5, LAST + 1) ** 2
+    kept = np.cumprod(1 - betas)
+    found: np.ndarray = np.sqrt((1 - kept) / kept)
+    return found
+
+
+def sigma_at(timesteps: np.ndarray) -> np.ndarray:
+    return np.exp(np.interp(timesteps, np.arange(LAST + 1), np.log(all_sigmas())))
+
+
+# k-diffusion's schedules, as timesteps
+TIMESTEPS: dict[str, Callable[[int], np.ndarray]] = {
+    "Uniform": lambda n: np.linspace(LAST, 0, n),
+    "Normal": lambda n: np.linspace(LAST, 0, n),
+    "SGM Uniform": lambda n: np.linspace(LAST, 0, n + 1)[:-1],
+    "Simple": lambda n: np.array([LAST - int(place * (LAST + 1) / n) for place in range(n)], float),
+    "DDIM": lambda n: np.arange(1, LAST + 1, (LAST + 1) // n)[::-1][-n:].astype(float),
+}
+
+
+@pytest.mark.parametrize("steps", [5, 10, 20, 25])
+@pytest.mark.parametrize("scheduler", list(TIMESTEPS))
+def test_schedules_are_those_of_k_diffusion_to_a_timestep(factory: SolverFactory, scheduler: str, steps: int) -> None:
+    """Diffusers rounds to whole timesteps, k-diffusion partly does not: of a thousand, they are at most one apart."""
+    found = solver_of(factory, "Euler", scheduler, steps).sigmas.numpy()
+    timesteps = TIMESTEPS[scheduler](steps)
+    assert found[-1] == 0
+    low, high = sigma_at(np.maximum(timesteps - 1.01, 0)), sigma_at(np.minimum(timesteps + 1.01, LAST))
+    assert (low * (1 - 1e-4) <= found[:-1]).all()
+    assert (found[:-1] <= high * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M", "DPM++ 2M SDE", "LMS"])
+@pytest.mark.parametrize("scheduler", ["Karras", "Exponential"])
+def test_spaced_sigmas_go_from_the_last_to_the_first(factory: SolverFactory, sampler: str, scheduler: str) -> None:
+    least, most = all_sigmas()[[0, -1]]
+    ramp = np.linspace(0, 1, 12)
+    if scheduler == "Karras":
+        expected = (most ** (1 / 7) + ramp * (least ** (1 / 7) - most ** (1 / 7))) ** 7
+    else:
+        expected = np.exp(np.log(most) + ramp * (np.log(least) - np.log(most)))
+    found = solver_of(factory, sampler, scheduler, 12).sigmas.numpy()
+    np.testing.assert_allclose(found, [*expected, 0], rtol=2e-4)
+
+
+def denoised(x: torch.Tensor, sigma: float) -> torch.Tensor:
+    """A model of points around 0.3 whose spread is 0.5, as it says what is there without the noise."""
+    return 0.3 + (x - 0.3) * 0.25 / (0.25 + sigma**2)
+
+
+def k_2m_sde(x: torch.Tensor, sigmas: list[float], noise: list[torch.Tensor], *, heun: bool) -> torch.Tensor:
+    old, h_last = None, 0.0
+    for place, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
+        clean = denoised(x, sigma)
+        if following == 0:
+            return clean
+        h = math.log(sigma) - math.log(following)
+        x = following / sigma * math.exp(-h) * x + -math.expm1(-2 * h) * clean
+        if old is not None:
+            ratio = h_last / h
+            if heun:
+                x = x + (-math.expm1(-2 * h) / (-2 * h) + 1) * (1 / ratio) * (clean - old)
+            else:
+                x = x + 0.5 * -math.expm1(-2 * h) * (1 / ratio) * (clean - old)
+        x = x + noise[place] * following * math.sqrt(-math.expm1(-2 * h))
+        old, h_last = clean, h
+    return x
+
+
+def k_2m(x: torch.Tensor, sigmas: list[float], noise: list[torch.Tensor]) -> torch.Tensor:
+    old, h_last = None, 0.0
+    for sigma, following in itertools.pairwise(sigmas):
+        clean = denoised(x, sigma)
+        if following == 0:
+            return clean
+        h = math.log(sigma) - math.log(following)
+        mixed = clean if old is None else (1 + h / (2 * h_last)) * clean - h / (2 * h_last) * old
+        x = following / sigma * x - math.expm1(-h) * mixed
+        old, h_last = clean, h
+    return x
+
+
+SOLVED: dict[str, Callable[..., torch.Tensor]] = {
+    "DPM++ 2M": k_2m,
+    "DPM++ 2M SDE": lambda *given: k_2m_sde(*given, heun=False),
+    "DPM++ 2M SDE Heun": lambda *given: k_2m_sde(*given, heun=True),
+}
+
+
+@seeds(20)
+@pytest.mark.parametrize("sampler", list(SOLVED))
+def test_samplers_solve_as_k_diffusion_does(factory: SolverFactory, sampler: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    solver = solver_of(factory, sampler, "Karras", 20)
+    sigmas = [float(sigma) for sigma in solver.sigmas]
+    noise = [torch.randn(4, generator=generator, dtype=torch.float64) for _ in sigmas]
+    x = torch.randn(4, generator=generator, dtype=torch.float64) * sigmas[0]
+    own = x / math.sqrt(1 + sigmas[0] ** 2)
+    for place, timestep in enumerate(solver.timesteps):
+        sigma, size = sigmas[place], math.sqrt(1 + sigmas[place] ** 2)
+        predicted = (own * size - denoised(own * size, sigma)) / sigma
+        sde = {"variance_noise": noise[place]} if "SDE" in sampler else {}
+        own = solver.step(predicted, timestep, own, **sde).prev_sample
+    torch.testing.assert_close(own, SOLVED[sampler](x, sigmas, noise), rtol=1e-3, atol=1e-3)
