@@ -243,7 +243,6 @@ def _cache_use(encoder: dict[str, Any]) -> str:
 
 
 def _programs(encoder: dict[str, Any]) -> str:
-    """Print the programs with `compiled: true`."""
     found = encoder.get("programs") or {}
     counts = [f"{found[state]} {state}" for state in ("compiled", "compiling") if found.get(state)]
     reasons = [f"{name} not compiled ({reason})" for name, reason in found.get("not_compiled", {}).items()]
