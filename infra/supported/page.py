@@ -40,11 +40,11 @@ _TITLES: Final[Mapping[str, str]] = {
 _INTRODUCTION: Final = """# Which classes are served
 
 `python -m infra.supported.page` writes this page for diffusers {diffusers} and transformers {transformers};
-`atelier models --supported` prints the same table. For each class marked *equal*, tests compare a tiny random model with
-its own library: images, videos and audio of one seed, log probabilities and greedy tokens, vectors and logits
+`atelier models --supported` prints the same table. For each class marked *equal*, tests compare a tiny random model
+with its own library: images, videos and audio of one seed, log probabilities and greedy tokens, vectors and logits
 (`make test-long`; the fast path also in `make test`). On the stock path, equal means the last bit, on one thread of a
-CPU, beside a pipeline with equally aligned weights without gradients. With other alignment torch rounds otherwise: a few
-pixels may differ by one step of 255. Other classes were not run; their rows follow from the library's source.
+CPU, beside a pipeline with equally aligned weights without gradients. With other alignment torch rounds otherwise: a
+few pixels may differ by one step of 255. Other classes were not run; their rows follow from the library's source.
 
 | way | meaning |
 |---|---|
@@ -60,8 +60,8 @@ Notes:
 
 - FLUX.3 is not served: the installed diffusers has its transformer, and no pipeline class.
 - Answers have no transparency, also for classes that make it (Qwen-Image 2.1 and Layered).
-- `ChromaInpaintPipeline`, and `clip_skip` of classes with a CLIP, fail in the installed diffusers, because an option and
-  a module are missing. Here they work as in older versions.
+- `ChromaInpaintPipeline`, and `clip_skip` of classes with a CLIP, fail in the installed diffusers, because an option
+  and a module are missing. Here they work as in older versions.
 - `LongCatAudioDiTPipeline` has its own scheduler, which diffusers neither saves nor reads. A pipeline built in Python
   with another scheduler gives other audio than its folder.
 
@@ -70,13 +70,13 @@ Classes that were not compared:
 - Classes in diffusers' folder `deprecated` with their own parts (`AltDiffusionPipeline`, `UnCLIPPipeline`,
   `PaintByExamplePipeline`, `KarrasVePipeline`, ...): diffusers does not find the parts in a folder.
 - `MusicLDMPipeline`: it does not run with the installed transformers.
-- `LTX2HDRPipeline` and others with conditions as objects, and the `EasyAnimate` classes with videos as tensors: requests
-  bring plain values, images, frames and audio.
+- `LTX2HDRPipeline` and others with conditions as objects, and the `EasyAnimate` classes with videos as tensors:
+  requests bring plain values, images, frames and audio.
 - `Kandinsky5T2IPipeline` and `Kandinsky5I2IPipeline`: they draw at least a million pixels, too slow for a test.
 - Classes without tiny parts in our tests (`GlmImagePipeline`, `SanaWMPipeline`, ...).
 
-IP-Adapters need the fast path ([how](models.md#ip-adapter)): on the stock path, modules have no place for the processors
-of `load_ip_adapter`.
+IP-Adapters need the fast path ([how](models.md#ip-adapter)): on the stock path, modules have no place for the
+processors of `load_ip_adapter`.
 """
 
 
