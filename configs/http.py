@@ -19,6 +19,8 @@ INFERENCE_PATHS: Final = (
     "/embeddings",
     "/rerank",
     "/classify",
+    "/score",
+    "/pooling",
     "/images/",
     "/responses",
     "/tokenize",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 _MAX_INT32: Final = 2**31 - 1
 _Count = Annotated[int, Field(ge=1, le=_MAX_INT32)]
@@ -17,6 +17,32 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 # "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--.
 PromptSyntax = Literal["plain", "weighted", "compel"]
+
+
+class Acceleration(BaseModel):
+    """Which steps of an image compute no forward: their output is extrapolated from those computed before.
+
+    After `warmup` steps every `interval`-th one is computed, as TaylorSeer has it (2503.06923); `order` is that of the
+    Taylor polynomial. With `max_error` the interval, at most `interval`, follows from how far the last prediction was
+    off, as a share of the output's norm.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    interval: int = Field(3, ge=1, le=20, description="steps from one that is computed to the next; 1: all are")
+    order: int = Field(1, ge=0, le=3, description="of the polynomial; 0 takes the last output again")
+    warmup: int = Field(3, ge=1, le=1000, description="steps that are computed first")
+    max_error: _Finite | None = Field(None, gt=0, le=1, description="of a prediction; then the interval adapts")
+
+    def computes(self, step: int) -> bool:
+        """Return whether a step, counted from 0, is computed at a fixed interval."""
+        return step < self.warmup or (step - self.warmup - 1) % self.interval == 0
+
+    def num_computed(self, num_steps: int, start: int = 0) -> int:
+        """Return how many steps from `start` on are computed: at most, where the interval adapts."""
+        if self.max_error is not None:
+            return num_steps - start
+        return sum(map(self.computes, range(start, num_steps)))
 
 
 class SamplingOptions(BaseModel):
@@ -31,6 +57,12 @@ class SamplingOptions(BaseModel):
     repetition_penalty: _Finite | None = Field(None, gt=0, le=100)
     frequency_penalty: _Finite | None = Field(None, ge=-2, le=2)
     presence_penalty: _Finite | None = Field(None, ge=-2, le=2)
+    top_n_sigma: _Finite | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="standard deviations of the logits below the best one that a token may lie; 0: any",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +78,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    top_n_sigma: float = 0.0
 
 
 class DiffusionOptions(BaseModel):
@@ -83,6 +116,9 @@ class PictureOptions(DiffusionOptions):
         None, ge=0, le=64, description="layers of its CLIPs that a Stable Diffusion 1, 2 or XL leaves out of prompts"
     )
     deterministic: bool | None = Field(None, description="the same bits in any batch, on devices of one kind")
+    acceleration: Acceleration | None = Field(
+        None, description='steps that are extrapolated, such as {"interval": 3, "order": 1, "warmup": 3}'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +131,7 @@ class Denoising:
     sigmas: tuple[float, ...] | None = None
     timesteps: tuple[int, ...] | None = None
     deterministic: bool = False
+    acceleration: Acceleration | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,7 +232,8 @@ class ExtentLoader:
         A peer gives once more.
         """
         with self._changed:
-            gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
+            known = self._queue.sources
+            gbps = max(known.storage.gbps or 0.0, known.best_peer_gbps if source == "peer" else 0.0)
         return 1 / (gbps * 1e9) if gbps else None
 
     def _next(self) -> AskRegistry | Read | Fetch | GiveUp | None:
@@ -328,7 +329,7 @@ class ExtentLoader:
         Raises only what making the place does.
         """
         with self._changed:
-            gbps = self._queue.peer_gbps(plan.addresses[0])
+            gbps = self._queue.sources.peer_gbps(plan.addresses[0])
         delta = extent.delta
         if delta is None or not self._reader.prefers_sent_delta(extent, gbps * 1e9 if gbps else None):
             return None

@@ -10,7 +10,15 @@ import pytest
 
 from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
-from configs.options import Denoising, DiffusionOptions, PictureOptions, PromptReading, Sampling, SamplingOptions
+from configs.options import (
+    Acceleration,
+    Denoising,
+    DiffusionOptions,
+    PictureOptions,
+    PromptReading,
+    Sampling,
+    SamplingOptions,
+)
 from deployments.engines.records.protocol import DiffusionRequest, SamplingParams
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.text import CompletionBody
@@ -32,6 +40,7 @@ SPECIAL: dict[str, Any] = {
     "timesteps": (9, 3),
     "deterministic": True,
     "prompt_syntax": "weighted",
+    "acceleration": Acceleration(interval=4),
 }
 
 
