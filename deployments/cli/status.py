@@ -68,7 +68,7 @@ Why = Annotated[bool, typer.Option("--why", help="Show the controller's last dec
 
 @app.command()
 def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = False, as_json: Json = False) -> None:
-    """Show what is up, and what is resident where."""
+    """Show the running parts and the resident weights."""
     client = find_client(url, key)
     if why:
         decisions = client.decisions(NUM_DECISIONS)

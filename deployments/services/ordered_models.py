@@ -78,7 +78,7 @@ class OrderedModels:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def report(self) -> WorkerReport:
-        """Return what is here now."""
+        """Return the present models."""
         now_s, here = self._clock(), self._cache.occupancy()
         for model, failed in list(self._failed.items()):
             if now_s - failed.at_s > 2 * LONGEST_RETRY_S:
