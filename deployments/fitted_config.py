@@ -21,7 +21,7 @@ _SUFFIXES: Final = (".safetensors", ".gguf", ".onnx", ".pt2")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine has: CPUs, and bytes of memory, of shared memory and of each CUDA card."""
+    """The resources of a machine: CPUs, and bytes of memory, of shared memory and of each CUDA card."""
 
     num_cpus: int
     memory_bytes: int
@@ -86,7 +86,7 @@ def _size(nbytes: int) -> str:
 
 
 def summary(models: Sequence[str], config: Mapping[str, Any]) -> str:
-    """Return what was chosen, in a line."""
+    """Return the choices, in a line."""
     worker, budgets = config["worker"], config["ray"]
     cards = (
         f"{worker.get('num_replicas', 1)} x {worker['device_budget_bytes']} of cuda"

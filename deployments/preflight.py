@@ -95,7 +95,7 @@ def _keys(dotted: str) -> tuple[str | int, ...]:
 
 
 def _source_mistakes(config: ClusterConfig, path: Path, sources: dict[str, ReadSource]) -> Iterator[Mistake]:
-    """Yield what is wrong with the sources; put the sound ones into `sources`."""
+    """Yield the problems of sources; put the sound ones into `sources`."""
     store, auto = _store_of(config), auto_dtype(config.worker.device, processor_flags())
     for keys, entry in _entries(config):
         if not isinstance(entry.path, Path) or Path(STAND_IN_PATH) in (entry.path, _path_of_base(config, entry)):
@@ -124,7 +124,7 @@ def _entries(config: ClusterConfig) -> Iterator[tuple[tuple[str | int, ...], Ent
 
 
 def _hint(missing: Path, folder: Path) -> str:
-    """Return what was perhaps meant: a name on a model hub, or a neighbour of nearly that name."""
+    """Return a hint: a name on a model hub, or a neighbour of nearly that name."""
     parent = missing.parent
     if not parent.exists() and parent.parent == folder.resolve():
         name = f"{parent.name}/{missing.name}"
@@ -163,7 +163,7 @@ def _like_of(config: ClusterConfig, entry: Entry, store: WeightStore | None) -> 
 
 
 def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource | None:
-    """Return what is known of a source that came into the store as it is. Raises FormatError."""
+    """Return the stored facts of an unchanged source. Raises FormatError."""
     assert isinstance(entry.path, Path)
     if entry.path.suffix in PROGRAM_SUFFIXES:
         return _kept_program(store, entry) if entry.path.exists() else None
@@ -197,7 +197,7 @@ def _component(entry: Entry) -> str | None:
 
 
 def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource:
-    """Return what headers and configs say. Raises WeightsError, also for what cannot be served."""
+    """Return the facts from headers and configs. Raises WeightsError, also for an unservable model."""
     assert isinstance(entry.path, Path)
     checkpoint = read_checkpoint(entry.path, component=_component(entry), like=like, vae=vae_of(entry))
     if reason := misplaced(entry, checkpoint) or why_unservable(checkpoint):
@@ -267,7 +267,7 @@ def device_mistakes(config: ClusterConfig) -> Iterator[Mistake]:
 
 
 def _machine_mistakes(config: ClusterConfig) -> Iterator[Mistake]:
-    """Yield what a private Ray asks for that this machine does not have."""
+    """Yield the resources of a private Ray that this machine lacks."""
     if config.ray.address is not None:
         return
     memory_bytes = psutil.virtual_memory().total

@@ -220,7 +220,7 @@ def print_table(structure: Structure) -> None:
 
 
 def print_budgets(tree: dict[str, str]) -> None:
-    """Print what `tests/unit/test_budgets.py` holds."""
+    """Print the figures of `tests/unit/test_budgets.py`."""
     graph, callables, methods = budgets.imports(tree), budgets.callables(tree), budgets.methods(tree)
     over = sum(count > budgets.MAX_CALLABLES for count in callables.values())
     large = sum(count > budgets.MAX_METHODS for count in methods.values())
@@ -233,7 +233,7 @@ def print_budgets(tree: dict[str, str]) -> None:
 
 
 def print_lists(structure: Structure, package: str) -> None:
-    """Print what stands behind the figures, for modules below `package` ("." for all)."""
+    """Print the names behind the figures, for modules below `package` ("." for all)."""
     prefix = package.strip("./").replace("/", ".")
 
     def print_list(title: str, lines: list[tuple[str, str]]) -> None:

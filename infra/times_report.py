@@ -1,4 +1,4 @@
-"""Tell what tests take: `python infra/times_report.py FILES [--to PAGE]`, of files that `pytest --times` has written.
+"""Report the times of tests: `python infra/times_report.py FILES [--to PAGE]`, from files of `pytest --times`.
 
 Seconds of the processor come first: those that pass are others on a busy machine.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Taken(NamedTuple):
-    """What tests have taken together."""
+    """The total times of tests."""
 
     processor_s: float = 0.0
     passed_s: float = 0.0
@@ -24,7 +24,7 @@ class Taken(NamedTuple):
 
 
 def read_times(path: Path) -> dict[str, Taken]:
-    """Return what each test of a file took."""
+    """Return the time of each test of a file."""
     lines = [line.split("\t", 2) for line in path.read_text().splitlines()]
     return {test: Taken(float(processor_s), float(passed_s), 1) for processor_s, passed_s, test in lines}
 

@@ -1,1 +1,1 @@
-"""What every process of a cluster has: logs, traces, metrics, calls of actors."""
+"""Shared by all processes of a cluster: logs, traces, metrics, calls of actors."""

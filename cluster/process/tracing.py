@@ -32,7 +32,7 @@ class TraceSpan(Protocol):
         """Say that it has to do with another one."""
 
     def get_span_context(self) -> Any:
-        """Return what others link to."""
+        """Return the context that other spans link to."""
 
 
 class _NoSpan:
@@ -127,7 +127,7 @@ def tracing_environment(settings: TracingConfig | None) -> dict[str, str]:
 
 
 def span_processors() -> list[Any]:
-    """Return what Serve gives spans to, in each of its processes: a queue before the collector."""
+    """Return the span processors of each of Serve's processes: a queue before the collector."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     return [BatchSpanProcessor(_exporter().OTLPSpanExporter())]

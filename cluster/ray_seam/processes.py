@@ -49,7 +49,7 @@ def worker_scripts(own: tuple[str, str], of_ray: tuple[str, str], on_problem: Ca
 
 
 def _refused(settings: Mapping[str, Any]) -> list[str]:
-    """Return what this Ray says of settings that it does not have."""
+    """Return this Ray's message about unknown settings."""
     from ray._private.parameter import RayParams
 
     try:

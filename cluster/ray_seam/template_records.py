@@ -1,4 +1,4 @@
-"""What a template of processes is, and what is said where there is none."""
+"""The record of a template of processes, and the report without one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Template:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return what `dataclasses.asdict` was given."""
+        """Return the records that `dataclasses.asdict` was given."""
         further = [cls.of(one) for one in values["further"]]
         return cls(values["name"], values["imports"], values["environment"], further)
 

@@ -1,1 +1,1 @@
-"""What the rooms of the cluster speak of: names, errors, failures, pins and freezes. Pure."""
+"""Values that the folders of the cluster share: names, errors, failures, pins and freezes. Pure."""

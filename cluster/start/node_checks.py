@@ -68,7 +68,7 @@ class Wanted:
 
 
 def wanted_of(config: ClusterConfig, *, has_serve: bool, needs_haproxy: bool) -> Wanted:
-    """Return what nodes with an ingress have to have. With a Serve that runs, the port of HTTP is its own already."""
+    """Return the needs of nodes with an ingress. If Serve runs already, it has the port of HTTP."""
     keys_file = config.access.keys_file
     files = {"access.keys_file": str(keys_file)} if keys_file else {}
     return Wanted(_ports(config, has_serve=has_serve), files, needs_haproxy)
@@ -167,7 +167,7 @@ class NodeWatch:
 
 
 def look_at_node(ports: Ports, files: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the machine of this process has, in plain values, which other versions understand."""
+    """Return the facts of this process's machine, in plain values that other versions understand."""
     return {
         "code": list(running_code()),
         "haproxy": why_no_haproxy(),

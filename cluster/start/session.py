@@ -399,7 +399,7 @@ def _listener(port: int) -> str:
 
 
 def _begin_removing_old_sessions(folder: Path) -> None:
-    """Remove what has ended of this user's Ray sessions in a folder, in a thread, save the last: it may say why."""
+    """Remove this user's ended Ray sessions in a folder, in a thread, except the last: its logs may be needed."""
     threading.Thread(target=lambda: _remove_old_sessions(folder, time.time()), daemon=True).start()
 
 

@@ -82,7 +82,6 @@ def _on_node(client: Client, node: str) -> list[dict[str, Any]]:
 
 
 def _own_addresses() -> set[str]:
-    """Return this machine's addresses."""
     return {one.address for all_ in psutil.net_if_addrs().values() for one in all_}
 
 

@@ -68,7 +68,7 @@ Why = Annotated[bool, typer.Option("--why", help="Show the controller's last dec
 
 @app.command()
 def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = False, as_json: Json = False) -> None:
-    """Show what is up, and what is resident where."""
+    """Show the running parts and the resident weights."""
     client = find_client(url, key)
     if why:
         decisions = client.decisions(NUM_DECISIONS)
@@ -243,7 +243,6 @@ def _cache_use(encoder: dict[str, Any]) -> str:
 
 
 def _programs(encoder: dict[str, Any]) -> str:
-    """Print the programs with `compiled: true`."""
     found = encoder.get("programs") or {}
     counts = [f"{found[state]} {state}" for state in ("compiled", "compiling") if found.get(state)]
     reasons = [f"{name} not compiled ({reason})" for name, reason in found.get("not_compiled", {}).items()]

@@ -195,7 +195,6 @@ def inspect(
 
 
 def _plot_of(store: WeightStore, model: str | None) -> str:
-    """Return the picture of a model, or of all models."""
     from deployments.plots.svg import store_plot
     from weights.operations.maintenance import totals
 

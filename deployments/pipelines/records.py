@@ -160,6 +160,5 @@ def program_specs(signature: ProgramSignature) -> Signature:
 
 
 def _program_spec(tensor: ProgramTensor, *, optional: bool = False) -> TensorSpec:
-    """Return one input or output."""
     shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
     return TensorSpec(tensor.name, _DATATYPES[tensor.dtype], shape, optional)

@@ -54,7 +54,7 @@ async def in_thread(function: Callable[..., ResultT], *arguments: object) -> Res
 
 
 async def outcome_of(work: asyncio.Future[ResultT]) -> ResultT:
-    """Return what `work` gives, or raise as it does. A caller who is cancelled goes on when it is done, uncancelled."""
+    """Return the result of `work`, or raise its error. A cancelled caller continues when it is done, uncancelled."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

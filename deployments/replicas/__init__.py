@@ -1,1 +1,1 @@
-"""What every replica has: its step loop, its output channels, calls of other replicas."""
+"""Shared by all replicas: step loop, output channels, calls of other replicas."""

@@ -78,7 +78,7 @@ class ReplicaCalls:
     async def call(
         self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None, route: str = ""
     ) -> Any:
-        """Return what the replica answers whose name `place` gives; without a place, the one that Serve chooses.
+        """Return the answer of the replica that `place` names; without a place, of one that Serve chooses.
 
         With the `route` of its texts it goes to the replica that has them, whichever the place was.
         Raises what `place` and the replica raise, as themselves; DeadlineExceeded; NoReplica, as soon as none can
@@ -239,7 +239,7 @@ def _why_none_runs(deployment: str, overview: DeploymentStatusOverview) -> str |
 
 
 def _why_none_can(deployment: str, overview: DeploymentStatusOverview) -> str | None:
-    """Return what `_why_none_runs` does, but None for replicas that are starting until their start has failed.
+    """Return the result of `_why_none_runs`, but None while replicas start.
 
     Serve tries again for ever where a replica ran before, and then tells the failure in its message only (Ray 2.60).
     """

@@ -65,7 +65,7 @@ class DeviceThread:
             self._working = tuple(other for other in self._working if other is not steps)
 
     def others_step_s(self, steps: StepTime) -> float | None:
-        """Return what a step of another engine with work takes, the shortest; None where none is known."""
+        """Return the seconds of the shortest step of another engine with work; None if unknown."""
         known = (other.seconds for other in self._working if other is not steps and other.seconds)
         return min(known, default=None)
 
@@ -81,7 +81,7 @@ class DeviceThread:
         return asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def run_work(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `work` returns, or raise what it raises.
+        """Return the result of `work`, or raise its error.
 
         A caller who is cancelled meanwhile goes on when the work is done: its weights may go then, and not before.
         """
@@ -202,7 +202,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
             self._deliver([(request_id, output)])
 
     async def _between_steps(self, work: Callable[[str], T], request_id: str) -> T:
-        """Return what `work` does with a request, which has joined before that, or never will."""
+        """Return the result of `work` on a request that has joined, or never will."""
         loop = asyncio.get_running_loop()
 
         def call() -> T:

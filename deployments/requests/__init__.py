@@ -1,1 +1,1 @@
-"""What a request may ask for, and what it gets where it says nothing."""
+"""Limits and defaults of requests."""

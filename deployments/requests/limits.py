@@ -218,7 +218,7 @@ def _most_of(name: str, limits: LimitsConfig) -> int:
 
 
 def _leaves_of(value: Any) -> Iterator[Any]:
-    """Yield what is in lists and mappings; names of members are texts."""
+    """Yield the values in lists and mappings; names of members count as texts."""
     if isinstance(value, Mapping):
         yield from value
         value = value.values()

@@ -326,7 +326,7 @@ class ImageService:
 
 
 def _subject(lease: Lease, settings: WorkerConfig) -> str:
-    """Return what a step's time depends on beside its shape: structures and dtypes, the machine, device and threads."""
+    """Return the key of a step's time beside its shape: structures and dtypes, the machine, device and threads."""
     modules = lease.modules.items()
     parts = sorted(f"{name} {type(one).__name__} {_structure(one)}" for name, one in modules)
     place = platform.node(), settings.device, str(torch.get_num_threads())

@@ -53,7 +53,7 @@ logger = logging.getLogger("atelier.replica")
 
 
 class _ReplicaExtents(ExtentUser):
-    """What a replica makes of the extents of its node's keeper."""
+    """The objects that a replica builds from the extents of its node's keeper."""
 
     def __init__(self, replica: ModelReplica, here: tuple[str, str | None], *, keeps: bool) -> None:
         self.keeps = keeps

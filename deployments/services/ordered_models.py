@@ -72,7 +72,7 @@ class OrderedModels:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def report(self) -> WorkerReport:
-        """Return what is here now."""
+        """Return the present models."""
         now_s, here = self._clock(), self._cache.occupancy()
         self._failures.forget_before(now_s - 2 * LONGEST_RETRY_S)
         switch, speeds = next(iter(self._switches.values()), None), self._cache.switches.speeds

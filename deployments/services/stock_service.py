@@ -153,7 +153,7 @@ class StockService:
         source: TextSource,
         on_progress: OnProgress,
     ) -> tuple[_Made, tuple[str, ...]]:
-        """Return what became of a request, and warnings. Nothing is leased after it.
+        """Return the outcome of a request, and warnings. Nothing is leased after it.
 
         `versions` are those of its LoRAs. One that changes a text encoder is where the text is encoded: here.
         """
@@ -208,7 +208,7 @@ class StockService:
         return _Made(output, lease.report, encoded, bool(previews)), (*encoded.warnings, *engine.inputs.ignored(stock))
 
     async def _plan_text(self, manifest: Manifest, stock: StockRequest) -> tuple[TextPlanner | None, TextCall | None]:
-        """Return who finds the texts of a request, None where the pipeline encodes them itself, and the first of them.
+        """Return the finder of a request's texts (None if the pipeline encodes them itself), and the first text.
 
         Raises EngineError for what the class cannot be called with.
         """

@@ -130,7 +130,7 @@ class TextEncoderService(ModelReplica):
         max_second: int | None = None,
         before: Callable[[TextEncoder], str] = lambda _: "",
     ) -> EmbeddingResult:
-        """Return what `finish` makes of the vector of each text."""
+        """Return the result of `finish` for the vector of each text."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:

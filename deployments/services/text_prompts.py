@@ -42,7 +42,7 @@ class AnswerUse:
     warnings: tuple[str, ...] = ()
 
     def reader(self) -> AnswerReader:
-        """Return what reads one answer."""
+        """Return a reader of one answer."""
         reader = AnswerReader(self.form, self.functions, self.max_calls)
         reader.feed(self.begun)
         return reader
@@ -174,7 +174,7 @@ def _answer_use(engine: LLMEngine, request: ChatRequest) -> AnswerUse:
 
 
 def _warnings(engine: LLMEngine, request: ChatRequest, form: AnswerForm, *, has_tools: bool) -> tuple[str, ...]:
-    """Return what was asked of the model's template and has no effect there."""
+    """Return the requested options that have no effect in the model's template."""
     names = list(request.chat_template_kwargs)
     unknown = unknown_variables(engine.tokenizer, names, has_tools=has_tools)
     found = [f"chat_template_kwargs: the model's chat template does not know {name[:64]!r}" for name in unknown[:8]]
@@ -188,7 +188,7 @@ def _warnings(engine: LLMEngine, request: ChatRequest, form: AnswerForm, *, has_
 
 
 def _left_out(field: str, schema: Mapping[str, Any] | None) -> list[str]:
-    """Return what of a schema an answer is not kept to. Raises InvalidRequest."""
+    """Return the parts of a schema that answers are not held to. Raises InvalidRequest."""
     try:
         parts = () if schema is None else left_out_of(schema)
     except EngineError as error:
@@ -223,7 +223,7 @@ def _chat_prompt(engine: LLMEngine, request: ChatRequest) -> tuple[str, AnswerUs
 
 
 def _naming_model(request: ChatRequest, read: Callable[[], _ReadT]) -> _ReadT:
-    """Return what reading a chat gives. Raises EngineError that names the model."""
+    """Return the result of reading a chat. Raises EngineError that names the model."""
     try:
         return read()
     except EngineError as error:
@@ -238,7 +238,7 @@ def _hidden_tokens(engine: LLMEngine, form: AnswerForm) -> frozenset[int] | None
 
 
 def _grammar_of(engine: LLMEngine, form: AnswerGrammar, use: AnswerUse | None) -> TokenConstraint:
-    """Return what an answer is held to, behind reasoning that is begun. Raises InvalidRequest."""
+    """Return the constraint of an answer, after reasoning that has begun. Raises InvalidRequest."""
     lark = engine.grammars.lark()
     try:
         answer = lark.answer(form)
@@ -266,7 +266,7 @@ def _within_budget(
 
 
 def _answer_grammar(engine: LLMEngine, request: ChatRequest, use: AnswerUse) -> TokenConstraint | None:
-    """Return what the answer must keep to. Raises InvalidRequest where its schema cannot be kept to.
+    """Return the constraint of the answer. Raises InvalidRequest for a schema that cannot be enforced.
 
     Where tools may be called, and the answer has a schema too, it is either.
     """

@@ -165,7 +165,7 @@ class TextService:
     async def _read(
         self, read: Callable[[LLMEngine, _RequestT], _ReadT], engine: LLMEngine, request: _RequestT
     ) -> _ReadT:
-        """Return what `read` makes of a request. Short texts are not worth the way to a thread and back."""
+        """Return the result of `read` for a request. Short texts are read without a thread."""
         if not self._num_reading and _is_short(request):
             return read(engine, request)
         self._num_reading += 1

@@ -113,7 +113,7 @@ class Worker(ModelReplica):
     async def stream_images(
         self, request: ImageRequest, checkpoint: bytes | None = None
     ) -> AsyncGenerator[ImagePiece, None]:
-        """Yield what the request asks to get of its steps, and its ImageResult at the end.
+        """Yield the requested events of the steps, then the ImageResult.
 
         The text is encoded elsewhere while this replica switches to the model. Without the text-encoder service this
         replica encodes the text itself, if its settings let it. With the `checkpoint` of an earlier piece, from any
@@ -152,7 +152,7 @@ class Worker(ModelReplica):
             raise ModelUnavailable(str(error), "model") from None
 
     async def stream_clip(self, request: ClipRequest) -> AsyncGenerator[ImageProgress | ClipResult, None]:
-        """Yield what the request asks to get of its steps, and its ClipResult at the end: a video or audio."""
+        """Yield the requested events of the steps, then the ClipResult: a video or audio."""
 
         async def put_clip(pieces: OutputChannel[ImageProgress | ClipResult]) -> None:
             result = await self._make_clip(request, pieces.put)

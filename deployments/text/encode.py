@@ -177,7 +177,6 @@ class CachedEncoders:
     async def _loras_of(
         self, family: Family, components: Set[str], lease: Lease, request: ConditioningRequest
     ) -> Mapping[str, tuple[EncoderLora, ...]]:
-        """Return the LoRAs of a request, by their encoder."""
         loras: dict[str, tuple[EncoderLora, ...]] = {}
         for name in components if lease.adapters else ():
             encoder = lease.modules[name].encoder

@@ -42,7 +42,7 @@ def train_from_nothing(source: Path, steps: int, folder: Path) -> Tensors:
 
 
 def checkpoints(source: Path, recipe: str, at: Collection[int]) -> list[Tensors]:
-    """Return what a training of `source` saves at these steps, as bfloat16."""
+    """Return the checkpoints of a training of `source` at these steps, as bfloat16."""
     saved: list[Tensors] = []
     rank = _RANK if recipe == "lora-merged" else 0
     _fine_tune(source, max(at), RECIPES[recipe], torch.bfloat16, rank=rank, at=at, saved=saved)

@@ -186,7 +186,7 @@ class _Sides:
     urls: Mapping[str, str]
 
     def ways(self, kind: str, asks: Sequence[Ask], num_callers: int) -> Mapping[str, Callable[[], list[Outcome]]]:
-        """Return what can answer requests of one kind: servers, and for one caller the model in a process."""
+        """Return the parties that answer requests of one kind: servers, and for one caller the model in a process."""
         has_peers = kind not in CHEAP_KINDS and num_callers <= MOST_OF_PEERS
         ways = {
             name: partial(self.load.run, "closed", url, asks, num_callers=num_callers)

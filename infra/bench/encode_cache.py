@@ -60,7 +60,7 @@ def live_entries(t5: Path, prompts: Sequence[str], embedding_width: int) -> dict
 
 
 def _entry_bytes(length: int, width: int, element_bytes: int) -> int:
-    """Return what the cache counts for one tensor of (length, width)."""
+    """Return the bytes that the cache counts for one tensor of (length, width)."""
     return ENTRY_BYTES + TENSOR_BYTES + length * width * element_bytes
 
 
@@ -78,7 +78,7 @@ def _really_run(encoder: TextEncoder, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def _filled(max_bytes: int, tensor: Callable[[int], torch.Tensor], number: int | None = None) -> CacheStats:
-    """Return what a cache counts after `number` entries; None: after it let go of as many as it could hold."""
+    """Return the figures of a cache after `number` entries; None: after it has evicted as many as it holds."""
 
     async def fill() -> CacheStats:
         cache, index = EncodingCache(max_bytes), 0

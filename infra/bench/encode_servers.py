@@ -110,7 +110,7 @@ class EncoderCounts:
     padding_tokens: int
 
     def since(self, before: EncoderCounts) -> EncoderCounts:
-        """Return what was counted after an earlier snapshot."""
+        """Return the counts since an earlier snapshot."""
         return EncoderCounts(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
 
     @property

@@ -32,7 +32,7 @@ _TEMPLATE: Final = "cluster.ray_seam.templates"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What processes of one name have used, or use now. `cpu_s` is with the processes that they have ended."""
+    """The use of resources by processes of one name. `cpu_s` includes their ended children."""
 
     processes: int = 0
     threads: int = 0
@@ -88,7 +88,7 @@ def usage_by_name(processes: Iterable[psutil.Process]) -> dict[str, Usage]:
 
 
 def short_name(command: list[str]) -> str:
-    """Return what a process is: an actor's class or a replica's deployment, else its program. "" for one that ended."""
+    """Return the kind of a process: an actor's class or a replica's deployment, else its program; "" after its end."""
     words = " ".join(command).split()
     if not words:
         return ""

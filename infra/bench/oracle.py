@@ -139,7 +139,7 @@ def _check(scenario: Scenario) -> None:
 
 
 def _switches_s(models: list[SimModel] | tuple[SimModel, ...], worker: SimWorker) -> list[list[float]]:
-    """Return what a switch takes from each model to each; the last row is from nothing. What both share stays."""
+    """Return the seconds of a switch from each model to each; the last row is from nothing. Shared parts stay."""
 
     def way_s(there: set[str], model: SimModel) -> float:
         missing = sum([size for key, size in model.components.sizes.items() if key not in there])

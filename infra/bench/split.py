@@ -43,7 +43,7 @@ class _Token(NamedTuple):
     link_bytes: int
 
     def seconds(self, link_gbps: float, *, with_kernels: bool) -> float:
-        """Return what it would take over a link of that rate, whose transfers nothing else overlaps."""
+        """Return the seconds over a link of that rate, without overlap of transfers."""
         waiting_s = max(0.0, self.link_bytes / (link_gbps * 1e9) - self.copies_s)
         return self.cpu_s + waiting_s - (0.0 if with_kernels else self.kernels_s)
 
@@ -62,7 +62,7 @@ def measure_split(hidden_size: int = 768) -> list[dict[str, Any]]:
 
 
 def print_split(rows: Sequence[dict[str, Any]]) -> None:
-    """Print what `measure_split` found."""
+    """Print the figures of `measure_split`."""
     speeds = list(rows[0]["tokens_per_s"])
     table = Table("way", "link bytes per token", "CPU ms", "kernels", *speeds, title="decode at half of its device")
     for row in rows:
@@ -102,7 +102,7 @@ async def _measure(hidden_size: int) -> list[dict[str, Any]]:
 
 
 def _row(name: str, tokens: Sequence[_Token]) -> dict[str, Any]:
-    """Return what a way's tokens took: the median bytes, and the least times."""
+    """Return the cost of a way's tokens: the median bytes, and the least times."""
 
     def fastest(gbps: float, *, with_kernels: bool) -> float:
         return 1 / min(token.seconds(gbps, with_kernels=with_kernels) for token in tokens)

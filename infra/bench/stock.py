@@ -271,7 +271,7 @@ async def _tokens(host: _Host, count: int) -> list[float]:
 
 
 def _denoiser_call_ms(folder: Path, options: dict[str, Any]) -> float:
-    """Return what a call of the video's denoiser takes alone."""
+    """Return the seconds of a call of the video's denoiser alone."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     begun, times = list[float](), list[float]()

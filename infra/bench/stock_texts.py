@@ -82,7 +82,7 @@ def _measure_class(name: str, effort: TextEffort, seed: int, folder: Path) -> di
 
 
 def _option_s(model: Any, effort: TextEffort, draws: torch.Generator, options: dict[str, Any]) -> float:
-    """Return what one text takes with these options of `generate`, the faster of two."""
+    """Return the seconds of one text with these options of `generate`, the faster of two."""
     prompts = _prompts(effort, model.config.vocab_size, draws)[:1]
     return min(_timed(lambda given: _stock_texts(model, given, effort.tokens, options), prompts).seconds for _ in "12")
 

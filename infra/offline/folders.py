@@ -160,7 +160,7 @@ class ErrorSum:
         self._max_error = max(self._max_error, float(np.abs(difference).max(initial=0)))
 
     def result(self, name: str, kind: str, nbytes: int, note: str = "") -> QuantizedTensor:
-        """Return what has come together, for a tensor that takes `nbytes`."""
+        """Return the collected values, for a tensor that takes `nbytes`."""
         count = self._num_elements
         size = math.sqrt(self._squares / count) or 1.0
         rms = math.sqrt(self._squared_errors / count)

@@ -289,7 +289,7 @@ def _rope(model: SourceModel) -> dict[str, Any]:
 
 
 def _frequency_factors(model: SourceModel) -> npt.NDArray[np.float32] | None:
-    """Return what divides the frequencies of llama3 scaling. Source: convert_hf_to_gguf.py, LlamaModel."""
+    """Return the divisors of the frequencies of llama3 scaling. Source: convert_hf_to_gguf.py, LlamaModel."""
     rope = _rope(model)
     if rope["rope_type"] != "llama3":
         return None

@@ -115,7 +115,7 @@ def _print_sums(record: Mapping[str, Any], lacks: list[str]) -> None:
 
 
 def _splits(found: Recording, lacking: list[str]) -> dict[str, int]:
-    """Return what a device costs that lacks operations. Raises OptionError for one that the forward has not."""
+    """Return the cost of a device that lacks operations. Raises OptionError for an operation that the forward lacks."""
     from infra.offline.splitting import split_recording
 
     known = {node.op.split(".")[1] for node in found.nodes}
@@ -164,7 +164,7 @@ def _weights_bytes(manifest: Manifest, part: str) -> int:
 
 
 def _node_records(found: Recording, offsets: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Return what each node does; `until` and `place` are of the buffers that it makes."""
+    """Return a row per node; `until` and `place` are of its buffers."""
     ends = {one.key: one.last for one in found.lifetimes()}
     return [
         {

@@ -371,7 +371,7 @@ def stock_answer(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[
 
 
 def our_answers(engine: LLMEngine, prompts: Iterable[tuple[int, ...]], num_tokens: int) -> list[Answer]:
-    """Return what the engine generates, greedily; the prompts join one after the other, two steps apart."""
+    """Return the engine's greedy tokens; the prompts join one after the other, two steps apart."""
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, num_logprobs=0)
     return run_apart(engine, [TextRequest(str(place), prompt, sampling) for place, prompt in enumerate(prompts)])
 

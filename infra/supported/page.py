@@ -39,45 +39,44 @@ _TITLES: Final[Mapping[str, str]] = {
 }
 _INTRODUCTION: Final = """# Which classes are served
 
-Written by `python -m infra.supported.page` for diffusers {diffusers} and transformers {transformers}; `atelier models
---supported` prints the same table. The tests compare a tiny random model of every class that is marked *equal* with its
-own library: images, videos and audio of one seed, log probabilities and greedy tokens, vectors and logits
-(`make test-long`; those of the fast path also in `make test`). Those of the stock path are equal to the last bit on one
-thread of a CPU, beside a pipeline whose weights lie as aligned and need no gradients: torch rounds others otherwise, so
-that diffusers' pipeline in memory and the same read from its folder may differ by one step of 255 in a few pixels. The
-others were not run: what is said of them was read from the library's source.
+`python -m infra.supported.page` writes this page for diffusers {diffusers} and transformers {transformers};
+`atelier models --supported` prints the same table. For each class marked *equal*, tests compare a tiny random model
+with its own library: images, videos and audio of one seed, log probabilities and greedy tokens, vectors and logits
+(`make test-long`; the fast path also in `make test`). On the stock path, equal means the last bit, on one thread of a
+CPU, beside a pipeline with equally aligned weights without gradients. With other alignment torch rounds otherwise: a
+few pixels may differ by one step of 255. Other classes were not run; their rows follow from the library's source.
 
-| way | what it means |
+| way | meaning |
 |---|---|
-| fast path | the engine's own loop or decoder: requests of one model share forwards |
+| fast path | our own loop or decoder: requests of one model share forwards |
 | stock path with the paged cache | transformers' own code, batched by the scheduler of language models |
 | ... and states | the same, with recurrent layers, whose states lie in slots |
 | stock path with its own cache | transformers' own code, one sequence at a time |
 | stock path | the library's own code: pipelines take turns with others from block to block, the rest run in batches |
-| ..., text alone | the decoder of a model that reads images or sound as well, which are refused here |
+| ..., text alone | the decoder of a model that also reads images or sound, which are refused here |
 | stock path, encodes itself | the same, with the text encoders in the worker instead of the text encoder service |
 
-Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. Images are
-answered without transparency, also where a class makes it (Qwen-Image 2.1 and Layered).
-`ChromaInpaintPipeline` and every `clip_skip` of a class with a CLIP (that of `I2VGenXLPipeline` is 1 by default) fail
-in diffusers itself: they read an option that no Chroma's config has, and a module that the installed transformers'
-`CLIPTextModel` has no more. Here they find both, and do with them what older versions did: the first was compared with
-diffusers beside a config that has the option, the second with the prompt's embedding given to diffusers.
-`LongCatAudioDiTPipeline` has a scheduler of its own: diffusers neither saves nor reads another one, so what is made
-with one in Python is not what the same folder makes, here or there.
+Notes:
 
-What was not compared, and why, as far as it is known:
+- FLUX.3 is not served: the installed diffusers has its transformer, and no pipeline class.
+- Answers have no transparency, also for classes that make it (Qwen-Image 2.1 and Layered).
+- `ChromaInpaintPipeline`, and `clip_skip` of classes with a CLIP, fail in the installed diffusers, because an option
+  and a module are missing. Here they work as in older versions.
+- `LongCatAudioDiTPipeline` has its own scheduler, which diffusers neither saves nor reads. A pipeline built in Python
+  with another scheduler gives other audio than its folder.
 
-- Classes that diffusers keeps in its folder `deprecated` with parts of their own (`AltDiffusionPipeline`,
-  `UnCLIPPipeline`, `PaintByExamplePipeline`, `KarrasVePipeline`, ...): it does not find these in a folder.
-- `MusicLDMPipeline` does not run with the installed transformers, whose `ClapModel` returns another kind of object.
-- `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes, which want
-  videos as tensors: a request brings plain values, images, frames and audio.
-- `Kandinsky5T2IPipeline` and `Kandinsky5I2IPipeline` draw a million pixels at least: too slow for a test.
-- Classes whose parts nobody has made tiny yet (`GlmImagePipeline`, `SanaWMPipeline`, ...).
+Classes that were not compared:
 
-IP-Adapters are for the fast path ([how](models.md#ip-adapter)). On the stock path a module is built of its class, its
-config and the tensors of its component, and the processors that `load_ip_adapter` puts into a denoiser are in none.
+- Classes in diffusers' folder `deprecated` with their own parts (`AltDiffusionPipeline`, `UnCLIPPipeline`,
+  `PaintByExamplePipeline`, `KarrasVePipeline`, ...): diffusers does not find the parts in a folder.
+- `MusicLDMPipeline`: it does not run with the installed transformers.
+- `LTX2HDRPipeline` and others with conditions as objects, and the `EasyAnimate` classes with videos as tensors:
+  requests bring plain values, images, frames and audio.
+- `Kandinsky5T2IPipeline` and `Kandinsky5I2IPipeline`: they draw at least a million pixels, too slow for a test.
+- Classes without tiny parts in our tests (`GlmImagePipeline`, `SanaWMPipeline`, ...).
+
+IP-Adapters need the fast path ([how](models.md#ip-adapter)): on the stock path, modules have no place for the
+processors of `load_ip_adapter`.
 """
 
 

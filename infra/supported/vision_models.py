@@ -109,7 +109,7 @@ def _library(name: str, **options: Any) -> Callable[[], Any]:
 
 
 def _processor(name: str, **options: Any) -> Callable[[Any, Any], Any]:
-    """Return what makes a processor. A video processor needs torchvision; images need none."""
+    """Return the factory of a processor. A video processor needs torchvision; images need none."""
 
     def make(image_processor: Any, tokenizer: Any) -> Any:
         cls: Any = getattr(transformers, name)
@@ -338,7 +338,7 @@ def _words(rng: np.random.Generator, count: int) -> str:
 
 
 def stock_inputs(processor: Any, chat: Chat, images: Sequence[npt.NDArray[np.uint8]]) -> Any:
-    """Return what the class's own processor makes of a chat."""
+    """Return the inputs that the class's own processor makes of a chat."""
     text = processor.tokenizer.apply_chat_template(
         chat, chat_template=processor.chat_template, tokenize=False, add_generation_prompt=True
     )
@@ -366,7 +366,7 @@ def stock_answer(model: Any, inputs: Any, num_tokens: int) -> tuple[list[int], t
 def our_answers(
     engine: LLMEngine, chats: Iterable[tuple[Chat, Sequence[npt.NDArray[np.uint8]]]], num_tokens: int
 ) -> list[Answer]:
-    """Return what the engine generates, greedily; the chats join one after the other, two steps apart."""
+    """Return the engine's greedy tokens; the chats join one after the other, two steps apart."""
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, num_logprobs=0, logit_bias=BANNED)
     waiting = []
     for place, (chat, pixels) in enumerate(chats):

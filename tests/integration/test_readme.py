@@ -17,7 +17,8 @@ PROTOCOL_PYTHON = ROOT / ".judges/protocol/bin/python"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    return [block for found, block in fenced if found == language]
 
 
 def snippet(word: str) -> str:
@@ -80,7 +81,7 @@ def test_the_weights_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_curl_command_runs(cluster: Cluster) -> None:
-    (command,) = [block for block in blocks("") if block.startswith("curl")]
+    (command,) = [block for block in blocks("") if re.match("curl .*/v1/images/generations", block)]
     command = command.replace("http://127.0.0.1:8000", cluster.url)
     result = subprocess.run(["bash", "-c", f"{command.strip()} --silent"], capture_output=True, text=True, timeout=60)
     assert json.loads(result.stdout)["data"][0]["b64_json"]

@@ -1,1 +1,1 @@
-"""What the machine and torch give: dtypes, the seam to torch, the processor, private folders, durable writes."""
+"""Access to the machine and torch: dtypes, the seam to torch, the processor, private folders, durable writes."""

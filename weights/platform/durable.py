@@ -146,7 +146,7 @@ def punch(path: Path, ranges: Iterable[tuple[int, int]]) -> bool:
 
 
 def allocated_bytes(path: Path, *, own: bool = False) -> int:
-    """Return what a file or folder takes on disk, without holes. Symlinks are not followed.
+    """Return the bytes of a file or folder on disk, without holes. Symlinks are not followed.
 
     `own`: without files that other hard links name, which removing frees nothing of.
     """

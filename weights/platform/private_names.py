@@ -43,7 +43,7 @@ class Shim:
 
 
 def problems(shim: Shim) -> list[str]:
-    """Return what the installed library lacks of the shim's names, and which sources are not what they were."""
+    """Return the shim's names that the installed library lacks, and the sources that have changed."""
     read = {**shim.changed, **shim.public}
     names = (*read, *shim.used, *shim.sources)
     missing = [name for name in names if not _exists(name)]
@@ -69,7 +69,7 @@ def source_digest(function: Any) -> str:
 
 
 def _found(name: str) -> Any:
-    """Return what the name, or that of a module, stands for; None when it is not there."""
+    """Return the object or module of a name; None if there is none."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

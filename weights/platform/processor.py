@@ -33,7 +33,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def processor_name() -> str:
-    """Return what this machine's processor is called, or its architecture where the system does not say."""
+    """Return the name of this machine's processor, or its architecture if the system has no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -43,7 +43,7 @@ def processor_name() -> str:
 
 
 def auto_dtype(device: str, flags: Collection[str]) -> str:
-    """Return what the dtype `auto` means for models of workers on `device`, on a processor with these flags.
+    """Return the meaning of the dtype `auto` for workers on `device`, on a processor with these flags.
 
     On the processor itself the types that it lacks become float32. Without any flags nothing is known, and nothing
     changes.

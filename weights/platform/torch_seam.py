@@ -200,7 +200,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def fake_view(op: Any, *args: Any, **options: Any) -> Any:
-    """Return what an operation that gives views gives of a fake tensor: by torch's kernel, without the mode's rules.
+    """Return the result of a view operation on a fake tensor, by torch's kernel, without the mode's rules.
 
     These take tens of times as long where they see sizes for the first time. Of anything else, what the mode says.
     """

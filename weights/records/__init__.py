@@ -1,1 +1,1 @@
-"""What everything else speaks of: manifests, dtypes, errors. Imports nothing of the package."""
+"""Values of the whole package: manifests, dtypes, errors. Imports nothing of the package."""

@@ -100,7 +100,7 @@ def _note(engine: TextEngine, times: dict[str, RequestTimes], now: Clock) -> Non
 
 
 def serving_figures(serving: Serving, times: Sequence[RequestTimes]) -> dict[str, Any]:
-    """Return what a load's requests got: percentiles of TTFT and TPOT, tokens per second, and goodput."""
+    """Return the figures of a load: percentiles of TTFT and TPOT, tokens per second, and goodput."""
     duration_s = max(one.last_s for one in times)
     good = [one for one in times if one.ttft_ms <= serving.max_ttft_ms and one.tpot_ms <= serving.max_tpot_ms]
     return {

@@ -121,7 +121,7 @@ def _write(folder: Path, stock: Path, changes: dict[str, Any], seed: int) -> Non
 
 
 def _configs(scale: Scale, name: str) -> dict[str, dict[str, Any]]:
-    """Return what differs from the small pipelines' configs, by component."""
+    """Return the differences from the small pipelines' configs, by component."""
     vae = {
         "block_out_channels": scale.vae_channels,
         "down_block_types": ["DownEncoderBlock2D"] * len(scale.vae_channels),
