@@ -30,7 +30,6 @@ METHODS = {
     "deployments.engines.llm.engine:LLMEngine": 26,
     "deployments.engines.text.encoder:TextEncoder": 24,
     "deployments.ingress.service.service:Service": 40,
-    "weights.storage.store:WeightStore": 30,
 }
 
 
