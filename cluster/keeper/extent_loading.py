@@ -232,7 +232,8 @@ class ExtentLoader:
         A peer gives once more.
         """
         with self._changed:
-            gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
+            known = self._queue.sources
+            gbps = max(known.storage.gbps or 0.0, known.best_peer_gbps if source == "peer" else 0.0)
         return 1 / (gbps * 1e9) if gbps else None
 
     def _next(self) -> AskRegistry | Read | Fetch | GiveUp | None:
@@ -311,13 +312,13 @@ class ExtentLoader:
                     return client.fetch_extent(plan.addresses, extent, begin_reading, min_gbps=plan.min_gbps), True
         except FetchFailed as error:
             if error.fetched.failed or error.fetched.corrupt:
-                logger.warning("peers do not give it: %s", error)
+                logger.warning("peer fetch failed, reading storage: %s", error)
             return error.fetched, False
         except Exception as error:
             if place.has_failed:
                 raise
             log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
-            log("peers do not give it: %s", error)
+            log("peer fetch failed, reading storage: %s", error)
         return FetchOutcome(failed=list(plan.addresses)), False
 
     def _fetch_delta(
@@ -328,7 +329,7 @@ class ExtentLoader:
         Raises only what making the place does.
         """
         with self._changed:
-            gbps = self._queue.peer_gbps(plan.addresses[0])
+            gbps = self._queue.sources.peer_gbps(plan.addresses[0])
         delta = extent.delta
         if delta is None or not self._reader.prefers_sent_delta(extent, gbps * 1e9 if gbps else None):
             return None

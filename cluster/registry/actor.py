@@ -37,12 +37,15 @@ from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
+from cluster.registry.model_loads import ModelLoads
 from cluster.registry.node_keepers import NodeKeepers
 from cluster.registry.node_rounds import NodeRounds
+from cluster.registry.publishing import ModelSources
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.room import Room
-from cluster.registry.served_models import MAX_WATCH_S, ServedModels
+from cluster.registry.served_models import ServedModels
 from cluster.registry.users import Users
+from cluster.registry.watched_directory import MAX_WATCH_S
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
@@ -126,7 +129,7 @@ def _expose(part: str, method: Any) -> Any:
     return call_part
 
 
-class _Imports:
+class _Imports(ModelSources):
     """Imports models in processes of its own: one for local checkpoints, and one for downloads.
 
     Those never hold up the local ones, as `ServedModels` queues them.
@@ -142,6 +145,7 @@ class _Imports:
             check=_SERVABLE,
             measure=_NEEDS,
         )
+        self._store = store
         self.config = config  # whose sources are trusted; the registry sets another one
         self._local, self._remote = ImportProcess(settings), ImportProcess(settings)
 
@@ -156,6 +160,14 @@ class _Imports:
                     f"{error} on node {node}, where the registry reads models: put it there, at the same path"
                 ) from None
             raise
+
+    def check_source(self, entry: Entry) -> None:
+        """Raise SourceRefused for a source outside of the config's roots."""
+        _check_source(entry, self.config)
+
+    def forget_source(self, url: str) -> None:
+        """Remove the copy of an object storage URL."""
+        remove_mirror(mirror_folder(self._store.path / SOURCES_FOLDER, url))
 
     def import_progress(self) -> list[ImportProgress]:
         """Return how far the imports are that run."""
@@ -180,22 +192,19 @@ class WeightRegistry:
             config.entries,
             store,
             registrations,
-            self._imports.import_model,
+            self._imports,
             epoch=uuid.uuid4().hex,
             room=Room.of(config),
-            check_source=lambda entry: _check_source(entry, self._config),
-            forget_source=lambda url: remove_mirror(mirror_folder(store.path / SOURCES_FOLDER, url)),
         )
         self._keepers = NodeKeepers(
             str(store.packs),
             config.store.node_budget_bytes,
             cluster_key(config),
             _keeper_settings(config),
-            extents_of=self._models.extents,
-            is_known=self._models.directory.__contains__,
+            models=self._models.extents,
             draining_nodes=draining_nodes,
         )
-        self._residency = self._keepers.residency
+        self._residency, self._loads = self._keepers.residency, self._models.loads
         self._peer_secret = peer_secret
         self._own_node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._users = Users(had_some=_is_restarted())
@@ -253,7 +262,7 @@ class WeightRegistry:
                     await self._keepers.set_pinned(model, False)
 
     def _remember_limits(self, before: ClusterConfig, config: ClusterConfig) -> None:
-        """Give limits that differ from those of a config before to replicas that start with that one."""
+        """Remember limits that differ from the old config: replicas that start from now on use them."""
         if config.admission != before.admission:
             self._admission = config.admission
         if config.text_encoder.batching != before.text_encoder.batching:
@@ -266,15 +275,15 @@ class WeightRegistry:
     list_models = _expose("_models", ServedModels.list_models)
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)
-    report_attach = _expose("_models", ServedModels.report_attach)
+    report_attach = _expose("_loads", ModelLoads.report_attach)
     want = _expose("_models", ServedModels.want)
     import_progress = _expose("_imports", _Imports.import_progress)
 
     @_in_group(WATCHING)
     async def watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None = None) -> DirectoryChange:
-        """Return changes of the directory, as `ServedModels.watch`. The control plane stays while `replica` runs."""
+        """Return changes, as `WatchedDirectory.watch` does. The control plane stays while `replica` runs."""
         self._users.add(replica)
-        return await self._models.watch(revision, epoch, timeout_s)
+        return await self._models.directory.watch(revision, epoch, timeout_s)
 
     @_in_group(WAITING)
     async def unregister(self, model: str, purge: bool = False) -> tuple[str, ...]:
@@ -291,7 +300,7 @@ class WeightRegistry:
     async def keeper(self, node_id: str, replica: str | None = None) -> Any:
         """Return the keeper of a node, as `NodeKeepers.keeper`. The control plane stays while `replica` runs."""
         self._users.add(replica)
-        self._models.follow_replicas(self._users.names)
+        self._loads.follow_replicas(self._users.names)
         return self._keepers.keeper(node_id)
 
     async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
@@ -333,9 +342,9 @@ class WeightRegistry:
         it is wanted again.
         """
         await self._models.manifest(model)
-        holders = await self._keepers.drop(self._models.extents_of_no_other(model))
+        holders = await self._keepers.drop(self._models.extents.of_no_other(model))
         if not holders:
-            self._models.set_loaded(model, False)
+            self._models.directory.set_loaded(model, False)
         return holders
 
     async def residency(self, models: Sequence[str], node_offset: int, max_nodes: int) -> dict[str, Any]:
@@ -349,7 +358,7 @@ class WeightRegistry:
         stats, residents = await asyncio.gather(
             call(NodeKeeper.stats, nodes=nodes), call(NodeKeeper.residents, nodes=nodes)
         )
-        extents = self._models.extents()
+        extents = self._models.extents.by_model
         wanted = {model: extents[model] for model in models if model in extents}
         found = await asyncio.to_thread(cluster_residency, stats, residents, wanted)
         return {"num_nodes": len(all_nodes), "node_problems": self._nodes.problems, **found}

@@ -78,7 +78,7 @@ class NodeRounds:
         any more, but told by Ray that the registry has died, and starts another one.
         """
         have_ended = self._users.have_ended(ended)
-        self._models.follow_replicas(self._users.names)
+        self._models.loads.follow_replicas(self._users.names)
         if have_ended and not self._keepers.may_have_holders:
             name = self._config.name
             logger.info("the last replica of cluster %s with this config has ended: its control plane ends", name)

@@ -1,4 +1,4 @@
-"""Eviction of encodings under a byte budget: by the residency core's value, with a share for what is to be kept."""
+"""Eviction of encodings under a byte budget: by the residency core's value, with a share for `keep` entries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEEP_SHARE: Final = 0.25  # of the budget, for entries that are to be kept
 class CostAwareEviction(MemoryTier):
     """Sizes, costs and uses of encodings by key, evicted by value. Not thread-safe.
 
-    What is `keep` goes only when all that is kept exceeds `KEEP_SHARE` of the budget: then the least valuable of it
-    counts as any other from then on.
+    `keep` entries leave only if together they exceed `KEEP_SHARE` of the budget: then the least valuable becomes an
+    ordinary entry.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -49,7 +49,7 @@ class CostAwareEviction(MemoryTier):
         return self._table.here.pinned
 
     def add(self, key: str, nbytes: int, cost_s: float, now_s: float, *, keep: bool = False) -> list[str]:
-        """Return the keys that go for it; `key` itself when all others are worth more, or it exceeds the budget.
+        """Return the evicted keys; `key` itself if all others are worth more, or it exceeds the budget.
 
         An entry of that key is replaced.
         """

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from kit.hosting import Host
-from unit.deployments.engines.stock.tiny_pipelines import make
+from kit.tiny.pipelines import make
 
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.engine import StockEngine

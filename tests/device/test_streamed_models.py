@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from kit.hosting import DEMO, Host, demo_store
-from kit.tiny_models import save_controlnet
+from kit.tiny.parts import save_controlnet
 
 from deployments.engines.diffusion.families import family_of
 from deployments.modules.loading import is_denoise_component

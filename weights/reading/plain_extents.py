@@ -70,7 +70,7 @@ class PlainReader:
             return buffer[pack.span.lead : pack.span.lead + extent.nbytes]
 
     def read_into(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
-        """Fill what `place` gives. Raises ExtentCorrupt naming the pack, StoreError when that is not in the store."""
+        """Fill what `place` gives. Raises ExtentCorrupt naming the pack, StoreError when it leads out of the store."""
         with self._timed(extent), self.open(extent, stages) as (pack, strategy):
             if not pack.is_direct:
                 blocks = pack.blocks(place(), strategy.block_bytes)

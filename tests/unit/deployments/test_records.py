@@ -205,7 +205,7 @@ def test_a_pipeline_of_no_family_is_refused_by_name() -> None:
     [
         ({"extra": {"clip_skip": 1}}, FLUX, "extra: FluxPipeline has none here"),
         ({"images": {"control_image": np.zeros((8, 8, 3), np.uint8)}}, FLUX, "images: FluxPipeline has none here"),
-        ({"lora": [{"name": "bold"}]}, "SanaPipeline", "lora: diffusers' own code runs a SanaPipeline, and takes none"),
+        ({"acceleration": {"interval": 2}}, "SanaPipeline", "acceleration: diffusers' own code runs a SanaPipeline"),
         ({"sigmas": [1.0, 0.5], "num_inference_steps": 3}, "SanaPipeline", "num_inference_steps: 3, but 2 sigmas"),
     ],
 )
@@ -258,6 +258,11 @@ def test_a_model_that_changes_images_gets_the_defaults_of_its_class(class_name: 
         assert getattr(filled, name) == defaults[name].default
     own = with_image_defaults(ImageRequest(**IMAGE, init_image=image, width=64), GenerationDefaults(), class_name)
     assert (own.width, own.height) == (64, 800)
+
+
+def test_a_default_that_extrapolates_steps_says_nothing_to_a_stock_pipeline() -> None:
+    defaults = GenerationDefaults(acceleration={"interval": 2})
+    assert with_image_defaults(ImageRequest(**IMAGE), defaults, "SanaPipeline").acceleration is None
 
 
 def test_a_stock_pipeline_gets_the_steps_of_its_class_and_the_defaults_of_its_config() -> None:
@@ -378,7 +383,7 @@ def test_images_that_are_refused(fields, where):
 
 
 def test_only_an_unknown_field_is_told_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match=r"^temprature: unknown field \(fields: n, max_tokens, temperature,"):
+    with pytest.raises(InvalidRequest, match=r"^temprature: unknown field \(fields: max_tokens, temperature,"):
         as_record(ChatRequest, {**CHAT, "temprature": 1})
     with pytest.raises(InvalidRequest, match=r"^stop\.0: String should have at least 1 character$"):
         as_record(ChatRequest, {**CHAT, "stop": ("",)})

@@ -402,7 +402,7 @@ async def test_a_config_that_was_applied_by_half_is_not_taken_for_done(
     await models._keepers.set_pinned("far", True)
     fields = first.model_dump(mode="json") | {"models": [{"id": "new", "path": checkpoint}]}
     wanted = ClusterConfig.model_validate(fields)
-    sound = models._models._registrations.remove
+    sound = models._models._known._registrations.remove
 
     def remove(id_: str) -> None:
         if id_ == "new":
@@ -410,7 +410,7 @@ async def test_a_config_that_was_applied_by_half_is_not_taken_for_done(
         sound(id_)
 
     with monkeypatch.context() as broken:
-        broken.setattr(models._models._registrations, "remove", remove)
+        broken.setattr(models._models._known._registrations, "remove", remove)
         with pytest.raises(OSError, match="Stale"):
             await models.configure(wanted)
     assert (await models.config()).entries == {}

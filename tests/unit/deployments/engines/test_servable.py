@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from kit.tiny.parts import byte_tokenizer
 from safetensors.torch import save_file
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer
 
 from deployments.engines.llm.models.gguf_config import BLOCK_KINDS, CLASS_NAMES, FLOAT_KINDS
 from deployments.engines.llm.models.registry import ARCHITECTURES, load_config

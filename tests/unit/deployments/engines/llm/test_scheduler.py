@@ -307,7 +307,7 @@ def test_a_budget_too_small_to_share_goes_to_the_first():
 
 
 def test_a_request_takes_the_seats_that_there_are_and_the_rest_of_it_comes_first_in_line():
-    subject, blocks = scheduler(max_num_seqs=3)
+    subject, _blocks = scheduler(max_num_seqs=3)
     first, parent, children = sequence("first", 20), sequence("four", 20, num_siblings=3), []
     subject.add_sequence(first)
     step(subject)

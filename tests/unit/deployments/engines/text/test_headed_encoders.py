@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer
+from kit.tiny.parts import byte_tokenizer
 
 from deployments.engines.servable import why_unservable
 from deployments.engines.text.encoder import load_text_encoder

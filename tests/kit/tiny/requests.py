@@ -9,21 +9,21 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from unit.deployments.engines.stock.tiny_classes import CASES as IMAGE_CASES
-from unit.deployments.engines.stock.tiny_classes import assembled
-from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
-from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
-from unit.deployments.engines.stock.tiny_ltx2 import LTX2_CASES
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES
-from unit.deployments.engines.stock.tiny_seeing import SEEING_CASES
-from unit.deployments.engines.stock.tiny_videos_in import VIDEO_CASES
+from kit.tiny.classes import CASES as IMAGE_CASES
+from kit.tiny.classes import assembled
+from kit.tiny.clips import AUDIOS, VIDEOS
+from kit.tiny.further import FURTHER_CASES
+from kit.tiny.ltx2 import LTX2_CASES
+from kit.tiny.pipelines import PIPELINES
+from kit.tiny.seeing import SEEING_CASES
+from kit.tiny.videos_in import VIDEO_CASES
 
 from deployments.engines.records.protocol import StockRequest
 from deployments.engines.records.sounds import Sound
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import read_class
 
-DEMO = Path(__file__).parents[5] / "infra" / "demo" / "models"
+DEMO = Path(__file__).parents[3] / "infra" / "demo" / "models"
 CASES = {**IMAGE_CASES, **VIDEO_CASES, **SEEING_CASES, **FURTHER_CASES, **LTX2_CASES}
 BUILDERS = {**PIPELINES, **VIDEOS, **AUDIOS}
 SIZE = {"height": 32, "width": 32}

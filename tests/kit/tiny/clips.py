@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import transformers
 from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioProjectionModel
-from unit.deployments.engines.stock.tiny_pipelines import clip, clip_tokenizer, t5, t5_tokenizer, unet, vae
+from kit.tiny.parts import clip, clip_tokenizer, t5, t5_tokenizer, unet, vae
 
 
 def wan_vae() -> Any:

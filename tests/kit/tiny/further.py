@@ -9,9 +9,7 @@ import transformers
 from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
 from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
-from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
-from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2Encoder
-from unit.deployments.engines.stock.tiny_classes import (
+from kit.tiny.classes import (
     IMAGE,
     SIZE,
     TIMED,
@@ -28,16 +26,11 @@ from unit.deployments.engines.stock.tiny_classes import (
     small,
     stirred,
 )
-from unit.deployments.engines.stock.tiny_clips import ltx
-from unit.deployments.engines.stock.tiny_pipelines import (
-    byte_tokenizer,
-    hunyuan_dit,
-    language_model,
-    t5_tokenizer,
-    unet,
-    vae,
-    z_image,
-)
+from kit.tiny.clips import ltx
+from kit.tiny.parts import byte_tokenizer, language_model, t5_tokenizer, unet, vae
+from kit.tiny.pipelines import hunyuan_dit, z_image
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2Encoder
 
 
 def hidream() -> dict[str, Any]:

@@ -9,8 +9,9 @@ import diffusers
 import pytest
 import transformers
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
-from unit.deployments.engines.stock.tiny_classes import AGAIN, CHAT, IMAGE, PAINT, SIZE, Case, changed, small, stirred
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, clip, flux2_klein, qwen_image, vae
+from kit.tiny.classes import AGAIN, CHAT, IMAGE, PAINT, SIZE, Case, changed, small, stirred
+from kit.tiny.parts import byte_tokenizer, clip, vae
+from kit.tiny.pipelines import flux2_klein, qwen_image
 
 from deployments.engines.diffusion import families
 

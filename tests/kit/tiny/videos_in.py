@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import diffusers
 import transformers
-from unit.deployments.engines.stock.tiny_classes import (
+from kit.tiny.classes import (
     AGAIN,
     BLOCKS_3D,
     IMAGE,
@@ -21,7 +21,7 @@ from unit.deployments.engines.stock.tiny_classes import (
     small,
     wan_net,
 )
-from unit.deployments.engines.stock.tiny_clips import animate_diff, cogvideox
+from kit.tiny.clips import animate_diff, cogvideox
 
 
 def animated(**own: Any) -> dict[str, Any]:

@@ -15,26 +15,10 @@ from diffusers.pipelines.deepfloyd_if.watermark import IFWatermarker
 from diffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
 from diffusers.pipelines.stable_diffusion.clip_image_project_model import CLIPImageProjection
 from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
-from unit.deployments.engines.stock.tiny_clips import cogvideox, ltx, motion_adapter, wan_vae
-from unit.deployments.engines.stock.tiny_pipelines import (
-    byte_tokenizer,
-    clip,
-    clip_tokenizer,
-    cogview4,
-    ddpm,
-    flux2_dev,
-    flux2_klein,
-    kandinsky,
-    language_model,
-    pixart,
-    qwen_image,
-    t5,
-    t5_tokenizer,
-    unet,
-    vae,
-    z_image,
-)
-from unit.deployments.engines.stock.tiny_pipelines import sana as tiny_sana
+from kit.tiny.clips import cogvideox, ltx, motion_adapter, wan_vae
+from kit.tiny.parts import byte_tokenizer, clip, clip_tokenizer, language_model, t5, t5_tokenizer, unet, vae
+from kit.tiny.pipelines import cogview4, ddpm, flux2_dev, flux2_klein, kandinsky, pixart, qwen_image, z_image
+from kit.tiny.pipelines import sana as tiny_sana
 
 # What is small in the constructors of models, whatever else they take. One head is 8 wide, all that is text 16.
 SIZES: Final[Mapping[str, Any]] = {

@@ -8,8 +8,8 @@ import diffusers
 import transformers
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel, LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
-from unit.deployments.engines.stock.tiny_classes import IMAGE, SIZE, Case, flow, small
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer
+from kit.tiny.classes import IMAGE, SIZE, Case, flow, small
+from kit.tiny.parts import byte_tokenizer
 
 _LAYERS: Final = 2
 
