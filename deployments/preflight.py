@@ -143,7 +143,7 @@ def _is_kept(store: WeightStore, entry: Entry) -> bool:
         manifest = store.manifest(entry.id)
     except WeightsError:
         return False
-    return manifest.source == str(entry.path) and store.has_packs(manifest)
+    return manifest.source == str(entry.path) and store.pack_files.has_all(manifest)
 
 
 def _path_of_base(config: ClusterConfig, entry: Entry) -> Path | str | None:

@@ -50,7 +50,7 @@ class ExtentBook(MemoryTier):
         self.changed = threading.Condition(self.lock)
         self.table: EntryTable[HeldExtent] = EntryTable(budget_bytes, clock, self)
         self.coming: dict[str, tuple[ExtentRef, Arrival]] = {}  # by id, of what is being loaded
-        self.queue = Admission(self.table, clock, "store.node_budget_bytes")
+        self.queue = Admission(self.table, "store.node_budget_bytes")
         self.recalls = Recalls(self.table, self.queue, clock)
         self._neighbours = neighbours
         self._rates = rates

@@ -201,7 +201,7 @@ def owned_program(store: WeightStore | None, entry: Entry, path: Path) -> ModelS
             f"{path}: a program {why} when it is opened, so only the store's owner brings it in: "
             f"atelier weights externalize {path} --model {entry.id}{options}"
         )
-    if not store.has_packs(manifest):
+    if not store.pack_files.has_all(manifest):
         raise ModelUnservable(f"{path}: the store has lost its weights; import it again")
     try:
         return summarize(manifest, store.skeleton(manifest))

@@ -202,7 +202,7 @@ class Publishing:
         """Return what the store has of the very same checkpoint, which needs no source to be served."""
         with contextlib.suppress(Exception):
             manifest = self._store.find_manifest(entry.id)
-            if manifest and manifest.source == str(entry.path) and self._store.has_packs(manifest):
+            if manifest and manifest.source == str(entry.path) and self._store.pack_files.has_all(manifest):
                 return summarize(manifest, self._store.skeleton(manifest))
         return None
 

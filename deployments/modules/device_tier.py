@@ -20,10 +20,12 @@ import torch
 from deployments.modules.slots import ModuleSlot
 from weights.loading.provider import ExtentProvider
 from weights.loading.views import Tensors, Views, bytes_tensors, view_of
+from weights.memory.arena_room import StillInUse
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream
-from weights.memory.device_arena import DeviceArena, StillInUse
+from weights.memory.device_arena import DeviceArena
 from weights.memory.device_space import Acquired, ArenaStats, DeviceFull
+from weights.memory.forward_memory import ForwardMemory
 from weights.records.manifest import Component, ExtentRef, TensorRef
 
 MAX_LINGER_S: Final = 2.0
@@ -307,9 +309,9 @@ class ArenaTier:
         return [hash_ for hashes in found for hash_ in hashes]
 
     @property
-    def forward_memory(self) -> DeviceArena | None:
+    def forward_memory(self) -> ForwardMemory | None:
         """The books that forwards are counted in; None on the host."""
-        return None if self._device.startswith("cpu") else self._arena
+        return None if self._device.startswith("cpu") else self._arena.forwards
 
     def resize(self, budget_bytes: int) -> None:
         for arena in self._arenas:

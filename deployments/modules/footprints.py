@@ -25,7 +25,7 @@ from deployments.engines.llm.engine_config import STEP_KIND
 from deployments.modules.stock_parts import is_stock_part
 from weights.formats.ip_adapter import count_tokens
 from weights.formats.pipeline_parts import pipeline_variant
-from weights.memory.device_arena import DeviceArena
+from weights.memory.forward_memory import ForwardMemory
 from weights.records.manifest import Component, Manifest
 from weights.residency.recent import Recent
 
@@ -64,7 +64,7 @@ class FootprintBook:
     """
 
     def __init__(self, device: str, bounds: BatchBounds = DEFAULT_BOUNDS) -> None:
-        self.memory: DeviceArena | None = None
+        self.memory: ForwardMemory | None = None
         self.steps: dict[str, int] = {}  # by structure, what the largest step of a language model takes
         self._device = device  # by name: `sim` is no device of torch's before it is opened
         self._bounds = bounds

@@ -10,7 +10,7 @@ from deployments.modules.builder import Builder
 from deployments.modules.device_tier import ArenaTier, DeviceTier
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.parts import PartsPlanner, Wants
-from weights.memory.device_arena import DeviceArena
+from weights.memory.forward_memory import ForwardMemory
 from weights.records.manifest import Manifest
 from weights.residency.sizes import shown_bytes
 
@@ -25,7 +25,7 @@ class Forwards:
 
     def __init__(self, planner: PartsPlanner, builder: Builder, tier: DeviceTier) -> None:
         self._planner = planner
-        self.memory: DeviceArena | None = tier.forward_memory if isinstance(tier, ArenaTier) else None
+        self.memory: ForwardMemory | None = tier.forward_memory if isinstance(tier, ArenaTier) else None
         self.footprints: FootprintBook | None = None if self.memory is None else builder.footprints
         if builder.footprints is not None:
             builder.footprints.memory = self.memory

@@ -153,11 +153,10 @@ class ResidentModules(MemoryTier):
         self._builder = builder
         self._tier = tier
         self._kept = kept
-        self._clock = clock
         host_bytes = 0 if budget.is_host else budget.host_bytes or 0
         elsewhere = {HOST: host_bytes, **dict.fromkeys(budget.others, budget.nbytes)}
         self.table: EntryTable[ModuleSlot] = EntryTable(budget.nbytes, clock, self, elsewhere=elsewhere)
-        self.queue = Admission(self.table, clock, budget.name)
+        self.queue = Admission(self.table, budget.name)
         self._serials = itertools.count(1)
 
     @property
@@ -177,14 +176,14 @@ class ResidentModules(MemoryTier):
     def take(self, wanted: RequestParts, filler: Filler) -> SlotLease:
         """Lease every slot or none. The ticket says whether it is refused, or has to `wait_for_room`."""
         settled: asyncio.Future[tuple[dict[PartName, ModuleSlot], float]] = asyncio.get_running_loop().create_future()
-        table, serials, clock = self.table, self._serials, self._clock
+        table, serials = self.table, self._serials
 
         def settle(ticket: Ticket[ModuleSlot]) -> None:
             """Begin to build what is new, at once: whoever asked may be cancelled before it is notified."""
             slots = _slots_of(wanted, table, serials) if ticket.entries else {}
             if ticket.fresh:
                 filler.start_filling(wanted, slots, _names_of(wanted, ticket.fresh))
-            settled.set_result((slots, clock()))
+            settled.set_result((slots, table.now_s()))
 
         holder = f"{wanted.model}#{next(serials)}"
         return SlotLease(self, wanted, settled, self.queue.ask(str(wanted), wanted.sizes, holder, settle))

@@ -159,10 +159,10 @@ def test_what_kernels_keep_is_no_room_for_forwards(device: torch.device, monkeyp
         "_run_kernels",
         lambda device: kept.append(torch.empty(3 * 2**20, dtype=torch.uint8, device=device)),
     )
-    room = plain.room_bytes()
+    room = plain.forwards.room_bytes()
     arenas = [DeviceArena(str(device), 2**20) for _ in range(2)]
     assert len(kept) == 1  # once
     for arena in arenas:
         assert arena.stats().kernel_bytes == 3 * 2**20
-        assert arena.beside_bytes == plain.beside_bytes - 3 * 2**20
-        assert arena.room_bytes() == room - 3 * 2**20
+        assert arena.forwards.beside_bytes == plain.forwards.beside_bytes - 3 * 2**20
+        assert arena.forwards.room_bytes() == room - 3 * 2**20

@@ -31,6 +31,7 @@ from deployments.services.text_service import TextService, whole_text
 from deployments.text.fallback import FallbackEncoder
 from weights.formats.pipeline_parts import pipeline_variant
 from weights.memory.device_arena import DeviceArena
+from weights.memory.forward_memory import ForwardMemory
 from weights.records.errors import BudgetExceeded
 from weights.records.manifest import Manifest
 from weights.storage.store import WeightStore
@@ -251,7 +252,7 @@ async def test_steps_of_a_language_model_and_a_denoiser_have_one_workspace(
     assert all(np.array_equal(one, other) for one, other in zip(drawn, expected[0], strict=True))
 
 
-def noted_loans(memory: DeviceArena | None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def noted_loans(memory: ForwardMemory | None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the bytes of all forwards that run are appended as each begins."""
     assert memory is not None
     lent, plain = [], memory.lend
@@ -275,12 +276,12 @@ async def write(host: Host, thread: DeviceThread, request: CompletionRequest) ->
 def test_the_workspace_is_the_largest_and_not_the_sum(device: torch.device, ballast: list[torch.Tensor]) -> None:
     leave(device, 32 * 2**10, ballast)
     arena = DeviceArena(str(device), 32 * 2**10)
-    room = arena.room_bytes()
-    with arena.lend(8 * 2**10), arena.lend(0):
+    room = arena.forwards.room_bytes()
+    with arena.forwards.lend(8 * 2**10), arena.forwards.lend(0):
         assert arena.stats().resident_bytes == 8 * 2**10
     assert arena.stats().resident_bytes == 0
-    assert arena.room_bytes() == room == 32 * 2**10
-    with arena.lend(2**30):  # runs, and finds none
+    assert arena.forwards.room_bytes() == room == 32 * 2**10
+    with arena.forwards.lend(2**30):  # runs, and finds none
         assert arena.stats().resident_bytes == 0
         arena.acquire({}, {}, "h", workspace_bytes=2**10)
         assert arena.stats().resident_bytes == 2**10
@@ -302,7 +303,7 @@ def test_models_in_turn_share_the_workspace_of_the_largest(device: torch.device,
         arena.acquire(keys[0], tensors[0], "a", workspace_bytes=8 * 2**10)
         arena.acquire(keys[1], tensors[1], "b", workspace_bytes=6 * 2**10)
         assert arena.stats().resident_bytes == 26 * 2**10
-        assert arena.room_bytes() == workspace
+        assert arena.forwards.room_bytes() == workspace
         with pytest.raises(BudgetExceeded, match=r"the workspace of c need .* are missing"):
             arena.acquire(keys[1], tensors[1], "c", workspace_bytes=workspace + 512)
         assert arena.stats().resident_bytes == 26 * 2**10
@@ -317,11 +318,14 @@ def test_nothing_is_uploaded_where_a_forward_runs(device: torch.device, ballast:
     arena = DeviceArena(str(device), 32 * 2**10)
     tensors = {"w": torch.rand(3 * 2**10)}
     keys = {"w": _key(tensors["w"])}
-    with arena.lend(24 * 2**10), pytest.raises(BudgetExceeded, match=r"4 KiB are missing \(leased by: the workspace"):
+    with (
+        arena.forwards.lend(24 * 2**10),
+        pytest.raises(BudgetExceeded, match=r"4 KiB are missing \(leased by: the workspace"),
+    ):
         arena.acquire(keys, tensors, "h")
     arena.acquire(keys, tensors, "h")
-    assert arena.room_bytes() == 20 * 2**10
+    assert arena.forwards.room_bytes() == 20 * 2**10
     arena.release([keys["w"].sha256], "h")
-    assert arena.room_bytes() == 32 * 2**10  # it may go
-    with arena.lend(24 * 2**10):
+    assert arena.forwards.room_bytes() == 32 * 2**10  # it may go
+    with arena.forwards.lend(24 * 2**10):
         assert arena.stats().num_evicted == 1

@@ -316,9 +316,9 @@ def test_forwards_of_texts_are_as_large_as_their_room(device: torch.device) -> N
     found = footprints.get(kind)
     assert found is not None
     texts, counter = [TokenizedText((3,) * 64, padded_length=64) for _ in range(8)], EncodeCounter()
-    arena = DeviceArena(str(device), found.bytes_of(3) + 512)
-    arena._beside_bytes = 0.0  # as on a device without other memory
-    TextEncoder(module, NoTokenizer()).encode_each(texts, counter=counter, workspace=Workspace(arena, footprints))
+    memory = DeviceArena(str(device), found.bytes_of(3) + 512).forwards
+    memory._beside_bytes = 0.0  # as on a device without other memory
+    TextEncoder(module, NoTokenizer()).encode_each(texts, counter=counter, workspace=Workspace(memory, footprints))
     assert counter.encode_stats().max_texts == 3
     assert footprints.least_bytes > found.bytes_of(1)  # of a text as long as it reads
 

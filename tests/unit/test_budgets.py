@@ -17,8 +17,6 @@ METHODS = {
     "cluster.admission.pool:Lanes": 22,
     "cluster.admission.queue:AdmissionQueue": 42,
     "cluster.admission.replica_slots:ReplicaSlots": 29,
-    "weights.memory.device_arena:DeviceArena": 34,
-    "weights.storage.store:WeightStore": 30,
 }
 
 

@@ -194,7 +194,7 @@ def _sample(store: WeightStore, manifest: Manifest, part: Component) -> _Sample:
         num_items = min(ref.nbytes, _SAMPLE_BYTES) // item_bytes
         start = (ref.nbytes // item_bytes - num_items) // 2 * item_bytes
         place = extent.offset + ref.offset + start
-        tensor = FileTensor(store.pack_file(extent.pack), place, num_items * item_bytes, "U8", ())
+        tensor = FileTensor(store.pack_files.path_of(extent.pack), place, num_items * item_bytes, "U8", ())
         try:
             items = np.frombuffer(tensor.read(), np.uint8)
         except WeightsError:  # the pack is damaged: it is near to nobody, and encoding it would say so

@@ -205,7 +205,7 @@ def _find_current(store: WeightStore, model: str, mark: str, layout: Layout) -> 
     if manifest is None:
         return None
     is_current = (manifest.source_mark, manifest.layout) == (mark, layout)
-    is_whole = store.has_packs(manifest) and store.skeleton(manifest).is_dir()
+    is_whole = store.pack_files.has_all(manifest) and store.skeleton(manifest).is_dir()
     return manifest if is_current and is_whole else None
 
 

@@ -80,7 +80,7 @@ def gc(
         raise StoreError(f"{store.path}: no such store")
     with store.locked(), disk_errors(store.path, 0):
         manifests = _read_all(store)
-        known, forgotten = store.read_index(lambda index: _look_up(index, manifests)) or (set(), 0)
+        known, forgotten = store.index.read(lambda index: _look_up(index, manifests)) or (set(), 0)
         moment = now()
         before, mark = _as_if_never_set(known, moment)
         clocks = _aged(dict(_unneeded(store, manifests)), before, moment.unix_s)
@@ -108,9 +108,9 @@ def rebuild_index(store: WeightStore) -> int:
         raise StoreError(f"{store.path}: no such store")
     with store.locked(), disk_errors(store.path, 0):
         manifests = _read_all(store)
-        store.indexed(lambda index: index.follow(manifests))
-        store.write_meta()
-        return store.indexed(StoreIndex.num_tensors)
+        store.index.run(lambda index: index.follow(manifests))
+        store.index.write_meta()
+        return store.index.run(StoreIndex.num_tensors)
 
 
 def remove_model(store: WeightStore, model: str) -> None:
@@ -159,8 +159,8 @@ def _noted(
 
     def note() -> None:
         with disk_errors(store.path, 0):
-            store.indexed(note_clocks)
-            store.write_meta()
+            store.index.run(note_clocks)
+            store.index.write_meta()
 
     is_full = False
     try:
@@ -169,7 +169,7 @@ def _noted(
         if not makes_room:
             raise
         is_full = True
-        store.remove_index()
+        store.index.remove()
     yield
     if is_full:
         note()

@@ -92,8 +92,9 @@ def _verify_models(
 def _read_form(store: WeightStore, form: ExtentRef) -> None:
     """Read an extent that has one form. Raises StoreError, ExtentCorrupt naming the file that is damaged."""
     for run in form.runs():
-        if not store.holds(ExtentRef(id=form.id, **run._asdict(), checksum=form.checksum)):  # before it takes memory
-            store.pack_file(run.pack)
+        whole = ExtentRef(id=form.id, **run._asdict(), checksum=form.checksum)
+        if not store.pack_files.holds(whole):  # before it takes memory
+            store.pack_files.path_of(run.pack)
             raise ExtentCorrupt(f"{store.packs / run.pack}: missing or too short for extent {form.id}", form.id)
     read_extent(store.packs, form)
 
@@ -106,7 +107,7 @@ def _place_of(form: ExtentRef) -> _Place:
 
 def _readable(store: WeightStore, damages: list[Damage]) -> list[Manifest]:
     try:
-        store.check_index()
+        store.index.check()
     except IndexDamaged as error:
         damages.append(Damage("", store.index_file.name, (), f"{error}; it is made again when it is needed"))
     except StoreError as error:
@@ -196,14 +197,14 @@ def repair(
     }
     broken |= {base for form in broken if form.delta for base in form.delta.bases if not _is_sound(store, base)}
     with store.locked(), disk_errors(store.path, 0):
-        store.indexed(lambda index: index.forget_extents(broken))
+        store.index.run(lambda index: index.forget_extents(broken))
     run = _Repair(store, manifests, frozenset(map(_place_of, broken)), allow_torch, weight_dir, progress)
     concerned = [manifest for manifest in manifests.values() if run.broken_tensors(manifest) is not None]
     concerned.sort(key=lambda manifest: manifest.version)  # bases before what is a delta from them
     problems = run.rewrite_all(concerned)
     with store.locked(), disk_errors(store.path, 0):
         try:
-            store.write_meta()
+            store.index.write_meta()
         except (OSError, DiskFull):  # it follows from the manifests, and names what is damaged: the next `gc` makes it
             remove_path(store.meta_file)
     rewritten = tuple(manifest.model for manifest in concerned if manifest.model not in problems)
@@ -381,7 +382,7 @@ class _Copies:
 
     def _in_store(self, label: str, extent: ExtentRef, ref: TensorRef) -> _Read:
         def read() -> bytes | memoryview:
-            return stored_tensor(self._store.pack_file(extent.pack), extent, label, ref, self._decoded).read()
+            return stored_tensor(self._store.pack_files.path_of(extent.pack), extent, label, ref, self._decoded).read()
 
         return read
 

@@ -81,7 +81,7 @@ def store_program(
         manifest = store.find_sound_manifest(model)  # a damaged one is to be written
         if manifest is None or (manifest.fingerprint, manifest.layout) != (mark, layout):
             return None
-        return manifest if store.has_packs(manifest) else None
+        return manifest if store.pack_files.has_all(manifest) else None
 
     draft = Draft(
         model=model,

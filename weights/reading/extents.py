@@ -55,7 +55,7 @@ class ExtentReader:
         self._planner = planner
         self._clock = clock
         self._plain = PlainReader(packs, pool, planner, verify=verify, clock=clock)
-        self._deltas = DeltaReader(self._plain, pool, resident, clock)
+        self._deltas = DeltaReader(self._plain, pool, resident)
 
     def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
         """Read an extent into memory that is the caller's. Raises what `read_into` does."""

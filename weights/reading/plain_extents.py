@@ -59,7 +59,7 @@ class PlainReader:
         self._packs = packs
         self._pool = pool
         self._planner = planner
-        self._clock = clock
+        self.clock = clock
         self._places: dict[str, tuple[Path, ReadStrategy]] = {}
 
     def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
@@ -113,14 +113,14 @@ class PlainReader:
     ) -> Iterator[memoryview]:
         """Pass blocks on as they are read."""
         while True:
-            begin_s = self._clock()
+            begin_s = self.clock()
             with stages.measure("read"):
                 block = next(blocks, None)
             if block is None:
                 return
             stages.add_bytes("read", block.nbytes)
             if passed:
-                passed.read_s += self._clock() - begin_s
+                passed.read_s += self.clock() - begin_s
                 passed.digest.update(block)
             yield block
 
@@ -151,9 +151,9 @@ class PlainReader:
 
     @contextlib.contextmanager
     def _timed(self, extent: ExtentRef) -> Iterator[None]:
-        begin_s = self._clock()
+        begin_s = self.clock()
         yield
-        self.rate.add(extent.nbytes, self._clock() - begin_s)
+        self.rate.add(extent.nbytes, self.clock() - begin_s)
 
     def _verified(
         self, extent: ExtentRef, blocks: Iterator[memoryview], place: Place | None, stages: StageClock

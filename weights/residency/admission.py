@@ -54,9 +54,8 @@ class Ticket(Generic[Thing]):
 class Admission(Generic[Thing]):
     """The queue for the room of one table. `where` names its budget in a refusal ("store.node_budget_bytes")."""
 
-    def __init__(self, table: EntryTable[Thing], clock: Callable[[], float], where: str) -> None:
+    def __init__(self, table: EntryTable[Thing], where: str) -> None:
         self._table = table
-        self._clock = clock
         self._where = where
         self.waiting: deque[Ticket[Thing]] = deque()  # room is made for the first
 
@@ -71,7 +70,7 @@ class Admission(Generic[Thing]):
 
         `on_settled` gets the grant or the refusal, perhaps before this returns; it must not call back.
         """
-        ticket = Ticket(what, wanted, holder, self._clock(), on_settled)
+        ticket = Ticket(what, wanted, holder, self._table.now_s(), on_settled)
         if self.waiting and self._may_pass(ticket):
             self._grant(ticket)
         elif (self.waiting and not self._is_hopeless(ticket)) or not self._try_first(ticket):
@@ -91,7 +90,7 @@ class Admission(Generic[Thing]):
     def end_ticket(self, ticket: Ticket[Thing]) -> None:
         """Leave the queue, or give the leases back; ending twice is not an error."""
         if ticket.is_waiting:
-            ticket.refusal = self._refuse(ticket, f"waited {self._clock() - ticket.since_s:.1f} s")
+            ticket.refusal = self._refuse(ticket, f"waited {self._table.now_s() - ticket.since_s:.1f} s")
             self.waiting.remove(ticket)
         for entry in ticket.entries or ():
             self._table.unlease(entry, ticket.holder)
@@ -119,7 +118,7 @@ class Admission(Generic[Thing]):
         if not ticket.wanted.keys() <= table.entries.keys():
             return False
         is_recalled = any(table.entries[key].recall_requested for key in ticket.wanted)
-        if self._clock() - first.since_s < PATIENCE_S and not is_recalled:
+        if self._table.now_s() - first.since_s < PATIENCE_S and not is_recalled:
             return True
         if table.has_held_leases(ticket.holder):
             return True

@@ -130,7 +130,7 @@ def _known(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExten
             known.forget_extents(moved - index.used_by_others(moved, draft.model))
         return known
 
-    return store.indexed(look_up)
+    return store.index.run(look_up)
 
 
 def _layout_of(extent: StoredExtent) -> Layout:
@@ -146,7 +146,7 @@ def _place_shared(store: WeightStore, draft: Draft, layout: Layout, staged: Path
     if layout == "separate":
         placements, packs = write_separate(staged, store.packs, meta, tensors)
     else:
-        name = store.new_pack_name(f"{draft.model}_weight_combined")
+        name = store.pack_files.new_name(f"{draft.model}_weight_combined")
         placements = write_combined(staged, name, meta, tensors)
         packs = {name: staged}
     new = {id_: extent for id_, extent in meta.extents.items() if known.get(id_) != extent}
@@ -164,9 +164,9 @@ def _place_shared(store: WeightStore, draft: Draft, layout: Layout, staged: Path
 def _enter(store: WeightStore, manifest: Manifest, placed: _Placed) -> None:
     """Put the packs in place, and then the index right."""
     if placed.packs:
-        store.add_packs(placed.packs)
+        store.pack_files.add(placed.packs)
     needed = {f"packs/{PurePosixPath(extent.pack).parts[0]}" for extent in placed.extents.values()}
-    store.indexed(
+    store.index.run(
         lambda index: index.enter(
             manifest.model,
             placed.new,
@@ -189,7 +189,7 @@ def publish_places(store: WeightStore, before: Manifest, after: Manifest, packs:
             raise StoreError(f"model {before.model!r} was published anew meanwhile; nothing was changed")
         _refuse_lost_bases(store, after)
         if packs:
-            store.add_packs(packs)
+            store.pack_files.add(packs)
         plain, runs = after.plain_extents, {run for extent in after.extents.values() for run in extent.runs()}
 
         def enter(index: StoreIndex) -> None:
@@ -198,7 +198,7 @@ def publish_places(store: WeightStore, before: Manifest, after: Manifest, packs:
             needed = {f"packs/{PurePosixPath(run.pack).parts[0]}" for run in runs}
             index.enter(after.model, {}, plain, forgotten=forgotten, needed_paths=needed)
 
-        store.indexed(enter)
+        store.index.run(enter)
         store.replace_manifest(after.model, text)
 
 
@@ -237,7 +237,7 @@ def _write_inline(pack: Path, skeleton: Path, components: Sequence[DraftComponen
 
 
 def _place_inline(store: WeightStore, draft: Draft, staged: Path, written: Sequence[_InlineComponent]) -> _Placed:
-    pack = store.new_pack_name(f"{draft.model}_inline")
+    pack = store.pack_files.new_name(f"{draft.model}_inline")
     components: list[Component] = []
     extents: dict[str, ExtentRef] = {}
     for component, placed_extents in written:
@@ -290,5 +290,5 @@ def _undone_on_failure(store: WeightStore, packs: Iterable[str], model: str, tex
         yield
     except BaseException:
         if not store.has_manifest(model, text):
-            store.remove_packs(new)
+            store.pack_files.remove(new)
         raise

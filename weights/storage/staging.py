@@ -10,11 +10,12 @@ import fcntl
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Final
 
-from weights.platform.durable import disk_errors, make_folder, remove_path
+from weights.platform.durable import disk_errors, make_folder, move, remove_path, sync
 from weights.records.errors import StoreError
 
 _WORK_PATH: Final = "ATELIER_WORK_PATH"
@@ -140,3 +141,18 @@ def opened_weight_dir(
         with disk_errors(path, 0):
             stack.enter_context(claimed_folder(path))
         yield path
+
+
+@contextlib.contextmanager
+def staged_path(folder: Path, kind: str) -> Iterator[Path]:
+    """Yield a private path beneath a folder of the store, to be moved into place; then removed."""
+    with claimed_folder(folder / STAGED.replace("*", uuid.uuid4().hex)) as claim:
+        yield claim / kind
+
+
+def publish_file(store: Path, target: Path, data: bytes) -> None:
+    """Put a file of a store in place, whole and synced."""
+    with staged_path(store, "json") as path:
+        path.write_bytes(data)
+        sync(path)
+        move(path, target)

@@ -18,19 +18,15 @@ publish, whose cost must not grow with the store. Between them it lacks what is 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import hashlib
-import json
-import os
 import re
 import threading
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from pydantic_core import PydanticSerializationError
 
@@ -38,8 +34,7 @@ from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.source import skeleton_files
 from weights.formats.tensors import FileTensor
 from weights.memory.host_pool import ByteArray
-from weights.platform.durable import copy_tree, make_folder, move, remove_path, sync, sync_tree
-from weights.reading.blocks import resolve_pack
+from weights.platform.durable import make_folder, move, sync_tree
 from weights.reading.extents import read_extent
 from weights.records.errors import (
     ExtentCorrupt,
@@ -51,15 +46,15 @@ from weights.records.errors import (
     listed,
 )
 from weights.records.manifest import MAX_MANIFEST_BYTES, Component, ExtentRef, Manifest, TensorRef, read_manifest
-from weights.storage.index import STORE_VERSION, IndexDamaged, StoreIndex, StoreMeta, meta_of, remove_index
-from weights.storage.staging import STAGED, claimed_folder
+from weights.storage.index_files import IndexFiles
+from weights.storage.pack_folder import PackFolder
+from weights.storage.staging import publish_file, staged_path
 
 __all__ = [
     *("DecodedExtents", "StoredTensor", "WeightStore"),
     *("check_model_name", "manifest_text", "stored_tensor", "stored_tensors"),
 ]
 
-Result = TypeVar("Result")
 _NUM_DECODED: Final = 2
 _MAX_NAMED: Final = 50  # models in a refusal
 ManifestMark = tuple[int, int, int]
@@ -75,6 +70,8 @@ class WeightStore:
         self.models = path / "models"
         self.index_file = path / "index.sqlite"
         self.meta_file = path / "meta.json"
+        self.pack_files = PackFolder(path)
+        self.index = IndexFiles(path, self)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -88,76 +85,6 @@ class WeightStore:
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-    def indexed(self, action: Callable[[StoreIndex], Result]) -> Result:
-        """Run `action` on the index. HAZARD: only under the lock, and `action` may be called twice.
-
-        An index that is lost or damaged is made again from the manifests that can be read. Raises StoreVersionError
-        when the store is too new, StoreError when the disk refuses.
-        """
-        try:
-            return self._index_action(action)
-        except IndexDamaged:
-            remove_index(self.index_file)
-            return self._index_action(action)
-
-    def read_meta(self) -> StoreMeta:
-        """Return what meta.json says now, from the manifests when there is no sound index. Writes nothing.
-
-        Takes memory and time that grow with the store. Raises StoreVersionError when the store is too new.
-        """
-        found = self.read_index(StoreIndex.everything)
-        return meta_of(self.readable_manifests()) if found is None else found
-
-    def read_index(self, action: Callable[[StoreIndex], Result]) -> Result | None:
-        """Return what `action` finds in the index; None when there is no sound one. Writes nothing.
-
-        Raises StoreVersionError when the store is too new.
-        """
-        try:
-            with StoreIndex.opened(self.index_file) as index:
-                return action(index)
-        except IndexDamaged:
-            self._refuse_newer_meta()
-            return None
-
-    def remove_index(self) -> None:
-        """Delete index and meta.json, which follow from the manifests. Under the lock."""
-        remove_index(self.index_file)
-        remove_path(self.meta_file)
-        sync(self.path)
-
-    def check_index(self) -> None:
-        """Raise IndexDamaged or StoreVersionError when the index exists and cannot be used."""
-        if self.index_file.exists():
-            with StoreIndex.opened(self.index_file) as index:
-                index.check()
-
-    def write_meta(self) -> None:
-        """Make meta.json say what the index says, if it does not. Under the lock."""
-        text = self.indexed(lambda index: index.everything()).model_dump_json()
-        with contextlib.suppress(FileNotFoundError):
-            if self.meta_file.read_bytes() == text.encode():
-                return
-        self._publish_file(self.meta_file, text.encode())
-
-    def pack_file(self, pack: str) -> Path:
-        """Return the path of a pack. Raises StoreError when symlinks lead out of the store."""
-        return resolve_pack(self.packs, pack)
-
-    def holds(self, extent: ExtentRef) -> bool:
-        """Return True when the packs of the extent, its delta and its bases exist and are long enough.
-
-        Their bytes are not read.
-        """
-        try:
-            return all(self.pack_file(run.pack).stat().st_size >= run.offset + run.nbytes for run in extent.runs())
-        except (OSError, StoreError):
-            return False
-
-    def has_packs(self, manifest: Manifest) -> bool:
-        """Return True when everything that the model's bytes are in exists."""
-        return all(self.holds(extent) for extent in manifest.extents.values())
 
     def manifest(self, model: str) -> Manifest:
         """Return the manifest of `model`. Raises ModelNotStored with the known names: that looks at all of them."""
@@ -218,14 +145,6 @@ class WeightStore:
         """Return the folder with everything of a model but its weights."""
         return self.models / manifest.skeleton
 
-    def new_pack_name(self, stem: str) -> str:
-        """Return `stem`, or a numbered one: a published pack is never overwritten."""
-        name, number = stem, 1
-        while os.path.lexists(self.packs / name):
-            number += 1
-            name = f"{stem}.{number}"
-        return name
-
     def _with_parts(self, manifest: Manifest) -> Manifest:
         """Add the `parts_hash` that older manifests lack, told from the skeleton, which has the same files."""
         root = self.skeleton(manifest)
@@ -245,29 +164,8 @@ class WeightStore:
     @contextlib.contextmanager
     def staged(self, kind: str, folder: Path | None = None) -> Iterator[Path]:
         """Yield a private path in `folder` or the store's file system, to be moved into place; then removed."""
-        with claimed_folder((folder or self.path) / STAGED.replace("*", uuid.uuid4().hex)) as claim:
-            yield claim / kind
-
-    def add_packs(self, staged: Mapping[str, Path]) -> None:
-        """Move staged files or folders, synced, to packs/, by name. From another file system they are copied first."""
-        with contextlib.ExitStack() as copies:
-            for name, path in staged.items():
-                try:
-                    path.replace(self.packs / name)
-                except OSError as error:
-                    if error.errno != errno.EXDEV:
-                        raise
-                    copy = copies.enter_context(self.staged("pack"))
-                    copy_tree(path, copy)
-                    sync_tree(copy)
-                    copy.replace(self.packs / name)
-        sync(self.packs)
-
-    def remove_packs(self, names: Iterable[str]) -> None:
-        """Delete files or folders of packs/; symlinks are not followed."""
-        for name in names:
-            remove_path(self.packs / name)
-        sync(self.packs)
+        with staged_path(folder or self.path, kind) as path:
+            yield path
 
     def publish_model(self, manifest: Manifest, text: bytes, skeleton: Path) -> None:
         """Put the staged `skeleton` and the manifest, `text`, in place, replacing an earlier version of the model.
@@ -284,31 +182,7 @@ class WeightStore:
 
     def replace_manifest(self, model: str, text: bytes) -> None:
         """Put the manifest `text` of a model in place, whose packs and skeleton are there."""
-        self._publish_file(self.models / model / "manifest.json", text)
-
-    def _publish_file(self, target: Path, data: bytes) -> None:
-        with self.staged("json") as path:
-            path.write_bytes(data)
-            sync(path)
-            move(path, target)
-
-    def _index_action(self, action: Callable[[StoreIndex], Result]) -> Result:
-        if not self.index_file.exists():
-            self._refuse_newer_meta()
-        with StoreIndex.opened(self.index_file, self.readable_manifests) as index:
-            return action(index)
-
-    def _refuse_newer_meta(self) -> None:
-        """Raise StoreVersionError for a newer store: a version to come may have no index again."""
-        try:
-            content = json.loads(self.meta_file.read_bytes())
-        except (OSError, ValueError, RecursionError):  # none, or damaged: it follows from the manifests
-            return
-        version = content.get("version", STORE_VERSION) if isinstance(content, dict) else STORE_VERSION
-        if not isinstance(version, int) or version > STORE_VERSION:
-            raise StoreVersionError(
-                f"{self.meta_file}: store version {version!r}, this library reads version {STORE_VERSION}"
-            )
+        publish_file(self.path, self.models / model / "manifest.json", text)
 
 
 def manifest_text(manifest: Manifest) -> bytes:
@@ -403,7 +277,10 @@ def stored_tensors(
 ) -> Mapping[str, StoredTensor]:
     """Return the component's tensors by name. Raises StoreError for a pack that leads out of the store."""
     decoded = DecodedExtents(store.packs)
-    packs = {id_: store.pack_file(manifest.extents[id_].pack) for id_ in {r.extent for r in component.tensors.values()}}
+    packs = {
+        id_: store.pack_files.path_of(manifest.extents[id_].pack)
+        for id_ in {r.extent for r in component.tensors.values()}
+    }
     return {
         name: stored_tensor(
             packs[ref.extent], manifest.extents[ref.extent], f"{component.name}.{name}", ref, decoded, on_read

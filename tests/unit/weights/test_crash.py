@@ -69,7 +69,7 @@ def go(writer: subprocess.Popen[str]) -> None:
 
 
 def assert_whole(store: WeightStore, sources: dict[str, Path]) -> None:
-    store.check_index()
+    store.index.check()
     assert verify(store, deep=True).damages == ()
     for name in store.model_names():
         loaded = load_from_store(store.path, name)["model"]
@@ -97,7 +97,7 @@ def test_many_writers_at_once_store_everything_once(tmp_path: Path, write_model)
     ] * NUM_WRITERS
     assert store.model_names() == [*"abcd", "x", "y"]
     assert_whole(store, sources)
-    assert len(store.read_meta().tensors) == 8
+    assert len(store.index.read_meta().tensors) == 8
     names = [pack.name for pack in store.packs.iterdir()]
     assert sorted(name for name in names if "inline" in name) == ["x_inline", "y_inline"]
     stored = sum(pack.stat().st_size for pack in store.packs.iterdir() if pack.is_file())

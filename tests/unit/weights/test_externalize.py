@@ -24,6 +24,7 @@ from weights.operations.repair import verify
 from weights.records.errors import FormatError, StoreError
 from weights.records.manifest import Layout
 from weights.storage.hashing import hash_tensors
+from weights.storage.pack_folder import PackFolder
 from weights.storage.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
@@ -99,9 +100,14 @@ def test_a_full_store_is_told_from_a_full_weight_dir(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for name, where in (("add_packs", "store"), ("publish_model", "store"), ("new_pack_name", "elsewhere")):
+    steps = (
+        (PackFolder, "add", "store"),
+        (WeightStore, "publish_model", "store"),
+        (PackFolder, "new_name", "elsewhere"),
+    )
+    for owner, name, where in steps:
         with monkeypatch.context() as patch:
-            patch.setattr(WeightStore, name, full)
+            patch.setattr(owner, name, full)
             with pytest.raises(StoreError, match=f"/{where}: disk full: 40 bytes were needed"):
                 externalize(store, "m", source, weight_dir=tmp_path / "elsewhere")
     assert store.model_names() == []

@@ -16,6 +16,7 @@ from weights.operations.repair import verify
 from weights.reading.extents import read_extent
 from weights.records.dtypes import ITEM_BYTES
 from weights.records.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout
+from weights.storage.pack_folder import PackFolder
 from weights.storage.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
@@ -121,13 +122,13 @@ def test_packs_are_staged_in_the_weight_dir(store: WeightStore, write_model, tmp
     folder = tmp_path / "fast-disk"
     seen = []
 
-    def watch(self: WeightStore, staged: dict[str, Path]) -> None:
+    def watch(self: PackFolder, staged: dict[str, Path]) -> None:
         seen.extend(staged.values())
         add_packs(self, staged)
 
-    add_packs = WeightStore.add_packs
+    add_packs = PackFolder.add
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightStore, "add_packs", watch)
+        patch.setattr(PackFolder, "add", watch)
         for number, layout in enumerate(LAYOUTS):
             externalize(store, f"m{number}", write_model("m", {"w": torch.rand(9)}), layout=layout, weight_dir=folder)
     assert len(seen) == 3

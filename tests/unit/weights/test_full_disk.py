@@ -45,7 +45,7 @@ def check(store: WeightStore, *models: str) -> None:
     places = {(extent.pack, extent.offset) for found in store.manifests().values() for extent in found.extents.values()}
     meta = StoreMeta.model_validate_json(store.meta_file.read_bytes())
     assert {(extent.pack, extent.offset) for extent in meta.extents.values()} <= places
-    assert store.read_meta() == meta
+    assert store.index.read_meta() == meta
 
 
 @pytest.mark.parametrize("index", ["sound", "damaged", "lost"])

@@ -108,7 +108,7 @@ def test_places_that_no_manifest_names_are_forgotten_though_their_tensors_are_kn
     assert verify(store, deep=True).damages == ()
     manifests = store.manifests().values()
     named = {(extent.pack, extent.offset) for manifest in manifests for extent in manifest.extents.values()}
-    assert {(extent.pack, extent.offset) for extent in store.read_meta().extents.values()} <= named
+    assert {(extent.pack, extent.offset) for extent in store.index.read_meta().extents.values()} <= named
     externalize(store, "n", write_model("n", {"y": y}))
     assert torch.equal(load_from_store(store.path, "n")["model"]["y"], y)
 
@@ -162,7 +162,7 @@ def test_a_clock_that_is_set_makes_nothing_older_or_younger(store: WeightStore, 
         assert gc(store, grace_s=60, now=lambda: at(59)).removed == ()
         set_by_s = 0.0
     assert len(gc(store, grace_s=60, now=lambda: at(61, set_by_s)).removed) == 2
-    assert store.read_index(StoreIndex.unneeded) == set()
+    assert store.index.read(StoreIndex.unneeded) == set()
 
 
 def test_after_a_restart_of_the_machine_the_wall_clock_counts(store: WeightStore, write_model) -> None:
@@ -216,9 +216,9 @@ def test_a_conversion_that_failed_before_its_manifest_ties_nothing_to_its_packs(
     gc(store)
     assert verify(store, deep=True).damages == ()
     places = {(extent.pack, extent.offset) for extent in store.manifest("m").extents.values()}
-    assert {(extent.pack, extent.offset) for extent in store.read_meta().extents.values()} == places
+    assert {(extent.pack, extent.offset) for extent in store.index.read_meta().extents.values()} == places
     written = StoreMeta.model_validate_json(store.meta_file.read_bytes())
-    assert written == store.read_meta()
+    assert written == store.index.read_meta()
     externalize(store, "n", write_model("n", tensors), layout=layout)
     assert verify(store, deep=True).damages == ()
     for name, tensor in load_from_store(store.path, "n")["model"].items():
@@ -248,11 +248,11 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(store: WeightStore, write_
 def test_damaged_indices_are_made_again(store: WeightStore, write_model, damage: bytes | None) -> None:
     source = write_model("a", {"w": torch.rand(1000), "v": torch.rand(3)})
     externalize(store, "a", source)
-    expected = store.read_meta()
+    expected = store.index.read_meta()
     for file in (store.index_file, store.meta_file):
         file.unlink(missing_ok=True) if damage is None else file.write_bytes(damage)
     gc(store)
-    assert store.read_meta() == expected
+    assert store.index.read_meta() == expected
     assert StoreMeta.model_validate_json(store.meta_file.read_bytes()) == expected
     externalize(store, "b", source)
     assert [pack.name for pack in store.packs.iterdir()] == ["a_weight_combined"]
@@ -271,7 +271,7 @@ def test_indices_are_published_before_bytes_go(
     def remove_one(path: Path) -> None:
         nonlocal num_removed
         num_removed += 1
-        for meta in (store.read_meta(), StoreMeta.model_validate_json(store.meta_file.read_bytes())):
+        for meta in (store.index.read_meta(), StoreMeta.model_validate_json(store.meta_file.read_bytes())):
             assert path.name not in {extent.pack for extent in meta.extents.values()}
         assert verify(store, deep=True).damages == ()
         path.unlink() if path.is_file() else None

@@ -20,6 +20,8 @@ from weights.operations.repair import repair, verify
 from weights.records.errors import ModelNotStored
 from weights.records.manifest import Layout, Manifest
 from weights.storage.index import StoreMeta
+from weights.storage.pack_folder import PackFolder
+from weights.storage.staging import publish_file
 from weights.storage.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
@@ -73,7 +75,7 @@ def test_a_damaged_model_is_written_anew_from_its_source(
     report = repair(store)
     assert (report.num_models, report.rewritten, report.damages) == (1, ("p",), ())
     assert {damage.extent for damage in report.repaired} == {damage.extent for damage in found}
-    assert StoreMeta.model_validate_json(store.meta_file.read_bytes()) == store.read_meta()
+    assert StoreMeta.model_validate_json(store.meta_file.read_bytes()) == store.index.read_meta()
     assert_whole(store, {"p": source})
     new = store.manifest("p")
     assert new.extents.keys() == old.extents.keys()  # in memory they go on as they are
@@ -160,15 +162,14 @@ def test_a_disk_that_takes_no_meta_at_the_end_loses_no_report(
     gc(store)  # makes meta.json
     pack = next(store.packs.iterdir())
     pack.write_bytes(bytes(pack.stat().st_size))
-    sound = WeightStore._publish_file
 
-    def publish(self: WeightStore, target: Path, content: bytes) -> None:
-        if target == self.meta_file:
+    def publish(path: Path, target: Path, content: bytes) -> None:
+        if target == store.meta_file:
             raise OSError(code, os.strerror(code))
-        sound(self, target, content)
+        publish_file(path, target, content)
 
     with monkeypatch.context() as full:
-        full.setattr(WeightStore, "_publish_file", publish)
+        full.setattr("weights.storage.index_files.publish_file", publish)
         report = repair(store)
     assert (report.rewritten, report.damages) == (("m",), ())
     assert not store.meta_file.exists()
@@ -220,7 +221,7 @@ def test_the_index_a_manifest_and_a_skeleton(store: WeightStore, write_model) ->
     assert [damage.file for damage in report.repaired] == ["index.sqlite"]
     assert [damage.model for damage in report.damages] == ["a", "b"]
     assert all(f"`remove {damage.model}` and bring it in again" in damage.problem for damage in report.damages)
-    store.check_index()
+    store.index.check()
     with pytest.raises(ModelNotStored, match="stored: a, b, c"):
         repair(store, ["x"])
 
@@ -233,13 +234,13 @@ def test_a_repair_that_is_killed_leaves_what_was_whole(
     sources = {name: write_model(name, {"x": x, "own": torch.rand(400)}) for name in "ab"}
     manifests = {name: externalize(store, name, source, layout=layout) for name, source in sources.items()}
     flip(store, manifests["a"], "model", "x")
-    for step in ("add_packs", "publish_model"):
+    for owner, step in ((PackFolder, "add"), (WeightStore, "publish_model")):
 
         def kill(*_: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(WeightStore, step, kill)
+            patch.setattr(owner, step, kill)
             with pytest.raises(KeyboardInterrupt):
                 repair(store)
         assert {damage.tensors for damage in verify(store, "a").damages} <= {("model.x",)}

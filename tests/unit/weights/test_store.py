@@ -30,7 +30,7 @@ def store(tmp_path: Path, write_model) -> WeightStore:
 
 def test_opening_creates_nothing(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "new")
-    assert store.read_meta().tensors == {}
+    assert store.index.read_meta().tensors == {}
     assert store.model_names() == []
     with pytest.raises(ModelNotStored, match=r"no model 'm' in .*new \(stored: none\)"):
         store.manifest("m")
@@ -54,7 +54,7 @@ def test_a_newer_store_is_refused_and_kept(store: WeightStore, write_model) -> N
             index.execute(f"PRAGMA {pragma} = 4")
     before = store.index_file.read_bytes()
     with pytest.raises(StoreVersionError, match=r"index\.sqlite: store version 4, this library reads version 3"):
-        store.read_meta()
+        store.index.read_meta()
     for attempt in (lambda: externalize(store, "n", write_model("n", {"w": torch.rand(3)})), lambda: gc(store)):
         with pytest.raises(StoreVersionError):
             attempt()
@@ -87,17 +87,17 @@ def test_a_store_without_an_index_is_read_from_its_manifests(
     store: WeightStore, write_model, meta: bytes | None
 ) -> None:
     """Stores of before had only a meta.json."""
-    expected = store.read_meta()
+    expected = store.index.read_meta()
     store.index_file.unlink()
     if meta is not None:
         store.meta_file.write_bytes(meta)
-    assert store.read_meta() == expected
+    assert store.index.read_meta() == expected
     assert not store.index_file.exists()
     packs = sorted(store.packs.iterdir())
     source = write_model("n", {"w": load_from_store(store.path, "m")["model"]["w"]})
     externalize(store, "n", source)
     assert sorted(store.packs.iterdir()) == packs
-    assert store.read_meta() == expected
+    assert store.index.read_meta() == expected
     gc(store)
     assert StoreMeta.model_validate_json(store.meta_file.read_bytes()) == expected
 
@@ -106,7 +106,7 @@ def test_a_store_without_an_index_is_read_from_its_manifests(
 def test_a_damaged_index_is_made_again_by_whoever_needs_it(store: WeightStore, write_model, damage: str) -> None:
     tensors = {f"t{i}": torch.rand(1 + i) for i in range(200)}
     externalize(store, "many", write_model("many", tensors))
-    expected = store.read_meta()
+    expected = store.index.read_meta()
     data = bytearray(store.index_file.read_bytes())
     match damage:
         case "empty":
@@ -124,7 +124,7 @@ def test_a_damaged_index_is_made_again_by_whoever_needs_it(store: WeightStore, w
     packs = sorted(store.packs.iterdir())
     externalize(store, "twin", write_model("twin", tensors))
     assert sorted(store.packs.iterdir()) == packs
-    assert store.read_meta() == expected
+    assert store.index.read_meta() == expected
     assert verify(store, deep=True).damages == ()
 
 
@@ -189,10 +189,10 @@ def test_a_name_that_is_no_text_is_refused(store: WeightStore, write_model) -> N
 
 
 def test_pack_names_are_never_reused(store: WeightStore) -> None:
-    assert store.new_pack_name("n_weight_combined") == "n_weight_combined"
-    assert store.new_pack_name("m_weight_combined") == "m_weight_combined.2"
+    assert store.pack_files.new_name("n_weight_combined") == "n_weight_combined"
+    assert store.pack_files.new_name("m_weight_combined") == "m_weight_combined.2"
     (store.packs / "m_weight_combined.2").symlink_to("nowhere")
-    assert store.new_pack_name("m_weight_combined") == "m_weight_combined.3"
+    assert store.pack_files.new_name("m_weight_combined") == "m_weight_combined.3"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", "a\0b", ".hidden", "x" * 129])
@@ -217,16 +217,16 @@ def test_packs_that_lead_out_of_the_store_are_not_used(store: WeightStore, write
     pack.unlink()
     pack.symlink_to(target)
     with pytest.raises(StoreError, match="leads out of the store"):
-        store.pack_file("m_weight_combined")
-    assert not store.has_packs(store.manifest("m"))
+        store.pack_files.path_of("m_weight_combined")
+    assert not store.pack_files.has_all(store.manifest("m"))
     externalize(store, "m", store.path.parent / "sources" / "m")
-    assert store.has_packs(store.manifest("m"))
+    assert store.pack_files.has_all(store.manifest("m"))
 
 
 def test_the_packs_folder_itself_may_be_elsewhere(store: WeightStore, tmp_path: Path) -> None:
     store.packs.rename(tmp_path / "large-disk")
     store.packs.symlink_to(tmp_path / "large-disk")
-    assert store.has_packs(store.manifest("m"))
+    assert store.pack_files.has_all(store.manifest("m"))
     assert set(load_from_store(store.path, "m")["model"]) == {"w"}
 
 
@@ -261,7 +261,7 @@ def test_a_pack_on_another_file_system_is_copied(store: WeightStore, monkeypatch
         (staged / "file").write_bytes(b"1")
         (staged / "folder").mkdir()
         (staged / "folder" / "inner").write_bytes(b"2")
-        store.add_packs({"a": staged / "file", "b": staged / "folder"})
+        store.pack_files.add({"a": staged / "file", "b": staged / "folder"})
     assert ((store.packs / "a").read_bytes(), (store.packs / "b" / "inner").read_bytes()) == (b"1", b"2")
     assert not list(store.path.glob(".staged*"))
 

@@ -141,7 +141,7 @@ def test_a_summary_does_not_count_when_something_else_is_there(
     found = import_checkpoint(store, entry)
     manifest = store.manifest("m")
     assert (found.fingerprint, found.extents) == (manifest.fingerprint, tuple(manifest.extents))
-    assert store.has_packs(manifest)
+    assert store.pack_files.has_all(manifest)
     assert opened
     assert (found.fingerprint == before.fingerprint) == (happens is not change_source)
     opened.clear()

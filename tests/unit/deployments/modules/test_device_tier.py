@@ -25,7 +25,8 @@ from deployments.modules.loading import is_denoise_component
 from deployments.records import ImageRequest, LoraUse
 from weights.formats.folder import LORA_FILE
 from weights.formats.lora import METADATA_KEY
-from weights.memory.device_arena import DeviceArena, StillInUse
+from weights.memory.arena_room import StillInUse
+from weights.memory.device_arena import DeviceArena
 from weights.operations.externalize import externalize
 from weights.storage.store import WeightStore
 

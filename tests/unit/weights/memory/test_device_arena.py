@@ -14,7 +14,8 @@ import torch
 from kit.clock import Clock
 from kit.waiting import wait_until
 
-from weights.memory.device_arena import DeviceArena, StillInUse
+from weights.memory.arena_room import StillInUse
+from weights.memory.device_arena import DeviceArena
 from weights.memory.device_space import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
 from weights.records.errors import BudgetExceeded, ExtentCorrupt, WeightsError
@@ -215,7 +216,7 @@ def test_the_least_valuable_goes_and_leased_things_stay(make_arena, clock: Clock
     arena.release(hashes_of(cold), "h")
     report = acquire(arena, new).report
     assert report.evicted == tuple(hashes_of(cold))
-    assert set(arena._table.entries) == {*hashes_of(hot), *hashes_of(leased), *hashes_of(new)}
+    assert set(arena._room.table.entries) == {*hashes_of(hot), *hashes_of(leased), *hashes_of(new)}
     assert arena.stats().num_evicted == 1
 
 
@@ -355,7 +356,7 @@ def test_a_prefetch_costs_nothing_leased_more_valuable_or_prefetched(make_arena,
     report = arena.prefetch(keys_of(large), large)
     assert (report.wanted_bytes, report.added_bytes, report.evicted) == (300, 200, tuple(hashes_of(cold)))
     assert arena.prefetch(keys_of(soon), soon).added_bytes == 0
-    assert set(arena._table.entries) == {
+    assert set(arena._room.table.entries) == {
         *hashes_of(leased),
         *hashes_of(hot),
         *hashes_of(next_),
@@ -371,7 +372,7 @@ def test_a_prefetch_does_not_evict_its_own(make_arena, clock: Clock) -> None:
     release_all(arena, "h")
     clock.now_s = 10.0
     arena.prefetch(keys_of(shared | own), shared | own)
-    assert {*hashes_of(shared), *hashes_of(own)} == set(arena._table.entries)
+    assert {*hashes_of(shared), *hashes_of(own)} == set(arena._room.table.entries)
 
 
 def test_a_prefetch_and_its_use_count_as_one_use(make_arena) -> None:
@@ -380,9 +381,9 @@ def test_a_prefetch_and_its_use_count_as_one_use(make_arena) -> None:
     arena.prefetch(keys_of(weights), weights)
     arena.prefetch(keys_of(weights), weights)
     acquire(arena, weights)
-    assert [entry.popularity.count for entry in arena._table.entries.values()] == [1.0]
+    assert [entry.popularity.count for entry in arena._room.table.entries.values()] == [1.0]
     acquire(arena, weights)
-    assert [entry.popularity.count for entry in arena._table.entries.values()] == [2.0]
+    assert [entry.popularity.count for entry in arena._room.table.entries.values()] == [2.0]
 
 
 def test_what_a_prefetch_is_bringing_is_not_evicted(make_arena, transfer: CountingCopy) -> None:
@@ -439,10 +440,10 @@ def test_what_is_remembered_of_the_past_is_bounded(make_arena, monkeypatch: pyte
         acquire(arena, often)
     acquire_others(29)
     acquire(arena, often)
-    assert [entry.popularity.count for entry in arena._table.entries.values()] == [4.0]
+    assert [entry.popularity.count for entry in arena._room.table.entries.values()] == [4.0]
     acquire_others(60)
     acquire(arena, often)
-    assert [entry.popularity.count for entry in arena._table.entries.values()] == [1.0]
+    assert [entry.popularity.count for entry in arena._room.table.entries.values()] == [1.0]
 
 
 def test_a_smaller_budget_evicts_what_may_go(make_arena) -> None:

@@ -24,7 +24,7 @@ class Node(MemoryTier):
         self.gone: list[str] = []
         self.recalled: list[tuple[str, list[str]]] = []
         self.table: EntryTable[str] = EntryTable(budget_bytes, lambda: self.now_s, self)
-        self.queue = Admission(self.table, lambda: self.now_s, "the node")
+        self.queue = Admission(self.table, "the node")
 
     def ask(self, holder: str, **wanted: Size):
         ticket = self.queue.ask(" and ".join(wanted), wanted, holder)

@@ -124,7 +124,7 @@ class Tier(RuleBasedStateMachine):
             _Told(self._gone, self._recalled),
             elsewhere=self.elsewhere,
         )
-        self.admission = Admission(self.table, lambda: self.now_s, "the test")
+        self.admission = Admission(self.table, "the test")
         for wanted, holder in asked:
             self.ask(wanted, holder)
         self.now_s += pause_s

@@ -59,7 +59,7 @@ def sound(tmp_path: Path, write_model) -> Sound:
     remove_model(store, "gone")
     gc(store, grace_s=1e6)
     with store.locked():
-        assert store.indexed(StoreIndex.unneeded)
+        assert store.index.run(StoreIndex.unneeded)
     copy = tmp_path / "copy"
     shutil.copytree(store.path, copy)
     index = store.index_file.read_bytes()
@@ -80,7 +80,7 @@ def act(sound: Sound, action: str) -> None:
     """Do it, and check that it was done: whatever the index said, the store is whole."""
     ACTIONS[action](sound.store, sound.source)
     if action in THOROUGH:
-        sound.store.check_index()
+        sound.store.index.check()
     assert [damage for damage in verify(sound.store).damages if damage.file != "index.sqlite"] == []
     if action == "publish":
         assert sound.store.model_names() == ["a", "b", "new"]
@@ -111,8 +111,8 @@ def test_one_changed_byte_of_the_header_stops_nobody(sound: Sound) -> None:
         value = (sound.index[place] + chance.randrange(1, 256)) % 256
         sound.store.index_file.write_bytes(sound.index[:place] + bytes([value]) + sound.index[place + 1 :])
         with sound.store.locked():
-            sound.store.indexed(lambda index: use(index, hashes, [*manifest.extents]))
-            sound.store.indexed(lambda index: index.follow(manifests))
+            sound.store.index.run(lambda index: use(index, hashes, [*manifest.extents]))
+            sound.store.index.run(lambda index: index.follow(manifests))
 
 
 @pytest.mark.drawn(2)

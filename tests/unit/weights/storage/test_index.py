@@ -228,7 +228,7 @@ def test_what_a_publish_costs_does_not_grow_with_the_store(tmp_path: Path, write
                 index.enter(f"model-{model}", {f"x{model}": extent}, [f"x{model}"])
 
         with store.locked():
-            store.indexed(fill)
+            store.index.run(fill)
         for model in range(num_models):
             (store.models / f"model-{model}").mkdir()
             (store.models / f"model-{model}" / "manifest.json").touch()

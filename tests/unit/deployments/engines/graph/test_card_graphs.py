@@ -158,29 +158,29 @@ def test_a_pool_counts_in_the_books_of_the_device(room: str, caplog: pytest.LogC
     caplog.set_level(logging.INFO, "deployments.engines.graph.replay")
     needed = Model()
     needed.run(16, times=4)
-    arena = DeviceArena("cpu-private", 1000)
-    arena._beside_bytes = 2.0 * needed.pool_bytes
-    model = Model(workspace=Workspace(arena, {}), max_bytes=2 * needed.pool_bytes)
+    memory = DeviceArena("cpu-private", 1000).forwards
+    memory._beside_bytes = 2.0 * needed.pool_bytes
+    model = Model(workspace=Workspace(memory, {}), max_bytes=2 * needed.pool_bytes)
     assert model.run(16, times=4) == 0
-    assert arena.beside_bytes == needed.pool_bytes
+    assert memory.beside_bytes == needed.pool_bytes
     model.layers[0].weight = nn.Parameter(torch.randn(64, 8), requires_grad=False)
     model.run(64, times=4)  # too much: its pool and those of the others are gone
-    assert arena.beside_bytes == 2 * needed.pool_bytes
+    assert memory.beside_bytes == 2 * needed.pool_bytes
     assert not model.card.graphs()
     if room == "beside the budget":
-        with arena.lend(int(1.5 * needed.pool_bytes)):
+        with memory.lend(int(1.5 * needed.pool_bytes)):
             assert model.run(16, times=4) == 1
         assert "are not free beside the budget of cpu" in caplog.text
     else:
         assert f"and {2 * needed.pool_bytes} are the most" in caplog.text
-    assert arena.beside_bytes == 2 * needed.pool_bytes
+    assert memory.beside_bytes == 2 * needed.pool_bytes
 
 
 def test_what_a_pool_grows_by_is_counted_beside_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card's pool has gaps, which here are 100 bytes for each graph."""
-    arena = DeviceArena("cpu-private", 1000)
-    arena._beside_bytes = 100_000.0
-    model = Model(workspace=Workspace(arena, {}))
+    memory = DeviceArena("cpu-private", 1000).forwards
+    memory._beside_bytes = 100_000.0
+    model = Model(workspace=Workspace(memory, {}))
     plain = model.card.memory_snapshot
 
     def with_gaps(pool: Any, include_traces: bool) -> list[dict[str, int]]:
@@ -190,7 +190,7 @@ def test_what_a_pool_grows_by_is_counted_beside_what_it_had(monkeypatch: pytest.
     for number, rows in enumerate((16, 4, 2), 1):
         assert model.run(rows, times=4) == 0
         assert len(model.card.graphs()) == number
-        assert arena.beside_bytes == 100_000 - model.pool_bytes
+        assert memory.beside_bytes == 100_000 - model.pool_bytes
 
 
 def test_a_device_has_the_replays_that_fit_it() -> None:

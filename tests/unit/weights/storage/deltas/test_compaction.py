@@ -53,7 +53,7 @@ def filled(store: WeightStore, models: dict[str, Tensors], write_model) -> Weigh
 
 
 def assert_same(store: WeightStore, models: Mapping[str, Tensors]) -> None:
-    store.check_index()
+    store.index.check()
     assert verify(store, deep=True).damages == ()
     assert store.model_names() == sorted(models)
     for name, tensors in models.items():
