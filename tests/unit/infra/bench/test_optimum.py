@@ -50,6 +50,29 @@ def test_of_four_bursts_alike_all_are_answered_within_the_time_of_a_request(slot
     assert sum(one.latency_s <= 300.0 for one in world.served) == 240
 
 
+def _one_slot(switch_s: float, times: dict[str, list[float]], **service_s: float) -> Scenario:
+    slo = SloClass("t", 300.0)
+    models = tuple(SimModel(id_, Components({id_: 10 * GIB}), s, 1.0, slo) for id_, s in service_s.items())
+    worker = SimWorker("w0", "n", 12 * GIB, 1, fixed_switch_s=switch_s, attach_bytes_per_s=1e15)
+    requests = sorted((at_s, id_) for id_, found in times.items() for at_s in found)
+    return Scenario(models, (worker,), tuple(SimRequest(at_s, id_) for at_s, id_ in requests))
+
+
+def test_what_runs_ends_in_either_case_so_the_short_one_is_next() -> None:
+    """It once counted the long request that ran as the price of the switch, and went on with the next long one."""
+    scenario = _one_slot(0.1, {"long": [0.0, 0.0, 0.0], "short": [1.0]}, long=5.0, short=1.0)
+    _, world = simulate(scenario, "latency-first")
+    assert [one.request.model for one in world.served] == ["long", "short", "long", "long"]
+
+
+def test_a_single_request_waits_for_no_others_of_its_model_that_hardly_come() -> None:
+    """It once waited for as long as those that were expected of the burst before would have waited: 4 s."""
+    scenario = _one_slot(0.1, {"burst": [0.0, 0.1, 0.2, 0.3], "rare": [0.4]}, burst=0.2, rare=5.0)
+    _, world = simulate(scenario, "latency-first")
+    assert world.served[-1].request.model == "rare"
+    assert world.served[-1].started_s <= 1.5
+
+
 def test_together_the_best_is_the_best_of_all_orders_of_single_requests() -> None:
     scenario = burst([2, 1, 3], [1.0, 4.0, 0.3], 2.0)
     service_s = {model.id: model.service_s for model in scenario.models}
