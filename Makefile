@@ -14,11 +14,12 @@ DEVICE ?=
 TIMES ?= 10
 MINUTES ?= 60
 SEED ?=
+SHARE ?= 8
 PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-ray test-unit test-device times test-gpu test-long abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-ray test-unit test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -98,6 +99,12 @@ test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on 
 	$(PYTEST) tests/device -m long -n 2 --dist worksteal
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
+
+test-eighth: setup judges-long ## One eighth of test-long, which the Python files draw (SHARE=3/8: the third)
+	$(PYTEST) tests/unit -m long -n 2 --dist worksteal --share $(SHARE)
+	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE)
+	$(PYTEST) tests/e2e -m long --share $(SHARE) || [ $$? = 5 ]  # which says that no test is in this share
+	$(PYTEST) tests/integration -m long --share $(SHARE) || [ $$? = 5 ]
 
 abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of another key have to go on as before
 	PYTHONPATH=.:tests $(BIN)/python tests/abuse/run_abuse.py

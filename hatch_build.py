@@ -30,8 +30,8 @@ class Packaging(BuildHookInterface):  # type: ignore[type-arg]
         self._tree = Path(tempfile.mkdtemp())
         package = one_name.write_tree(Path(self.root), self._tree)
         build_data["force_include"][str(package)] = one_name.NAME
-        scripts = self.metadata.core.scripts
-        scripts.update({name: f"{one_name.NAME}.{target}" for name, target in scripts.items()})
+        for points in (self.metadata.core.scripts, *self.metadata.core.entry_points.values()):
+            points.update({name: f"{one_name.NAME}.{target}" for name, target in points.items()})
         if library:  # of C functions, for any Python
             shutil.copy(library, package / BUILDING.parent)
             build_data["pure_python"] = False

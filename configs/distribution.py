@@ -1,11 +1,16 @@
-"""The name that Atelier is installed by: on the public index `atelier`, the name of the command, is a stranger's."""
+"""The installed distribution: its name, its version, and the parts that serving does without.
+
+The public index has an unrelated package called `atelier`, as the command is.
+"""
 
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 DISTRIBUTION: Final = "atelier-serve"
+COMMANDS: Final = "atelier.commands"
+DEVICES: Final = "atelier.devices"
 
 
 def installed_version() -> str:
@@ -14,3 +19,23 @@ def installed_version() -> str:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def optional_parts(group: str) -> dict[str, Any]:
+    """Return the targets of this distribution's entry points of a group, by name, without those that it leaves out.
+
+    Other distributions are not searched: it takes half a second to read all of an environment.
+    """
+    try:
+        points = metadata.distribution(DISTRIBUTION).entry_points
+    except metadata.PackageNotFoundError:
+        return {}  # a checkout that is not installed
+    found = {}
+    for point in points:
+        if point.group == group:
+            try:
+                found[point.name] = point.load()
+            except ModuleNotFoundError as error:
+                if not f"{point.module}.".startswith(f"{error.name}."):
+                    raise
+    return found

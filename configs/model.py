@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
 
 from configs.errors import shown
+from configs.options import PictureOptions, SamplingOptions
 
 # Ids become file names in the store and path segments in URLs, so they are kept to one plain word.
 _MODEL_ID: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -160,7 +161,7 @@ def _fields_of(schema: Any) -> list[Any]:
 
 
 def _refuse_truths(schema: Any) -> None:
-    """Let a field that is a number, or None, take nothing else for one. What is parsed from text stays as it is."""
+    """Let a number field accept only numbers and None. Fields with a parser stay as they are."""
     while schema["type"] in ("model-field", "default", "nullable"):
         outer, schema = schema, schema["schema"]
         if schema["type"] in ("int", "float"):
@@ -170,7 +171,7 @@ def _refuse_truths(schema: Any) -> None:
 
 
 def _as_number(error: PydanticKnownError, value: Any) -> Any:
-    """Return the value. Raises `error` for `true`, which pydantic takes for 1, and for text of digits."""
+    """Return the value. Raises `error` for `true`, which pydantic reads as 1, and for text of digits."""
     if isinstance(value, bool | str):
         raise error
     return value
@@ -210,52 +211,25 @@ _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 LongText = Literal["truncate", "error", "chunk"]
 # "stock": T5 and CLIP see the padding, as in diffusers. "trimmed": a T5 sees the real tokens only; no others are kept.
 TextPadding = Literal["stock", "trimmed"]
-# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--.
-PromptSyntax = Literal["plain", "weighted", "compel"]
 
 
-class GenerationDefaults(StrictModel):
+class GenerationDefaults(StrictModel, SamplingOptions, PictureOptions):
     """The values of fields that requests for this model leave open: any option of an image or of a text.
 
     None leaves it to the checkpoint's own settings, then to the engine's defaults.
     """
 
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="seed of every request; null draws one")
-    negative_prompt: str | None = None
     width: int | None = Field(None, ge=8, le=4096, description="width in pixels")
     height: int | None = Field(None, ge=8, le=4096, description="height in pixels")
     num_inference_steps: int | None = Field(None, ge=1, le=1000)
-    guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    true_cfg_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     max_sequence_length: int | None = Field(None, ge=1, le=4096, description="maximum tokens of the T5 prompt")
-    scheduler: str | None = Field(None, max_length=256, description="scheduler class of diffusers")
     scheduler_options: dict[str, bool | int | _Finite | str] | None = Field(
         None, max_length=16, description='options of the scheduler, such as {"use_karras_sigmas": true}'
     )
-    sigmas: tuple[_Finite, ...] | None = Field(None, min_length=1, max_length=1000)
-    timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
-    strength: float | None = Field(
-        None, gt=0, le=1, allow_inf_nan=False, description="how much of an input image is made anew"
-    )
-    prompt_syntax: PromptSyntax | None = Field(
-        None,
-        description="weighted: (word:1.3), [word] and BREAK in prompts mean what they do in the WebUI; compel: word++ "
-        "and (words)-- what they do in Compel",
-    )
-    clip_skip: int | None = Field(None, ge=0, le=64, description="layers of its CLIPs that are left out of prompts")
-    deterministic: bool | None = None
     extra: dict[str, Any] | None = Field(
         None, max_length=64, description="further parameters of the pipeline's class, where diffusers' code runs it"
     )
-    max_tokens: int | None = Field(None, ge=1, description="maximum tokens of an answer")
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    typical_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[_TokenId, _Bias] | None = Field(None, max_length=1024)
     stop: tuple[_Stop, ...] | None = Field(None, max_length=64)
     stop_token_ids: tuple[_TokenId, ...] | None = Field(None, max_length=64)

@@ -19,7 +19,9 @@ from cluster.registry.manifests import variant_of
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.engines.servable import why_unservable
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
+from deployments.modules.cache import ModuleCache
 from deployments.modules.encoders import TextEncoderBuilder
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ImageProgress, ImageRequest, ImageResult
@@ -102,9 +104,8 @@ class LocalModels:
 
         extents, device = _UnleasedExtents(self._store.packs), DeviceThread()
         # A module cache each, as in a cluster: text encoders and denoiser have budgets of their own.
-        texts, factory = TextEncoderBuilder(), ComponentFactory.of(ComponentBuilder(self._config.worker))
-        encoder_cache = self._module_cache(extents, self._config.text_encoder, ComponentFactory(texts, texts.retire))
-        worker_cache = self._module_cache(extents, self._config.worker, factory)
+        encoder_cache = self._module_cache(extents, self._config.text_encoder, TextEncoderBuilder())
+        worker_cache = self._module_cache(extents, self._config.worker, ComponentBuilder(self._config.worker))
         encoder = FallbackEncoder(encoder_cache, device, warnings=())
         images = ImageService(worker_cache, self._config.worker, device)
         result = await images.generate(request, encoder.condition, on_progress)
@@ -131,15 +132,13 @@ class LocalModels:
                     known = ", ".join(own) or "none"
                     raise UnknownModel(f"no {what} {use.name!r} for {request.model!r} (known: {known})", param)
 
-    def _module_cache(
-        self, extents: _UnleasedExtents, settings: ModelReplicaConfig, factory: ComponentFactory
-    ) -> ModuleCache:
+    def _module_cache(self, extents: _UnleasedExtents, settings: ModelReplicaConfig, builder: Builder) -> ModuleCache:
         return ModuleCache(
             self._manifest,
             extents,
             self._store.models,
             ModuleBudget.of(settings, "worker" if settings is self._config.worker else "text_encoder"),
-            factory,
+            builder,
         )
 
     async def _manifest(self, model: str, version: str | None = None) -> Manifest:

@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 8, 8  # of a panel, in Grafana's grid of 24 columns
 
 
 class Alert(NamedTuple):
-    """A rule: `wait` is how long it has to hold. Operators read `meaning`, which docs/operations.md explains."""
+    """A rule: `wait` is how long it has to hold. Operators read `meaning`, which docs/operations/start.md explains."""
 
     name: str
     expression: str

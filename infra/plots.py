@@ -18,7 +18,7 @@ from cluster.simulator.chart import chart_of
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 from deployments.console.output import write_file
-from deployments.plots.benches import PLOTS
+from infra.bench.command.plots import PLOTS
 
 GB: Final = 10**9
 app = typer.Typer(pretty_exceptions_enable=False)

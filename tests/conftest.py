@@ -4,6 +4,6 @@ every processor.
 
 import os
 
-pytest_plugins = ["kit.seeding", "kit.browser", "kit.unsynced", "kit.drawing", "kit.times"]
-# With AMX a product in half precision is another beside other rows (docs/operations.md says how to have it alike).
+pytest_plugins = ["kit.seeding", "kit.browser", "kit.unsynced", "kit.drawing", "kit.shares", "kit.times"]
+# With AMX a product in half precision is another beside other rows (docs/operations/limits.md).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

@@ -89,7 +89,7 @@ class Reading:
         self.loader = ExtentLoader(
             ExtentReader(packs, self.pool, self._planner, verify=verify, resident=resident),
             peers,
-            has_storage=self.has_storage,
+            packs=packs,
             node=node,
         )
         self._counting = threading.Lock()
@@ -248,16 +248,17 @@ class NodeKeeper:
             self.peering,
             metrics,
             verify=settings.verify,
-            resident=lambda base: self._held.view(base.id),
+            resident=lambda base: self._residents.view(base.id),
             node=host,
         )
         store = store or ObjectStore(node_id)
         self._held = HeldExtents(
             budget_within_store(budget_bytes, store.capacity_bytes, node_id),
             max_wait_s=settings.max_wait_s,
-            on_change=self.peering.changed if self.peering else _tell_nobody,
-            reload_rate=self.reading.loader.reload_rate,
+            neighbours=self.peering,
+            rates=self.reading.loader,
         )
+        self._residents, self._holders = self._held.residents, self._held.holders
         self.memory = NodeMemory(
             store,
             self._held,
@@ -268,7 +269,7 @@ class NodeKeeper:
         )
         self.memory.start(populate=settings.populate)
         if self.peering:
-            self.peering.start(self._shown, self._held.ids, self.memory.audit.look_soon)
+            self.peering.start(self._shown, self._residents.ids, self.memory.audit.look_soon)
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         """Return references to the extents by id, each leased to `holder` once more until `release`.
@@ -291,9 +292,9 @@ class NodeKeeper:
     def release(self, ids: Sequence[str], holder: str, generation: str | None = None) -> None:
         """Give back one lease per id. Unknown ids and holders, and leases of another epoch, are ignored."""
         if generation is None:
-            self._held.release(ids, holder)
+            self._holders.release(ids, holder)
         elif (epoch := self._epoch(generation)) is not None:
-            self._held.release(ids, holder, epoch)
+            self._holders.release(ids, holder, epoch)
 
     @ray.method(concurrency_group="recalls")
     def next_recall(self, holder: str, answer: RecallAnswer | None = None) -> Recall:
@@ -303,7 +304,7 @@ class NodeKeeper:
         what others have when it does not, and of its leases when its process is gone.
         """
         epoch = self._epoch(answer.generation) if answer else None
-        return self._held.next_recall(holder, answer, epoch, RECALL_POLL_S)
+        return self._holders.next_recall(holder, answer, epoch, RECALL_POLL_S)
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> None:
         """Bring in what has room beside everything leased, pinned or more valuable. Does not wait for it."""
@@ -352,10 +353,10 @@ class NodeKeeper:
         The holder's leases end with `process`, or when it gives no sign for a minute. `uses` counts, by extent id,
         how often it has used since the last time what it kept.
         """
-        epoch = self._held.greet(holder, process)
+        epoch = self._holders.greet(holder, process)
         if uses:
-            self._held.note_uses(uses)
-        return Greeting(self._generation(epoch), self._held.wanted_bytes, self.memory.damage.invalidated)
+            self._holders.note_uses(uses)
+        return Greeting(self._generation(epoch), self._residents.wanted_bytes, self.memory.damage.invalidated)
 
     @ray.method(concurrency_group="control")
     def adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
@@ -365,23 +366,23 @@ class NodeKeeper:
         HAZARD: a handle of the replica must not come with this. Opening one imports its class, for seconds, while
         others wait for what is adopted here.
         """
-        generation = self._generation(self._held.epoch(holder))
+        generation = self._generation(self._holders.epoch(holder))
         self.memory.adoption.take_offers(holder, offers)
         return generation
 
     @ray.method(concurrency_group="control")
     def residents(self, ids: Sequence[str] | None = None) -> list[ResidentExtent]:
         """Return those of `ids` that are here; without them, all."""
-        return self._held.residents(ids)
+        return self._residents.described(ids)
 
     @ray.method(concurrency_group="control")
     def holders(self) -> Mapping[str, tuple[str, ...]]:
         """Return the holders of leases, by extent id."""
-        return {found.id: tuple(found.holders) for found in self._held.residents()}
+        return {found.id: tuple(found.holders) for found in self._residents.described()}
 
     @ray.method(concurrency_group="control")
     def stats(self) -> KeeperStats:
-        totals, stages, pool = self._held.totals(), self.reading.stages.figures(), self.reading.pool.stats()
+        totals, stages, pool = self._residents.totals(), self.reading.stages.figures(), self.reading.pool.stats()
         damage = self.memory.damage
         read = stages.get("read", StageFigures())
         return KeeperStats(
@@ -389,12 +390,12 @@ class NodeKeeper:
             num_extents=totals.num_extents,
             resident_bytes=totals.resident_bytes,
             leased_bytes=totals.leased_bytes,
-            callable_bytes=self._held.callable_bytes,
-            budget_bytes=self._held.budget_bytes,
+            callable_bytes=self._residents.callable_bytes,
+            budget_bytes=self._residents.budget_bytes,
             read_bytes=self.reading.loaded_bytes("storage"),
             read_s=read.elapsed_s,
-            num_evicted=self._held.num_evicted,
-            num_recalled=self._held.num_recalled,
+            num_evicted=self._residents.num_evicted,
+            num_recalled=self._residents.num_recalled,
             read_gbps=read.gbps,
             staging_bytes=pool.held_bytes,
             pool_hit_rate=pool.hit_rate,
@@ -405,14 +406,14 @@ class NodeKeeper:
             adopted_bytes=self.memory.adoption.adopted_bytes,
             served_bytes=self.peering.served_bytes if self.peering else 0,
             address=self.peering.address if self.peering else None,
-            holders=self._held.bytes_by_holder(),
-            num_waiting=self._held.num_waiting,
-            wanted_bytes=self._held.wanted_bytes,
+            holders=self._residents.bytes_by_holder(),
+            num_waiting=self._residents.num_waiting,
+            wanted_bytes=self._residents.wanted_bytes,
             audited_bytes=self.memory.audit.audited_bytes,
             num_corrupt=damage.num_corrupt,
             corrupt=damage.corrupt,
             object_store_bytes=self.memory.store.capacity_bytes,
-            num_holders=self._held.watch.num_holders,
+            num_holders=self._holders.watch.num_holders,
             has_storage=self.reading.has_storage(),
         )
 
@@ -425,8 +426,8 @@ class NodeKeeper:
 
     def _shown(self, id_: str) -> ByteArray | StoredBytes | None:
         """Return what another node may have: an extent that is here, or the delta that it was stored as."""
-        delta = self._held.delta(id_) if id_.startswith(DELTA_KEY) else None
-        return self.reading.stored(delta) if delta else self._held.view(id_)
+        delta = self._residents.delta(id_) if id_.startswith(DELTA_KEY) else None
+        return self.reading.stored(delta) if delta else self._residents.view(id_)
 
     def _generation(self, epoch: int) -> str:
         """Return the name of the leases of one epoch of a holder."""
@@ -436,7 +437,3 @@ class NodeKeeper:
         """Return the epoch that a generation names; None for one of another keeper process."""
         epoch = generation.removeprefix(f"{self.generation}-")
         return int(epoch) if epoch.isdecimal() else None
-
-
-def _tell_nobody(added: Sequence[str], removed: Sequence[str]) -> None:
-    """There is no registry, and so no other node that could ask."""

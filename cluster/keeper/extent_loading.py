@@ -132,6 +132,25 @@ class Writing:
 Begin = Callable[[ExtentRef], contextlib.AbstractContextManager[Writing]]
 
 
+class _MeasuredPlace:
+    """The place of an extent that is being written, made when it is called for."""
+
+    def __init__(self, writing: Writing, extent: ExtentRef, stages: LoadClock, clock: Callable[[], float]) -> None:
+        self._writing = writing
+        self._extent = extent
+        self._stages = stages
+        self._clock = clock
+        self.seconds = 0.0  # that it took
+        self.has_failed = False
+
+    def __call__(self) -> ByteArray:
+        begin_s, self.has_failed = self._clock(), True
+        with self._stages.measure("put", self._extent.nbytes):
+            out = self._writing.place()
+        self.seconds, self.has_failed = self._clock() - begin_s, False
+        return out
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """An extent as it was sealed and where its bytes came from, or why it cannot be had."""
@@ -147,7 +166,7 @@ class ExtentLoader:
 
     A peer that fails or gives other bytes is only a detour: storage has the last word.
 
-    A node without the store's folder has what other nodes read for it: `expect` looks whether it `has_storage`. `node`
+    A node without the store's folder has what other nodes read for it: `expect` looks whether `packs` is there. `node`
     is its address, for who reads errors.
 
     `expect` says what is wanted; every extent of it takes one call of `load_next`, from any thread. No thread waits for
@@ -162,12 +181,12 @@ class ExtentLoader:
         clock: Callable[[], float] = time.monotonic,
         pause: Pause = threading.Condition.wait,
         chance: random.Random | None = None,
-        has_storage: Callable[[], bool] = lambda: True,
+        packs: Path | None = None,
         node: str = "",
     ) -> None:
         self._reader = reader
         self._node = node
-        self._has_storage = has_storage
+        self._packs = packs
         self._peers = peers
         self._clock = clock
         self._pause = pause
@@ -176,7 +195,7 @@ class ExtentLoader:
         self._wanted: dict[str, tuple[ExtentRef, LoadClock]] = {}
 
     def expect(self, extents: Sequence[ExtentRef], stages: LoadClock) -> None:
-        can_read = self._peers is None or self._has_storage()
+        can_read = self._peers is None or self._packs is None or self._packs.is_dir()
         with self._changed:
             self._queue.can_read = can_read
             self._wanted.update((extent.id, (extent, stages)) for extent in extents)
@@ -213,7 +232,8 @@ class ExtentLoader:
         A peer gives once more.
         """
         with self._changed:
-            gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
+            known = self._queue.sources
+            gbps = max(known.storage.gbps or 0.0, known.best_peer_gbps if source == "peer" else 0.0)
         return 1 / (gbps * 1e9) if gbps else None
 
     def _next(self) -> AskRegistry | Read | Fetch | GiveUp | None:
@@ -279,31 +299,26 @@ class ExtentLoader:
         client = self._peers.client() if self._peers else None
         if client and (fetched := self._fetch_delta(client, writing, extent, plan, stages)):
             return fetched, True
-        reading = contextlib.ExitStack()
-        is_placing = False
+        place, reading = _MeasuredPlace(writing, extent, stages, self._clock), contextlib.ExitStack()
 
-        def place() -> ByteArray:
-            nonlocal is_placing
-            is_placing = True
-            with stages.measure("put", extent.nbytes):
-                out = writing.place()
-            is_placing = False
+        def begin_reading() -> ByteArray:
+            out = place()
             reading.enter_context(stages.measure("read", extent.nbytes))
             return out
 
         try:
             if client:
                 with reading:
-                    return client.fetch_extent(plan.addresses, extent, place, min_gbps=plan.min_gbps), True
+                    return client.fetch_extent(plan.addresses, extent, begin_reading, min_gbps=plan.min_gbps), True
         except FetchFailed as error:
             if error.fetched.failed or error.fetched.corrupt:
-                logger.warning("peers do not give it: %s", error)
+                logger.warning("peer fetch failed, reading storage: %s", error)
             return error.fetched, False
         except Exception as error:
-            if is_placing:
+            if place.has_failed:
                 raise
             log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
-            log("peers do not give it: %s", error)
+            log("peer fetch failed, reading storage: %s", error)
         return FetchOutcome(failed=list(plan.addresses)), False
 
     def _fetch_delta(
@@ -314,7 +329,7 @@ class ExtentLoader:
         Raises only what making the place does.
         """
         with self._changed:
-            gbps = self._queue.peer_gbps(plan.addresses[0])
+            gbps = self._queue.sources.peer_gbps(plan.addresses[0])
         delta = extent.delta
         if delta is None or not self._reader.prefers_sent_delta(extent, gbps * 1e9 if gbps else None):
             return None
@@ -325,33 +340,21 @@ class ExtentLoader:
                 stored = delta.stored(delta.key)
                 fetched.append(client.fetch_extent(plan.addresses, stored, lambda: out, min_gbps=plan.min_gbps))
 
-        def place() -> ByteArray:
-            with stages.measure("put", extent.nbytes):
-                return writing.place()
-
         try:
-            self._reader.from_delta(extent, fetch, place, stages)
+            self._reader.from_delta(extent, fetch, _MeasuredPlace(writing, extent, stages, self._clock), stages)
         except (PeerUnavailable, ExtentCorrupt) as error:
             logger.info("peers do not give the delta: %s", error)
             return None
         return fetched[0]
 
     def _read(self, extent: ExtentRef, stages: LoadClock, begin: Begin) -> Loaded:
-        place_s, read_s = 0.0, None
+        read_s = None
         start_s = self._clock()
         try:
             with begin(extent) as writing:
-
-                def timed() -> ByteArray:
-                    nonlocal place_s
-                    begin_s = self._clock()
-                    with stages.measure("put", extent.nbytes):
-                        out = writing.place()
-                    place_s = self._clock() - begin_s
-                    return out
-
-                self._reader.read_into(extent, timed, stages)
-                elapsed_s = self._clock() - start_s - place_s  # a peer's bytes need a place as well
+                place = _MeasuredPlace(writing, extent, stages, self._clock)
+                self._reader.read_into(extent, place, stages)
+                elapsed_s = self._clock() - start_s - place.seconds  # a peer's bytes need a place as well
                 loaded = Loaded(extent, writing.seal())
             read_s = elapsed_s
             stages.came_from("storage", extent.nbytes)

@@ -6,20 +6,18 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
 
-from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, RecallAnswer, copy_name
+from cluster.keeper.mapped_leases import GivenBack, MappedLeases
+from cluster.keeper.records import Greeting, LeasedRefs, Recall, RecallAnswer
 from cluster.process.processes import ProcessMark
 from cluster.process.ray_calls import get
 from weights.memory.host_pool import ByteArray
 from weights.reading.report import LoadReport
 from weights.records.manifest import ExtentRef
-from weights.residency.recent import Recent
 
 logger = logging.getLogger("atelier.replica")
 
@@ -28,27 +26,32 @@ RETRY_FOR_S: Final = 60.0  # a keeper that was killed is back within seconds
 RETRY_PAUSE_S: Final = 0.1
 GET_TIMEOUT_S: Final = 10.0
 LOOK_S: Final = 5.0  # so often who waits for an answer looks whether its keeper is the one that was asked
-MAX_REMEMBERED: Final = 65_536  # copies that this replica was given, and perhaps made something of
 
 
-# Hears from another thread that the node needs these extents, and whether new requests must do without them. When it
-# returns, what was made of them and is not in use has been released.
-OnRecall = Callable[[Sequence[str], bool], None]
+class ExtentUser:
+    """Whoever makes something of a replica's extents. Its methods are called from other threads.
 
-
-@dataclass
-class _Mapped:
-    """An extent that is mapped here. Reference and view keep it alive when its owner, the keeper, dies.
-
-    `num_leases` is as the keeper counts them, `num_uses` what was fetched and not released.
+    With `keeps`, what is released stays mapped under its lease, and is there again without asking, until the keeper
+    calls it back.
     """
 
-    extent: ExtentRef
-    ref: Any
-    view: ByteArray
-    num_leases: int
-    num_uses: int
-    is_damaged: bool = False
+    keeps = False
+
+    def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+        """Release what was made of these, which the node needs, and is not in use.
+
+        With `is_overdue`, new requests must do without them.
+        """
+
+    def note_damage(self, extents: Sequence[str]) -> None:
+        """Use nothing that was made of these: this replica was given a copy of each that was written to since."""
+
+    def find_keeper(self) -> Any:
+        """Return the handle of the keeper in place of one that is gone for good; None where none is known.
+
+        Blocks, and may raise.
+        """
+        return None
 
 
 class RayExtents:
@@ -56,41 +59,28 @@ class RayExtents:
 
     A keeper that dies is restarted by Ray, empty. It gets back what this replica has mapped, which is why the replica
     keeps that, and calls that were under way are made again. So does one that lives and took this replica for dead: its
-    leases have ended, and have another generation from then on. `on_damage` gets, from another thread, the ids of
-    extents of which this replica was given a copy that was written to since: what was made of it computes with wrong
-    weights. The next `fetch` gets a fresh copy. `connect` gives the handle of the keeper that took the place of one
-    that is gone for good; it blocks, and may raise.
-
-    With `on_recall`, what is released stays mapped under its lease, and is there again without asking, until the keeper
-    calls it back.
+    leases have ended, and have another generation from then on. After a copy was found damaged, the next `fetch` gets a
+    fresh one.
     """
 
-    def __init__(
-        self,
-        keeper: Any,
-        holder: str,
-        on_damage: Callable[[Sequence[str]], None] | None = None,
-        connect: Callable[[], Any] | None = None,
-        on_recall: OnRecall | None = None,
-    ) -> None:
+    def __init__(self, keeper: Any, holder: str, user: ExtentUser | None = None) -> None:
         self._keeper = keeper
-        self._connect = connect
         self._holder = holder
-        self._on_recall = on_recall
-        self._on_damage = on_damage
-        self._lock = threading.Lock()
+        self._user = user or ExtentUser()
+        self._leases = MappedLeases(keeps=self._user.keeps)
         self._meeting = threading.Lock()  # held while a restarted keeper is told what is here
-        self._mapped: dict[str, _Mapped] = {}
-        self._called: set[str] = set()  # wanted back as soon as they are not used
-        self._uses: Counter[str] = Counter()  # since the last heartbeat, of what was kept
         self._answering = threading.local()
-        self._given: Recent[str, str] = Recent(MAX_REMEMBERED)  # extent ids by copy
-        self.generation = ""  # of the leases with the keeper that runs, as far as it is known here
         self._process = ProcessMark.this()
+        self._starting = threading.Lock()
         self._heart: threading.Thread | None = None
         self._ear: threading.Thread | None = None
         self._closed = threading.Event()
         self._last_report: LoadReport | None = None
+
+    @property
+    def generation(self) -> str:
+        """The generation of the leases with the keeper that runs, as far as it is known here."""
+        return self._leases.generation
 
     @property
     def last_report(self) -> LoadReport | None:
@@ -102,14 +92,14 @@ class RayExtents:
 
         HAZARD: call it off the event loop.
         """
-        if kept := self._use_kept(extents):
+        if kept := self._leases.use_kept(extents):
             self._last_report = None
             return kept
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
             # All of them, mapped or not: whoever waits for some of what it needs must not hold the rest.
             acquired: LeasedRefs = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder))
-            self._note_given(acquired.refs)
+            self._leases.note_given(acquired.refs)
             try:
                 self._meet(acquired.generation)
                 views = get(list(acquired.refs.values()), GET_TIMEOUT_S)
@@ -117,29 +107,21 @@ class RayExtents:
                 # The keeper died between its answer and here, and the only view of the bytes with it.
                 if time.monotonic() > deadline_s:
                     raise
-                self._send_release([extent.id for extent in extents], acquired.generation)
+                self._send_release(GivenBack([extent.id for extent in extents], acquired.generation))
                 continue
             found = dict(zip(acquired.refs, views, strict=True))
-            if self._keep(extents, acquired, found):
+            if surplus := self._leases.keep(extents, acquired, found):
+                self._send_release(surplus)
                 self._last_report = acquired.report
                 return found
 
     def release(self, extents: Sequence[ExtentRef]) -> None:
         """Fire and forget: the views stay valid as long as they are referenced, only the claim on memory ends."""
-        given_back: list[str] = []
-        with self._lock:
-            for extent in extents:
-                mapped = self._mapped.get(extent.id)
-                if mapped and mapped.num_uses:
-                    mapped.num_uses -= 1
-                    given_back += self._surplus(mapped)
-            generation = self.generation
-        self._give_back(given_back, generation)
+        self._give_back(self._leases.release(extents))
 
     def note_uses(self, extents: Sequence[ExtentRef]) -> None:
         """Count a use of what is fetched already, unseen by the keeper: what is popular is called back last."""
-        with self._lock:
-            self._uses.update(extent.id for extent in extents)
+        self._leases.note_uses(extents)
 
     def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
         """Return whether the node can bring them in without taking them from somebody. Blocks."""
@@ -148,7 +130,7 @@ class RayExtents:
 
     def is_called_back(self, extents: Sequence[ExtentRef]) -> bool:
         """Return whether the keeper waits for one of them."""
-        return bool(self._called) and not self._called.isdisjoint(extent.id for extent in extents)
+        return self._leases.is_called_back(extents)
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> None:
         """Ask for them to be brought in where there is room. Fire and forget."""
@@ -156,13 +138,13 @@ class RayExtents:
 
     def start_beating(self) -> None:
         """Send a heartbeat every second, by which the keeper knows that its node has a replica; until `close`."""
-        with self._lock:
+        with self._starting:
             if self._heart is None:
                 # Not kept alive by its own thread: a provider that nobody uses any more ends it.
                 beating = (weakref.ref(self), self._closed)
                 self._heart = threading.Thread(target=_beat_on, args=beating, name="keeper-heartbeat", daemon=True)
                 self._heart.start()
-            if self._ear is None and self._on_recall:
+            if self._ear is None and self._user.keeps:
                 self._ear = threading.Thread(
                     target=_follow_recalls, args=(weakref.ref(self), self._closed), name="keeper-recalls", daemon=True
                 )
@@ -178,108 +160,39 @@ class RayExtents:
             greeting = self._greet()
             self._meet(greeting.generation)
         except ray.exceptions.ActorDiedError:  # for good
-            if self._connect:
-                self._keeper = self._connect()
+            self._keeper = self._user.find_keeper() or self._keeper
             return
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # not back yet
         if not greeting.wanted_bytes:
-            self._called.clear()  # what was called back is not needed any more
-        if damaged := self._take_given(greeting.invalidated):
+            self._leases.forget_calls()
+        damaged, given_back = self._leases.note_damage(greeting.invalidated)
+        if damaged:
             logger.error("%s was given extents that were written to since: %s", self._holder, ", ".join(damaged))
-            self._let_damaged_go(damaged)
-            if self._on_damage:
-                self._on_damage(damaged)
+            self._send_release(given_back)
+            self._user.note_damage(damaged)
 
     def handle_recall(self, recall: Recall) -> RecallAnswer:
         """Give back what the keeper wants and nobody uses. Returns the answer."""
-        with self._lock:
-            self._called.update(id_ for id_ in recall.ids if id_ in self._mapped)
-            generation = self.generation
+        generation = self._leases.call_back(recall.ids)
         self._answering.generation = generation
         self._answering.given_back = given_back = list[str]()  # what this thread gives back goes with the answer
         try:
-            if self._on_recall:
-                self._on_recall(recall.ids, recall.is_overdue)
+            self._user.release_recalled(recall.ids, recall.is_overdue)
         except Exception:
             logger.exception("what was made of extents that were called back stays")
         finally:
             del self._answering.given_back
-        with self._lock:
-            surplus = [id_ for mapped in map(self._mapped.get, recall.ids) if mapped for id_ in self._surplus(mapped)]
-            now = self.generation
-        if now == generation:
-            given_back += surplus
+        surplus = self._leases.surplus_of(recall.ids)
+        if surplus.generation == generation:
+            given_back += surplus.ids
         else:  # the keeper was restarted meanwhile
-            self._send_release(surplus, now)
+            self._send_release(surplus)
         return RecallAnswer(tuple(given_back), generation)
 
     def wait_for_recall(self, answer: RecallAnswer | None) -> Any:
         """Return the object reference of the next recall; `answer` is to the one before."""
         return self._keeper.next_recall.remote(self._holder, answer)
-
-    def _use_kept(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray] | None:
-        """Return the views, used once more; None when not all of them are here, sound and not called back."""
-        if self._on_recall is None:
-            return None
-        with self._lock:
-            mapped = [self._mapped.get(extent.id) for extent in extents]
-            if not all(found and not found.is_damaged and found.extent.id not in self._called for found in mapped):
-                return None
-            for found in filter(None, mapped):
-                found.num_uses += 1
-                self._uses[found.extent.id] += 1
-            return {found.extent.id: found.view for found in mapped if found}
-
-    def _surplus(self, mapped: _Mapped) -> list[str]:
-        """The ids, one per lease, of leases that are not needed. With the lock held."""
-        id_ = mapped.extent.id
-        is_kept = self._on_recall is not None and not mapped.is_damaged and id_ not in self._called
-        needed = max(mapped.num_uses, 1 if is_kept else 0)
-        num_surplus = max(0, mapped.num_leases - needed)
-        mapped.num_leases -= num_surplus
-        if not mapped.num_leases:
-            del self._mapped[id_]
-            self._called.discard(id_)
-        return [id_] * num_surplus
-
-    def _let_damaged_go(self, ids: Sequence[str]) -> None:
-        given_back: list[str] = []
-        with self._lock:
-            for id_ in ids:
-                if mapped := self._mapped.get(id_):
-                    mapped.is_damaged = True
-                    given_back += self._surplus(mapped)
-            generation = self.generation
-        self._send_release(given_back, generation)
-
-    def _note_given(self, refs: Mapping[str, Any]) -> None:
-        with self._lock:
-            for id_, ref in refs.items():
-                self._given.note(copy_name(ref), id_)
-
-    def _take_given(self, copies: Sequence[str]) -> list[str]:
-        """The extents of those copies that were given to this replica. Each copy is told once."""
-        with self._lock:
-            return [self._given.pop(copy) for copy in copies if copy in self._given]
-
-    def _keep(self, extents: Sequence[ExtentRef], acquired: LeasedRefs, found: Mapping[str, ByteArray]) -> bool:
-        """False when the keeper that gave the leases was replaced since: they are gone with it."""
-        with self._lock:
-            if self.generation != acquired.generation:
-                return False
-            surplus: list[str] = []
-            for extent in extents:
-                id_, before = extent.id, self._mapped.get(extent.id)
-                # The newest copy: an older one may be a damaged one that the keeper has given up.
-                self._mapped[id_] = mapped = _Mapped(extent, acquired.refs[id_], found[id_], 1, 1)
-                if before:
-                    mapped.num_leases += before.num_leases
-                    mapped.num_uses += before.num_uses
-                self._called.discard(id_)
-                surplus += self._surplus(mapped)
-        self._send_release(surplus, acquired.generation)
-        return True
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """The answer, of a restarted keeper if need be. A call that a dying keeper was at is made again."""
@@ -304,40 +217,29 @@ class RayExtents:
             return
         with self._meeting:
             # Asked again: `generation` may be of an answer that comes late, from an epoch before the one known here.
-            if self._greet(timeout_s=None).generation == self.generation:
+            met = self._greet().generation
+            if met == self.generation:
                 return
-            with self._lock:
-                self.generation = ""  # an answer of the epoch before that comes now is not recorded any more
-                offered = {id_: mapped.num_leases for id_, mapped in self._mapped.items()}
-                offers = [HeldOffer(mapped.extent, mapped.ref, mapped.num_leases) for mapped in self._mapped.values()]
+            offers = self._leases.begin_offer()
             # It may be yet another one that answers.
-            generation = get(self._keeper.adopt.remote(self._holder, offers))
-            with self._lock:
-                self.generation = generation
-                # Given back while the offer was on its way: the keeper counts those leases still.
-                surplus = [
-                    id_
-                    for id_, count in offered.items()
-                    for _ in range(count - (self._mapped[id_].num_leases if id_ in self._mapped else 0))
-                ]
-            self._send_release(surplus, generation)
+            generation = _answer_of(self._keeper.adopt.remote(self._holder, offers), met, lambda: _met_by(self._greet))
+            self._send_release(self._leases.end_offer(generation))
 
-    def _greet(self, timeout_s: float | None = GET_TIMEOUT_S) -> Greeting:
-        with self._lock:
-            uses, self._uses = self._uses, Counter()
-        greeting: Greeting = get(self._keeper.hello.remote(self._holder, self._process, dict(uses)), timeout_s)
+    def _greet(self) -> Greeting:
+        uses = self._leases.take_uses()
+        greeting: Greeting = get(self._keeper.hello.remote(self._holder, self._process, uses), GET_TIMEOUT_S)
         return greeting
 
-    def _give_back(self, ids: list[str], generation: str) -> None:
+    def _give_back(self, leases: GivenBack) -> None:
         given_back = getattr(self._answering, "given_back", None)
-        if given_back is not None and generation == self._answering.generation:
-            given_back += ids
+        if given_back is not None and leases.generation == self._answering.generation:
+            given_back += leases.ids
         else:
-            self._send_release(ids, generation)
+            self._send_release(leases)
 
-    def _send_release(self, ids: Sequence[str], generation: str) -> None:
-        if ids:
-            self._keeper.release.remote(list(ids), self._holder, generation)
+    def _send_release(self, leases: GivenBack) -> None:
+        if leases.ids:
+            self._keeper.release.remote(leases.ids, self._holder, leases.generation)
 
 
 def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
@@ -386,6 +288,20 @@ def _answer_of(ref: Any, asked: str, now: Callable[[], str]) -> Any:
             if asked and known and known != asked:
                 raise ray.exceptions.ActorUnavailableError("another keeper is in its place", None) from None
             asked = asked or known
+
+
+def _met_by(greet: Callable[[], Greeting]) -> str:
+    """Return the generation of the keeper that runs, as it says itself.
+
+    HAZARD: a busy one is waited for, for a minute: leases that it adopts just now would be offered a second time.
+    """
+    deadline_s = time.monotonic() + RETRY_FOR_S
+    while True:
+        try:
+            return greet().generation
+        except ray.exceptions.GetTimeoutError:
+            if time.monotonic() > deadline_s:
+                raise
 
 
 def _generation_of(found: weakref.ref[RayExtents]) -> str:

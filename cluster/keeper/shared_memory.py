@@ -27,6 +27,7 @@ from cluster.keeper.extent_loading import Writing
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.object_store import MAX_SHARE, NewObject, StoreFull, max_budget_bytes
 from cluster.keeper.records import HeldExtent, HeldOffer, copy_name
+from cluster.keeper.residents import Residents
 from cluster.process.ray_calls import get
 from weights.memory.host_pool import ByteArray
 from weights.records.errors import BudgetExceeded
@@ -79,13 +80,15 @@ class Adoption:
         self._expect_more()
         for offer in offers:
             self._expect_more()
-            if self._held.lease_same(offer.extent.id, offer.ref, holder, offer.num_leases):
+            if self._held.holders.lease_same(offer.extent.id, offer.ref, holder, offer.num_leases):
                 continue
             view = self._sound_view(offer, holder)
             if view is None:
                 unknown = HeldExtent(offer.extent, offer.ref, np.empty(0, np.uint8), "adopted")
-                self._held.add_detached(unknown, holder, offer.num_leases)
-            elif self._held.adopt(HeldExtent(offer.extent, offer.ref, view, "adopted"), holder, offer.num_leases):
+                self._held.holders.add_detached(unknown, holder, offer.num_leases)
+            elif self._held.holders.adopt(
+                HeldExtent(offer.extent, offer.ref, view, "adopted"), holder, offer.num_leases
+            ):
                 with self._counting:
                     self.adopted_bytes += offer.extent.nbytes
 
@@ -138,25 +141,27 @@ class DamageLog:
             self._invalidated.append(copy_name(ref))
 
 
-class Audit:
-    """A thread that hashes one extent after the other, at most `bytes_per_s`. `damaged` gets wrong checksums.
+class Audited(Protocol):
+    """Memory that is audited."""
 
-    `ids` and `held` say what is in memory. Between two blocks nothing is kept, so that what is evicted goes at once.
-    What `look_soon` names comes first.
+    @property
+    def residents(self) -> Residents:
+        """What is there."""
+        ...
+
+    def note_damage(self, held: HeldExtent) -> None:
+        """Take in that the bytes of an extent are others than those of its checksum."""
+        ...
+
+
+class Audit:
+    """A thread that hashes one extent of a memory after the other, at most `bytes_per_s`.
+
+    Between two blocks nothing is kept, so that what is evicted goes at once. What `look_soon` names comes first.
     """
 
-    def __init__(
-        self,
-        ids: Callable[[], list[str]],
-        held: Callable[[str], HeldExtent | None],
-        damaged: Callable[[HeldExtent], None],
-        bytes_per_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ids = ids
-        self._held = held
-        self._damaged = damaged
+    def __init__(self, memory: Audited, bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._memory = memory
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._closed = threading.Event()
@@ -165,7 +170,7 @@ class Audit:
 
     def look_soon(self, id_: str) -> None:
         """Check this extent next, where it is here: somebody got other bytes of it. From any thread; never blocks."""
-        if self._held(id_) is not None:
+        if self._memory.residents.held(id_) is not None:
             self._doubted[id_] = None
 
     def start(self) -> None:
@@ -176,7 +181,7 @@ class Audit:
 
     def round(self) -> None:
         """Check every extent that is here now, once, and before each one those that are doubted."""
-        for id_ in [None, *self._ids()]:
+        for id_ in [None, *self._memory.residents.ids()]:
             while self._doubted and not self._closed.is_set():
                 self._check(self._doubted.popitem()[0])
             if self._closed.is_set():
@@ -193,7 +198,7 @@ class Audit:
 
     def _check(self, id_: str) -> None:
         digest, offset = xxh3_128(), 0
-        first = self._held(id_)
+        first = self._memory.residents.held(id_)
         while first is not None and offset < first.extent.nbytes:
             start_s = self._clock()
             block = first.view[offset : offset + BLOCK_BYTES]
@@ -205,11 +210,11 @@ class Audit:
             del first, block
             if self._closed.wait(max(rest_s, 0.0)):
                 return
-            first = self._held(id_)
+            first = self._memory.residents.held(id_)
             if first is not same():
                 return  # evicted and loaded again meanwhile
         if first is not None and digest.hexdigest() != first.extent.checksum:
-            self._damaged(first)
+            self._memory.note_damage(first)
 
 
 class Store(Protocol):
@@ -234,7 +239,7 @@ class _StoreWriter:
     @property
     def used_bytes(self) -> int:
         """Bytes used of the store, with what is being written."""
-        return self._held.totals().resident_bytes + self._writing_bytes
+        return self._held.residents.totals().resident_bytes + self._writing_bytes
 
     @contextlib.contextmanager
     def begin_writing(self, extent: ExtentRef) -> Iterator[Writing]:
@@ -265,7 +270,7 @@ class _StoreWriter:
             except StoreFull as error:
                 # Within the budget, but not in one piece, or something that is not weights is in the way.
                 if not self._held.shed(extent.nbytes):
-                    raise BudgetExceeded(f"{error} ({self._held.holders_text()})") from None
+                    raise BudgetExceeded(f"{error} ({self._held.residents.holders_text()})") from None
 
     def _count_writing(self, nbytes: int) -> None:
         with self._counting:
@@ -290,16 +295,17 @@ class NodeMemory:
     ) -> None:
         self.store = store
         self.held = held
+        self.residents = held.residents
         self._node_id = node_id
         self._is_audited = bool(audit_bytes_per_s)
         self.writer = _StoreWriter(store, held)
         self.damage = DamageLog()
         self.adoption: Adoption = Adoption(held, self.damage, verify=verify, wait_s=adoption_s)
-        self.audit: Audit = Audit(held.ids, held.held, self._note_damage, audit_bytes_per_s or float("inf"))
+        self.audit: Audit = Audit(self, audit_bytes_per_s or float("inf"))
 
     def start(self, *, populate: bool) -> None:
         """Watch the holders, audit what is held and, with `populate`, make the store's pages, all in threads."""
-        self.held.watch.start()
+        self.held.holders.watch.start()
         if self._is_audited:
             self.audit.start()
         if populate:
@@ -318,7 +324,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """End its threads."""
-        self.held.watch.close()
+        self.held.holders.watch.close()
         self.audit.close()
 
     def _populate_store(self) -> None:
@@ -326,8 +332,9 @@ class NodeMemory:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux, of this thread alone
         self.store.populate()
 
-    def _note_damage(self, held: HeldExtent) -> None:
-        holders = [holder for found in self.held.residents([held.extent.id]) for holder in found.holders]
+    def note_damage(self, held: HeldExtent) -> None:
+        """Let nobody else get a copy whose bytes are wrong, and log who has it."""
+        holders = [holder for found in self.residents.described([held.extent.id]) for holder in found.holders]
         if self.held.invalidate(held.extent.id, held.view):
             where = f"in shared memory, leased by {', '.join(holders) or 'nobody'}"
             self.damage.note_damage(held.extent.id, held.ref, where)

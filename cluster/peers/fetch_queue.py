@@ -14,25 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cluster.peers.protocol import MAX_TRANSFERS, Located, PeerAddress, PeerOffer, Question
+from cluster.peers.known_sources import KnownSources
+from cluster.peers.protocol import MAX_TRANSFERS, Located, PeerOffer, Question
 from cluster.peers.sources import (
-    DAMAGED_S,
     MAX_OFFERS,
-    STORAGE_MARGIN,
     AllBusy,
-    BandwidthEstimate,
     FetchOutcome,
     FromPeers,
     FromStorage,
     NobodyLeft,
-    PeerRecord,
     ask_again_s,
-    choose_source,
     patience_s,
 )
 
 MAX_FETCHES: Final = MAX_TRANSFERS  # at once: a node that fetches no more than it serves finds a slot
-MAX_PEERS: Final = 1024  # remembered, before those without recent measurements are forgotten
 WINDOW: Final = 32  # extents in one question
 GIVE_UP_S: Final = 120.0  # without a single extent, where only others can read
 
@@ -86,6 +81,7 @@ class FetchQueue:
         self._max_claims = max_claims
         self._is_alone = is_alone
         self.can_read = True
+        self.sources = KnownSources(chance)
         self._sizes: dict[str, int] = {}  # in bytes, by id
         # Each of these that is not on its way is in one of the following.
         self._unknown: dict[str, None] = {}
@@ -97,17 +93,12 @@ class FetchQueue:
         self._reading: set[str] = set()
         self._asked_twice: set[str] = set()  # because the first that were offered had all failed
         self._refused_s: dict[str, float] = {}  # by id: since when peers that have it do not give it
-        # By id: until when no peer is asked for it whose copy was damaged. The other extents of that peer may be sound.
-        self._damaged_until_s: dict[str, dict[PeerAddress, float]] = {}
         self._num_at_start: dict[str, int] = {}  # of those: how many there were when it began
         self._is_asking = False
         self._has_gained = True
         self._num_in_vain = 0
         self._ask_at_s = -math.inf
         self._gained_s = -math.inf
-        self.storage = BandwidthEstimate()
-        self.peers: dict[PeerAddress, PeerRecord] = {}
-        self.best_peer_gbps = 0.0  # of all that were measured
 
     def add_extents(self, sizes: Mapping[str, int], now_s: float) -> None:
         """Add missing extents: sizes in bytes by id."""
@@ -170,7 +161,7 @@ class FetchQueue:
             if id_ in answer.offers:
                 self._move([id_], self._offered, answer.offers[id_])
         read_elsewhere = [id_ for id_ in asked if id_ in answer.reading]
-        self._move(read_elsewhere, self._mine if self._is_storage_best(now_s) else self._waiting)
+        self._move(read_elsewhere, self._mine if self.sources.is_storage_best(now_s) else self._waiting)
         return [id_ for id_ in answer.claimed if id_ not in self._mine]
 
     def end_fetch(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
@@ -190,13 +181,8 @@ class FetchQueue:
         if seconds is None:
             self._forget(id_)
             return
-        self.storage = self.storage.observe(self._sizes[id_], seconds, num_sharing)
+        self.sources.note_read(self._sizes[id_], seconds, num_sharing)
         self._gain(id_, now_s)
-
-    def peer_gbps(self, address: PeerAddress) -> float | None:
-        """Return the bandwidth of a peer as measured, 10^9 bytes per second; None without a measurement."""
-        record = self.peers.get(address)
-        return record.bandwidth.gbps if record else None
 
     def _from_offers(self, now_s: float) -> Fetch | Read | Wait:
         """Return the next step from the known offers, the rarest extent first: more copies of it serve all nodes."""
@@ -206,10 +192,7 @@ class FetchQueue:
         for id_ in sorted(self._offered, key=lambda id_: len(self._offered[id_])):
             offers, nbytes = self._offered[id_], self._sizes[id_]
             num_sharing = max(len(self._fetching) + 1, MAX_TRANSFERS)
-            damaged = self._damaged_until_s.get(id_, {})
-            sound = [offer for offer in offers if damaged.get(offer.address, -math.inf) <= now_s]
-            choice = choose_source(nbytes, self.storage, sound, self.peers, now_s, num_sharing)
-            match choice:
+            match choice := self.sources.choose(id_, nbytes, offers, num_sharing, now_s):
                 case FromPeers():
                     del self._offered[id_]
                     self._started(id_, self._fetching)
@@ -243,7 +226,7 @@ class FetchQueue:
         """Return an extent that peers have and do not give, when nothing else arrived for too long either."""
         for id_, refused_s in self._refused_s.items():
             if id_ in self._waiting:
-                is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._sizes[id_], self.storage)
+                is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._sizes[id_], self.sources.storage)
                 return id_ if is_over else None
         return None
 
@@ -253,31 +236,8 @@ class FetchQueue:
         self._started(id_, self._reading)
         return Read(id_)
 
-    def _is_storage_best(self, now_s: float) -> bool:
-        """Return whether storage is clearly faster, as measured on both sides.
-
-        Then there is no reason to wait for a copy.
-        """
-        if not self.storage.gbps:
-            return False
-        measured = [gbps for record in self.peers.values() if (gbps := record.gbps(now_s)) is not None]
-        return bool(measured) and self.storage.gbps > STORAGE_MARGIN * max(measured)
-
     def _learn(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
-        num_sharing = self._ended(id_)
-        for share in fetched.shares:
-            record = self.peers.get(share.address, PeerRecord())
-            self.peers[share.address] = record.observe(share.nbytes, share.seconds, max(num_sharing, share.load), now_s)
-        for address in fetched.failed:
-            self.peers[address] = self.peers.get(address, PeerRecord()).failed(now_s)
-        for address in fetched.corrupt:
-            self._damaged_until_s.setdefault(id_, {})[address] = now_s + DAMAGED_S
-        for address in fetched.busy:
-            until_s = now_s + ask_again_s(0, self._chance.random())
-            self.peers[address] = self.peers.get(address, PeerRecord()).busy(until_s)
-        if len(self.peers) > MAX_PEERS:
-            self.peers = {address: record for address, record in self.peers.items() if record.is_recent(now_s)}
-        self.best_peer_gbps = max((record.bandwidth.gbps or 0.0 for record in self.peers.values()), default=0.0)
+        self.sources.note_fetch(id_, fetched, self._ended(id_), now_s)
 
     def _started(self, id_: str, kind: set[str]) -> None:
         kind.add(id_)
@@ -298,7 +258,7 @@ class FetchQueue:
     def _forget(self, id_: str) -> None:
         del self._sizes[id_]
         self._refused_s.pop(id_, None)
-        self._damaged_until_s.pop(id_, None)
+        self.sources.forget(id_)
         self._asked_twice.discard(id_)
 
     def _move(self, ids: Iterable[str], to: dict[str, Any], value: Any = None) -> None:

@@ -16,9 +16,9 @@ import functools
 import inspect
 import logging
 import secrets
+import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
 
@@ -28,21 +28,24 @@ import ray
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question
 from cluster.process.logs import configure_logs
-from cluster.process.ray_calls import call_actor, end_control_plane, get, named_everywhere, node_addresses
-from cluster.ray_seam.serve_control import draining_nodes, serving_nodes
-from cluster.records.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
+from cluster.process.ray_calls import call_actor, get, node_addresses
+from cluster.ray_seam.serve_control import draining_nodes
+from cluster.records.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.records.errors import RegistrationRefused
 from cluster.records.overrides import Overrides
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
+from cluster.registry.model_loads import ModelLoads
 from cluster.registry.node_keepers import NodeKeepers
+from cluster.registry.node_rounds import NodeRounds
+from cluster.registry.publishing import ModelSources
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.room import Room
-from cluster.registry.served_models import MAX_WATCH_S, ServedModels
+from cluster.registry.served_models import ServedModels
 from cluster.registry.users import Users
-from cluster.start.node_checks import NodeWatch, problems_by_node, wanted_of, why_no_haproxy
+from cluster.registry.watched_directory import MAX_WATCH_S
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
@@ -64,7 +67,6 @@ __all__ = [
     "tell_registry",
 ]
 
-_NODE_POLL_S: Final = 5.0
 _TELL_TIMEOUT_S: Final = 30.0
 _SECRET_BYTES: Final = 32
 _IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
@@ -127,7 +129,7 @@ def _expose(part: str, method: Any) -> Any:
     return call_part
 
 
-class _Imports:
+class _Imports(ModelSources):
     """Imports models in processes of its own: one for local checkpoints, and one for downloads.
 
     Those never hold up the local ones, as `ServedModels` queues them.
@@ -143,6 +145,7 @@ class _Imports:
             check=_SERVABLE,
             measure=_NEEDS,
         )
+        self._store = store
         self.config = config  # whose sources are trusted; the registry sets another one
         self._local, self._remote = ImportProcess(settings), ImportProcess(settings)
 
@@ -158,6 +161,14 @@ class _Imports:
                 ) from None
             raise
 
+    def check_source(self, entry: Entry) -> None:
+        """Raise SourceRefused for a source outside of the config's roots."""
+        _check_source(entry, self.config)
+
+    def forget_source(self, url: str) -> None:
+        """Remove the copy of an object storage URL."""
+        remove_mirror(mirror_folder(self._store.path / SOURCES_FOLDER, url))
+
     def import_progress(self) -> list[ImportProgress]:
         """Return how far the imports are that run."""
         return [found for process in (self._local, self._remote) if (found := process.progress)]
@@ -168,6 +179,7 @@ class WeightRegistry:
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         configure_logs(config.logging.format)
+        self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
         self._applied = applied_file(store.path, config.name)
@@ -180,22 +192,19 @@ class WeightRegistry:
             config.entries,
             store,
             registrations,
-            self._imports.import_model,
+            self._imports,
             epoch=uuid.uuid4().hex,
             room=Room.of(config),
-            check_source=lambda entry: _check_source(entry, self._config),
-            forget_source=lambda url: remove_mirror(mirror_folder(store.path / SOURCES_FOLDER, url)),
         )
         self._keepers = NodeKeepers(
             str(store.packs),
             config.store.node_budget_bytes,
             cluster_key(config),
             _keeper_settings(config),
-            extents_of=self._models.extents,
-            is_known=self._models.directory.__contains__,
+            models=self._models.extents,
             draining_nodes=draining_nodes,
         )
-        self._residency = self._keepers.residency
+        self._residency, self._loads = self._keepers.residency, self._models.loads
         self._peer_secret = peer_secret
         self._own_node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._users = Users(had_some=_is_restarted())
@@ -204,9 +213,12 @@ class WeightRegistry:
         self._admission: AdmissionConfig | None = None
         self._remember_limits(first, config)
         await self._models.begin_imports()
-        self._node_watch: NodeWatch | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._polling = asyncio.ensure_future(self._follow_nodes(config))
+        self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
+        self._polling = asyncio.ensure_future(self._nodes.follow())
+
+    async def up_s(self) -> float:
+        """Return for how long this process has been the registry. By that callers know whether they asked it."""
+        return time.monotonic() - self._began_s
 
     # config
 
@@ -250,7 +262,7 @@ class WeightRegistry:
                     await self._keepers.set_pinned(model, False)
 
     def _remember_limits(self, before: ClusterConfig, config: ClusterConfig) -> None:
-        """Give limits that differ from those of a config before to replicas that start with that one."""
+        """Remember limits that differ from the old config: replicas that start from now on use them."""
         if config.admission != before.admission:
             self._admission = config.admission
         if config.text_encoder.batching != before.text_encoder.batching:
@@ -263,15 +275,15 @@ class WeightRegistry:
     list_models = _expose("_models", ServedModels.list_models)
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)
-    report_attach = _expose("_models", ServedModels.report_attach)
+    report_attach = _expose("_loads", ModelLoads.report_attach)
     want = _expose("_models", ServedModels.want)
     import_progress = _expose("_imports", _Imports.import_progress)
 
     @_in_group(WATCHING)
     async def watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None = None) -> DirectoryChange:
-        """Return changes of the directory, as `ServedModels.watch`. The control plane stays while `replica` runs."""
+        """Return changes, as `WatchedDirectory.watch` does. The control plane stays while `replica` runs."""
         self._users.add(replica)
-        return await self._models.watch(revision, epoch, timeout_s)
+        return await self._models.directory.watch(revision, epoch, timeout_s)
 
     @_in_group(WAITING)
     async def unregister(self, model: str, purge: bool = False) -> tuple[str, ...]:
@@ -288,7 +300,7 @@ class WeightRegistry:
     async def keeper(self, node_id: str, replica: str | None = None) -> Any:
         """Return the keeper of a node, as `NodeKeepers.keeper`. The control plane stays while `replica` runs."""
         self._users.add(replica)
-        self._models.follow_replicas(self._users.names)
+        self._loads.follow_replicas(self._users.names)
         return self._keepers.keeper(node_id)
 
     async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
@@ -330,9 +342,9 @@ class WeightRegistry:
         it is wanted again.
         """
         await self._models.manifest(model)
-        holders = await self._keepers.drop(self._models.extents_of_no_other(model))
+        holders = await self._keepers.drop(self._models.extents.of_no_other(model))
         if not holders:
-            self._models.set_loaded(model, False)
+            self._models.directory.set_loaded(model, False)
         return holders
 
     async def residency(self, models: Sequence[str], node_offset: int, max_nodes: int) -> dict[str, Any]:
@@ -346,12 +358,10 @@ class WeightRegistry:
         stats, residents = await asyncio.gather(
             call(NodeKeeper.stats, nodes=nodes), call(NodeKeeper.residents, nodes=nodes)
         )
-        extents = self._models.extents()
+        extents = self._models.extents.by_model
         wanted = {model: extents[model] for model in models if model in extents}
         found = await asyncio.to_thread(cluster_residency, stats, residents, wanted)
-        by_node = self._node_watch.problems if self._node_watch else {}
-        problems = [line for lines in by_node.values() for line in lines]
-        return {"num_nodes": len(all_nodes), "node_problems": problems, **found}
+        return {"num_nodes": len(all_nodes), "node_problems": self._nodes.problems, **found}
 
     # settings at run time
 
@@ -379,58 +389,10 @@ class WeightRegistry:
         """Return what operators have ordered over the controller's head."""
         return await asyncio.to_thread(self._overrides.read) or Overrides()
 
-    async def _follow_nodes(self, config: ClusterConfig) -> None:
-        # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.
-        to_start = config.ray.address is None
-        while ray.is_initialized():
-            try:
-                users = self._users.names  # Ray's answer may be older than who comes meanwhile
-                alive, named = await asyncio.to_thread(lambda: (node_addresses(), named_everywhere()))
-                hosts = alive if to_start and len(alive) == 1 else keeper_nodes(cluster_key(config), named)
-                await self._keepers.follow(alive, hosts)
-                to_start = False
-                self._end_after_users(config, users - set(named))
-                if self._looking is None or self._looking.done():
-                    self._looking = asyncio.ensure_future(self._look_at_nodes(config, alive))
-            except Exception:  # Ray's own: the next round may do better
-                logger.exception("the nodes could not be looked at")
-            await asyncio.sleep(_NODE_POLL_S)
-
-    async def _look_at_nodes(self, config: ClusterConfig, alive: Mapping[str, str]) -> None:
-        """Look at nodes that have joined, beside everything else: one that hangs is waited for."""
-        if self._node_watch is None:  # `up` has looked at those that are there
-            self._node_watch = NodeWatch(partial(_node_problems, config), () if _is_restarted() else alive)
-        try:
-            for line in await asyncio.to_thread(self._node_watch.look, alive):
-                logger.warning("%s", line)
-        except ray.exceptions.RayError as error:
-            logger.warning("nodes that join could not be looked at: %s", str(error).partition("\n")[0])
-
-    def _end_after_users(self, config: ClusterConfig, ended: Collection[str]) -> None:
-        """End the control plane, and this process, when the last of its replicas has ended.
-
-        HAZARD: from the decision on, the event loop stands still: a replica that comes at this moment is not answered
-        any more, but told by Ray that the registry has died, and starts another one.
-        """
-        have_ended = self._users.have_ended(ended)
-        self._models.follow_replicas(self._users.names)
-        if have_ended and not self._keepers.may_have_holders:
-            logger.info(
-                "the last replica of cluster %s with this config has ended: its control plane ends", config.name
-            )
-            end_control_plane(config)
-
 
 def _node_of_several() -> str:
     """Return the address of this process's node where Ray has others, else ""."""
     return ray.util.get_node_ip_address() if ray.is_initialized() and len(node_addresses()) > 1 else ""
-
-
-def _node_problems(config: ClusterConfig, nodes: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what nodes lack for the cluster, whose head tells whether it has HAProxy. Blocks."""
-    needs_haproxy = config.http.proxy == "haproxy" and not why_no_haproxy()
-    wanted = wanted_of(config, has_serve=False, needs_haproxy=needs_haproxy)
-    return problems_by_node(nodes, wanted, serving_nodes)
 
 
 def _is_restarted() -> bool:

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -59,12 +59,24 @@ class _FailedStart:
     again_s: float
 
 
+class KnownModels(Protocol):
+    """The models that there are."""
+
+    @property
+    def by_model(self) -> Mapping[str, Sequence[str]]:
+        """The extent ids of the served version of each model."""
+        ...
+
+    def is_known(self, model: str) -> bool:
+        """Return whether there is a model of that id, served or not yet."""
+        ...
+
+
 class NodeKeepers:
     """The keepers of a cluster, by node. Lives on one event loop.
 
     `key` is the cluster's (`cluster_key`). Without `budget_bytes`, each keeper takes its
-    share of its own node's object store. `extents_of` returns the extent ids of the served version of each model, and
-    `is_known` whether there is a model of that id, served or not yet: what a keeper still pins for others ends.
+    share of its own node's object store. What a keeper still pins for models that are not known ends.
     `draining_nodes`, which may block, returns the nodes that end as soon as nothing runs on them.
     `residency` is the map of what the keepers hold.
     """
@@ -77,8 +89,7 @@ class NodeKeepers:
         settings: KeeperSettings,
         clock: Callable[[], float] = time.monotonic,
         *,
-        extents_of: Callable[[], Mapping[str, Sequence[str]]] = dict,
-        is_known: Callable[[str], bool] = lambda model: True,
+        models: KnownModels | None = None,
         draining_nodes: Callable[[], Collection[str]] = set,
     ) -> None:
         self._packs = packs
@@ -90,8 +101,7 @@ class NodeKeepers:
         self._needed_s: dict[str, float] = {}  # by node: when there was last a replica
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, _Life] = {}
-        self._extents_of = extents_of
-        self._is_known = is_known
+        self._models = models
         self._draining_nodes = draining_nodes
         self._silent: set[str] = set()  # nodes
         self._holding: set[str] = set()  # nodes whose keeper has leased something
@@ -246,7 +256,7 @@ class NodeKeepers:
                 await keeper.set_budget.remote(last.budget_bytes)
         residents, pins = await asyncio.gather(keeper.residents.remote(), keeper.pins.remote())
         if last is None:
-            self._pinned.update(filter(self._is_known, pins))
+            self._pinned.update(model for model in pins if self._models is None or self._models.is_known(model))
         here = PeerAddress.parse(address) if address else None
         # Of a keeper that was not known, this only adds: it has reported more itself meanwhile, and while nodes start,
         # what is forgotten here is read from storage once more.
@@ -259,7 +269,7 @@ class NodeKeepers:
 
         For a model that this process has not looked at yet, the keeper knows them.
         """
-        extents_of = self._extents_of()
+        extents_of = self._models.by_model if self._models else {}
         found = {model: extents_of.get(model, life.pins.get(model, ())) for model in self._pinned}
         return {model: tuple(ids) for model, ids in found.items() if ids}
 

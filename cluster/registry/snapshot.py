@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.process.ray_calls import call_actor
 from cluster.registry.actor import Method, WeightRegistry
+from cluster.registry.asking import ask_registry
 from cluster.registry.directory import Directory, ModelRecord
 
 POLL_S: Final = 30.0
@@ -82,7 +83,7 @@ class RegistrySnapshot:
         """
         registry = self._registry or await self._reconnect()
         try:
-            answer = await call_actor(registry, method, *args, **kwargs)
+            answer = await ask_registry(registry, method, *args, **kwargs)
         except RayTaskError as error:
             self._end_pause()
             raise error.cause if isinstance(error.cause, Exception) else error from None

@@ -1,7 +1,7 @@
-"""The command `atelier`. Thin: it parses, calls, and prints; exit code 2 is a mistake of the caller's.
+"""The command `atelier`. Thin: it parses, calls, and prints; exit code 2 is a mistake of the user.
 
-Each group of commands has a file here. Heavy imports (torch, Ray Serve) happen inside the commands that need them, so
-that the others answer at once.
+Each group of commands has a file here; tools that serving does without are found by entry points. Heavy imports
+(torch, Ray Serve) happen inside the commands that need them, so that the others answer at once.
 """
 
 from __future__ import annotations
@@ -13,25 +13,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from configs.distribution import installed_version
+from configs.distribution import COMMANDS, installed_version, optional_parts
 from configs.errors import ConfigError
-from deployments.cli import (
-    apply,
-    bench,
-    chat,
-    cluster,
-    doctor,
-    generate,
-    inspecting,
-    keys,
-    models,
-    orders,
-    quantize,
-    run,
-    simulate,
-    status,
-    weights,
-)
+from deployments.cli import apply, chat, cluster, doctor, generate, keys, models, orders, run, simulate, status, weights
 from deployments.console.client import ClientError
 from deployments.console.output import OptionError
 
@@ -56,12 +40,13 @@ def _options(
     """Serve hundreds of diffusion models and LLMs on one Ray cluster."""
 
 
-for group in (cluster, run, apply, doctor, status, models, orders, generate, chat, quantize, simulate):
+for group in (cluster, run, apply, doctor, status, models, orders, generate, chat, simulate):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")
-_app.add_typer(inspecting.app, name="inspect")
-_app.add_typer(bench.app, name="bench")
+for name, tool in optional_parts(COMMANDS).items():
+    is_group = tool.registered_callback or len(tool.registered_commands) > 1
+    _app.add_typer(tool, name=name if is_group else None)
 
 
 def main() -> None:

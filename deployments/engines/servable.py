@@ -17,8 +17,9 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.libraries.embedding_rules import read_pooling_rule, read_prompts, stages_of
 from deployments.engines.libraries.library_classes import check_model_class, named_class
 from deployments.engines.libraries.tokenizer_files import check_tokenizer
-from deployments.engines.llm.models.gguf_config import describe_gguf, gguf_headers
-from deployments.engines.llm.models.gguf_tokenizer import check_tokenizer_kind
+from deployments.engines.llm.models.decoder_tensors import check_decoder, check_gguf_decoder
+from deployments.engines.llm.models.gguf_config import gguf_headers
+from deployments.engines.llm.models.gguf_tokenizer import check_gguf_tokenizer
 from deployments.engines.llm.models.known import check_config, has_own_layers
 from deployments.engines.llm.models.stock_classes import SEEING
 from deployments.engines.records.protocol import EngineError
@@ -31,7 +32,6 @@ from weights.formats.gguf import DENOISERS
 from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
 from weights.formats.pipeline_parts import why_incomplete
 from weights.formats.source import AdapterBase, Checkpoint, SourceComponent
-from weights.formats.untrusted import is_size
 from weights.records.errors import AdapterError, FormatError
 from weights.records.manifest import ModelKind
 
@@ -144,8 +144,8 @@ def _method(quantization: object) -> str:
 def _check_language_model(checkpoint: Checkpoint) -> None:
     path = checkpoint.path
     if headers := gguf_headers(path):
-        describe_gguf(headers)
-        check_tokenizer_kind(headers[0].metadata)
+        check_gguf_decoder(headers)
+        check_gguf_tokenizer(headers[0].metadata)
         return
     if path.is_file():
         raise EngineError(
@@ -163,21 +163,15 @@ def _check_language_model(checkpoint: Checkpoint) -> None:
 
 
 def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
-    """Raise EngineError for a decoder of ours that lacks a tensor which all of its kind have."""
-    (component, *_), config = checkpoint.components, checkpoint.config
+    """Raise EngineError for a decoder of ours that lacks a tensor, or has one of another shape than its config says."""
+    (component, *_) = checkpoint.components
     if component.format != "safetensors":
         return
-    named = config.get("num_hidden_layers")
-    count = named if isinstance(named, int) and is_size(named) else 0
-    leaves = [f"self_attn.{name}_proj" for name in "qkvo"] + ["input_layernorm", "post_attention_layernorm"]
-    wanted = ["model.embed_tokens.weight", "model.norm.weight"]
-    wanted += [] if config.get("tie_word_embeddings") else ["lm_head.weight"]
-    wanted += [f"model.layers.{layer}.{leaf}.weight" for layer in range(count) for leaf in leaves]
-    if missing := [name for name in wanted if name not in component.tensors]:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise EngineError(
-            f"{checkpoint.path}: tensor {missing[0]!r}{more} is missing, and its config.json says that it is there"
-        )
+    try:
+        shapes = {name: tensor.shape for name, tensor in component.tensors.items()}
+        check_decoder(checkpoint.class_name or "", checkpoint.config, shapes)
+    except EngineError as error:
+        raise EngineError(f"{checkpoint.path}: {error}") from None
 
 
 def _check_processor(folder: Path) -> None:

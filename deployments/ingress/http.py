@@ -91,6 +91,7 @@ from deployments.records import (
     ScoringRequest,
     TextChunk,
     TextResult,
+    as_record,
 )
 from deployments.records.tasks import shared_task
 from deployments.replicas.replica_calls import ReplicaStates, WhyNone
@@ -332,7 +333,7 @@ class Ingress:
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
         """Yield the pieces of a chat, over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
-        async with self._service.chat_stream(request) as chunks:
+        async with self._service.texts.stream_text(as_record(ChatRequest, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

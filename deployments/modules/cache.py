@@ -11,41 +11,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.cluster import ModelReplicaConfig
-from deployments.engines.records.protocol import StockRequest
+from deployments.modules.bound_pipelines import BoundPipelines
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import FetchManifest, ManifestVersions, Report, SlotFiller, switch_report
-from deployments.modules.footprints import FootprintBook
-from deployments.modules.loading import Builder, ComponentBuilder
-from deployments.modules.parts import (
-    ROOM_PART,
-    LayerCaches,
-    LayerPlacing,
-    Merging,
-    Part,
-    PartName,
-    PartsPlanner,
-    RequestParts,
-    Streaming,
-    Wants,
-    WorkingMemory,
-    no_working_memory,
-)
-from deployments.modules.resident_modules import Built, ModuleSlot, Occupancy, ResidentModules, SlotLease
+from deployments.modules.forwards import Forwards
+from deployments.modules.parts import ROOM_PART, WHOLE, Fitting, Merging, PartName, PartsPlanner, RequestParts, Wants
+from deployments.modules.pins import Pins
+from deployments.modules.resident_modules import Occupancy, ResidentModules, SlotLease
+from deployments.modules.slots import Built, ModuleSlot
 from deployments.modules.stock_parts import with_stock_parts
 from deployments.modules.switches import SwitchLog
 from deployments.records import SwitchReport
 from deployments.records.errors import ModelUnavailable
-from deployments.records.tasks import in_thread, shared_task
-from weights.memory.device_arena import DeviceArena
+from deployments.records.tasks import Tasks, in_thread
 from weights.records.errors import BudgetExceeded
-from weights.records.manifest import Component, ExtentRef, Manifest
-from weights.residency.sizes import shown_bytes
+from weights.records.manifest import ExtentRef, Manifest
 
 MAX_WAIT_FOR_ROOM_S = 60.0
 
@@ -57,7 +44,7 @@ class Lease:
 
     def __init__(
         self,
-        modules: ResidentModules,
+        pipelines: BoundPipelines,
         manifest: Manifest,
         skeleton: Path,
         slots: Mapping[PartName, ModuleSlot],
@@ -66,7 +53,7 @@ class Lease:
         self.manifest = manifest
         self.skeleton = skeleton
         self.report = report
-        self._resident = modules
+        self._pipelines = pipelines
         self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
         self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
 
@@ -88,65 +75,7 @@ class Lease:
 
         `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
         """
-        return self._resident.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleBudget:
-    """The bytes that weights may take on a device. `name` is what refusals call the budget.
-
-    `others` are devices with the same budget each, which have layers of language models only; `host_bytes` bounds the
-    KV caches of layers that the host computes, None where it computes none.
-    """
-
-    nbytes: int
-    device: str = "cpu"
-    name: str = "this replica's budget"
-    others: Sequence[str] = ()
-    host_bytes: int | None = 0
-
-    @property
-    def is_host(self) -> bool:
-        """Tell whether it is the host's memory: there is no other device to leave layers off."""
-        return self.device in ("cpu", "cpu-private")
-
-    @classmethod
-    def of(cls, settings: ModelReplicaConfig, section: str) -> ModuleBudget:
-        """Return the budget that a section of the config gives each replica."""
-        name = f"{section}.{settings.weights_budget_key}"
-        return cls(settings.weights_budget_bytes, settings.device, name, settings.other_devices, settings.host_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ComponentFactory:
-    """The builder of components, and what the cache has to know of what it builds.
-
-    `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
-    thread. What `can_stream` and is larger than the budget comes to its device block by block; of what has
-    `layer_caches`, some layers are computed on the host, or come from there for a step if it `streams_layers`.
-    `footprints` are those of its forwards; None where none are planned.
-    """
-
-    build: Builder
-    retire: Callable[[Any], None] = lambda thing: None
-    working_memory: WorkingMemory = no_working_memory
-    can_stream: Callable[[Component], bool] = lambda component: False
-    footprints: FootprintBook | None = None
-    layer_caches: LayerCaches = lambda component, skeleton: None
-    streams_layers: Callable[[Component], bool] = lambda component: False
-
-    @classmethod
-    def of(cls, builder: ComponentBuilder) -> ComponentFactory:
-        """Return the factory of all that a worker runs."""
-        return cls(
-            builder,
-            builder.retire,
-            builder.working_memory,
-            builder.can_stream,
-            builder.footprints,
-            builder.layer_caches,
-            builder.streams_layers,
-        )
+        return self._pipelines.bound(settings, tuple(self._slots.values()), make)
 
 
 class ModuleCache:
@@ -158,7 +87,7 @@ class ModuleCache:
         provider: LeasedExtents,
         models: Path,
         budget: ModuleBudget,
-        factory: ComponentFactory,
+        builder: Builder,
         *,
         report: Report = lambda model, version, error: None,
         kept: KeptExtents | None = None,
@@ -175,100 +104,26 @@ class ModuleCache:
         async def fetch(model: str, version: str | None) -> Manifest:
             return await in_thread(with_stock_parts, await fetch_manifest(model, version))  # may read a class's source
 
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.manifests = ManifestVersions(fetch, models)
         self._provider = provider
-        self._models = models
-        self._retire = factory.retire
-        self._clock = clock
-        self._footprints = factory.footprints
-        self._device = budget.device
         self._kept = kept
+        self._clock = clock
+        self._device = budget.device
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes, budget.others)
-        if factory.footprints is not None:
-            factory.footprints.memory = self.forward_memory
-        self.planner = self._open_planner(budget, factory)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        is_called_back = kept.is_called_back if kept else lambda extents: False
-        self._modules = ResidentModules(
-            budget.nbytes,
-            self._start_filling,
-            self._let_go,
-            clock,
-            is_called_back,
-            budget.name,
-            devices=budget.others,
-            host_bytes=0 if budget.is_host else budget.host_bytes or 0,
-        )
+        self.planner = PartsPlanner(budget, builder, self._tier, models, is_on_node=kept is not None)
+        self.forwards = Forwards(self.planner, builder, self._tier)
+        self._tasks = Tasks()
+        self._modules = ResidentModules(budget, builder, self._tier, kept, clock)
         self._filler = SlotFiller(
-            self._modules, self.manifests, self._tier, factory.build, self.skeleton, report, clock
+            self._modules, self.planner, self.manifests, self._tier, builder, self._tasks, report, clock
         )
-        self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pins = Pins(self._modules, self.planner, self.manifests, self._tier)
         self.switches = SwitchLog()
-
-    def _open_planner(self, budget: ModuleBudget, factory: ComponentFactory) -> PartsPlanner:
-        size_of = self._tier.size_of
-        streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, size_of)
-        placing = LayerPlacing(factory.layer_caches, size_of, factory.streams_layers, budget.others, budget.host_bytes)
-        return PartsPlanner(
-            budget.nbytes,
-            size_of,
-            factory.working_memory,
-            self.skeleton,
-            streaming,
-            self._workspace_bytes,
-            None if budget.is_host else placing,
-            is_on_node=self._kept is not None,
-        )
-
-    @property
-    def footprints(self) -> FootprintBook | None:
-        """Return the memory that forwards take of the device; None where nobody counts it."""
-        return None if self.forward_memory is None else self._footprints
-
-    def learn_defaults(self, manifest: Manifest, wanted: Wants) -> None:
-        """Learn what a forward of each component takes, and say what the model needs of the device. Blocks."""
-        if (book := self.footprints) is None:
-            return
-        components = [component for component in manifest.components.values() if wanted(component)]
-        for component in components:
-            book.learn_defaults(manifest, component, self.skeleton(manifest))
-        least_bytes = max((book.least_bytes(manifest, component) for component in components), default=0)
-        if not least_bytes:
-            return
-        parts = self.planner.plan(manifest, wanted).values()
-        logger.info(
-            "model %r: static=%s, weights=%s, workspace=%s",
-            manifest.model,
-            shown_bytes(sum(part.working_bytes for part in parts)),
-            shown_bytes(sum(part.component.nbytes for part in parts)),
-            shown_bytes(least_bytes),
-        )
-
-    def learn_adapted(self, manifest: Manifest, adapters: Mapping[str, Manifest]) -> None:
-        """Learn what a forward with these adapters takes, so that `lease` and `can_hold` count it. Blocks."""
-        if (book := self.footprints) is not None:
-            folders = {name: (adapter, self.skeleton(adapter)) for name, adapter in adapters.items()}
-            book.learn_adapted(manifest, self.skeleton(manifest), folders)
-
-    def plan_call(self, manifest: Manifest, wanted: Wants, request: StockRequest) -> Mapping[str, int]:
-        """Return `StockRequest.forward_bytes` for a request: none where nobody counts or can tell them. Blocks."""
-        if (book := self.footprints) is None:
-            return {}
-        return book.plan_call(manifest, wanted, self.skeleton(manifest), request)
-
-    def _workspace_bytes(self, manifest: Manifest, component: Component, adapters: Collection[str] = ()) -> int:
-        book = self.footprints
-        return 0 if book is None else book.inside(book.least_bytes(manifest, component, adapters))
-
-    @property
-    def forward_memory(self) -> DeviceArena | None:
-        """The books in which forwards take room; None where nobody counts it."""
-        return self._tier.forward_memory
 
     def skeleton(self, manifest: Manifest) -> Path:
         """Return the folder with everything of it but the weights."""
-        return self._models / manifest.skeleton
+        return self.planner.skeleton(manifest)
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -279,16 +134,12 @@ class ModuleCache:
         *,
         version: str | None = None,
         adapter_versions: Mapping[str, str] | None = None,
+        fitting: Fitting = WHOLE,
         max_wait_s: float | None = None,
-        streams: bool = False,
-        merging: Merging | None = None,
-        room_bytes: int = 0,
     ) -> AsyncIterator[Lease]:
         """Lease the components of `model` that are `wanted`, and the adapters that are, built.
 
-        With `merging`, as `choose_merging` returned it, that adapter's private weights have their room. With `streams`,
-        the largest component comes block by block where there is no room for all; without, only where there is none for
-        it alone. There is room for a forward that takes `room_bytes` of the budget.
+        `fitting` has the merging that `choose_merging` returned, and no other.
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within `max_wait_s`, MAX_WAIT_FOR_ROOM_S unless it is given. Raises ModelUnavailable at its end when
         the weights turned out to be damaged meanwhile: nobody knows since when, so what was computed is not to be
@@ -296,10 +147,11 @@ class ModuleCache:
         """
         start = self._clock()
         manifest = await self.manifests.find_version(model, version)
-        self._follow_pin(manifest)
+        if self._pins.is_outdated(manifest):  # perhaps this version is the one that is served now
+            self._tasks.run(self._pins.renew(model))
         versions = adapter_versions or {}
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
-        parts = self.planner.plan(manifest, wanted, others, streams=streams, merging=merging, room_bytes=room_bytes)
+        parts = self.planner.plan(manifest, wanted, others, fitting)
         taken, built = await self._take_built(RequestParts(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = {name: slot for name, slot in taken.slots.items() if name != ROOM_PART}
         fresh = {*taken.fresh} - {ROOM_PART}
@@ -308,7 +160,7 @@ class ModuleCache:
             if fresh:
                 nbytes = sum(sum(parts[name].footprint.values()) for name in fresh)
                 self.switches.note(model, nbytes, report, self._clock() - taken.at_s)
-            yield Lease(self._modules, manifest, self.skeleton(manifest), slots, report)
+            yield Lease(self._modules.pipelines, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_damaged]:
                 raise ModelUnavailable(
                     f"the weights of {model!r} ({', '.join(damaged)}) were damaged in memory while this request ran: "
@@ -316,8 +168,8 @@ class ModuleCache:
                     "model",
                 )
         finally:
-            self._modules.stop_computing(taken.slots.values())
-            self._modules.give_back(taken)
+            taken.stop_computing()
+            taken.give_back()
 
     async def prefetch(self, model: str, wanted: Wants) -> None:
         """Build it where that evicts nothing and nobody waits for the room; else bring it as near as there is room."""
@@ -336,13 +188,11 @@ class ModuleCache:
 
         Raises BudgetExceeded when the pinned ones do not fit.
         """
-        self._pin(await self.manifests.newest(model), wanted)
+        self._pins.pin(await self.manifests.newest(model), wanted)
 
     def unpin(self, model: str) -> None:
         """Let it be evicted again. What another model pins stays pinned."""
-        self._pinned.pop(model, None)
-        self._let_unpinned_go(self._modules.unpin(model))
-        self._modules.serve()
+        self._pins.unpin(model)
 
     def evict(self, model: str, keep: Collection[str] = ()) -> list[str]:
         """Let go of what is here for this model alone, but for the keys to `keep`. Returns what is leased or pinned."""
@@ -350,7 +200,7 @@ class ModuleCache:
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. Raises BudgetExceeded when more is leased or pinned; then the budget stays."""
-        self._modules.set_budget(budget_bytes, self._tier.resize)
+        self._modules.set_budget(budget_bytes)
         self.planner.budget_bytes = budget_bytes
 
     def release_recalled(self, extents: Collection[str], is_overdue: bool) -> None:
@@ -383,7 +233,7 @@ class ModuleCache:
 
         Who else is here does not matter, since an image changes by rounding with the form of its LoRA.
         """
-        parts = self.planner.plan(manifest, wanted, adapters, merging=merging)
+        parts = self.planner.plan(manifest, wanted, adapters, Fitting(merging))
         is_merged = any(part.is_variant and name.is_adapter for name, part in parts.items())
         return merging if is_merged and self._modules.can_hold(RequestParts(manifest.model, parts)) else None
 
@@ -393,7 +243,7 @@ class ModuleCache:
         """Return whether the budget has room for these together, beside what is pinned."""
         if self._kept:  # the weights are the node's
             return True
-        parts = self.planner.plan(manifest, wanted, adapters, merging=merging)
+        parts = self.planner.plan(manifest, wanted, adapters, Fitting(merging))
         return self._modules.can_hold(RequestParts(manifest.model, parts))
 
     def holds(self, model: str) -> bool:
@@ -413,39 +263,12 @@ class ModuleCache:
         arenas = [asdict(arena) for arena in self._tier.stats()]
         return self._modules.describe() | {
             "device": self._device,
+            "pinned_models": self._pins.models,
             "num_waiting": self._modules.num_waiting,
             "arena": arenas[0] if arenas else None,
             "other_arenas": arenas[1:],
             **self.switches.describe(),
         }
-
-    # pins
-
-    def _pin(self, manifest: Manifest, wanted: Wants) -> None:
-        model, parts = manifest.model, list(self.planner.plan(manifest, wanted).values())
-        before = self._modules.pin(model, parts)
-        self._pinned[model] = (manifest.fingerprint, wanted)
-        self._let_unpinned_go(before)
-        for part in parts:
-            self._tier.pin(part.component)
-        self._modules.serve()
-
-    def _follow_pin(self, manifest: Manifest) -> None:
-        """Renew the pin for a request of another version: perhaps that is the one that is served now."""
-        model = manifest.model
-        if model in self._pinned and self._pinned[model][0] != manifest.fingerprint:
-            self._run(self._renew_pin(model))
-
-    async def _renew_pin(self, model: str) -> None:
-        try:
-            manifest = await self.manifests.newest(model)
-            if model in self._pinned and self._pinned[model][0] != manifest.fingerprint:
-                self._pin(manifest, self._pinned[model][1])
-        except BudgetExceeded as error:
-            self.unpin(model)
-            logger.warning("%r is pinned no longer: %s", model, error)
-        except Exception as error:  # of the registry: the next request asks again
-            logger.info("which version of %r is to be pinned is not known: %s", model, error)
 
     # leases
 
@@ -457,10 +280,10 @@ class ModuleCache:
         """
         self._loop = asyncio.get_running_loop()
         while True:
-            taken = self._modules.take(wanted)
+            taken = self._modules.take(wanted, self._filler)
             if taken.ticket.is_waiting:
                 self.fetch_ahead(wanted)
-                await self._modules.wait_for_room(taken, max_wait_s)
+                await taken.wait_for_room(max_wait_s)
             if taken.ticket.refusal:
                 raise BudgetExceeded(taken.ticket.refusal)
             try:
@@ -469,12 +292,12 @@ class ModuleCache:
                     await asyncio.shield(slot.built)  # others wait for it too, when this request is cancelled
                     built[name] = slot.outcome()
             except BaseException:
-                self._modules.give_back(taken)
+                taken.give_back()
                 raise
-            if self._modules.start_computing(taken.slots.values()):
+            if taken.start_computing():
                 self._note_uses(taken)
                 return taken, built
-            self._modules.give_back(taken)
+            taken.give_back()
 
     def fetch_ahead(self, wanted: RequestParts) -> None:
         """Bring what a request lacks into the node's memory while it waits for room on the device."""
@@ -484,39 +307,10 @@ class ModuleCache:
             ids = {ref.extent for ref in part.component.tensors.values() if ref.sha256 not in here}
             lacking |= {id_: part.manifest.extents[id_] for id_ in ids}
         if lacking:
-            self._run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
+            self._tasks.run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
 
     def _note_uses(self, taken: SlotLease) -> None:
         """Tell the node of uses that it did not see: those of modules that were here."""
         if self._kept and len(taken.fresh) < len(taken.slots):
             here = [slot for name, slot in taken.slots.items() if name not in taken.fresh]
             self._kept.note_uses([extent for slot in here for extent in slot.extents])
-
-    def _let_go(self, slots: Sequence[ModuleSlot]) -> None:
-        for slot in slots:
-            if slot.result:
-                self._retire(slot.result.thing)
-        # A fetch that failed leased nothing, and another slot may lease the same extents.
-        self._tier.release([slot for slot in slots if slot.is_placed])
-
-    def _let_unpinned_go(self, parts: Collection[Part]) -> None:
-        """Unpin their tensors on the device, but for those that others pin too."""
-        for part in parts:
-            self._tier.unpin(part.component)
-        for part in self._modules.pinned_parts():
-            self._tier.pin(part.component)
-
-    # building
-
-    def _start_filling(
-        self, wanted: RequestParts, slots: Mapping[PartName, ModuleSlot], fresh: Collection[PartName]
-    ) -> None:
-        filling = [(slots[name], part) for name, part in wanted.parts.items() if name in fresh]
-        # With leases that may be called back, whoever waits for a part must not hold the others firmly: all that a
-        # request needs is asked for at once.
-        beside = [slot.extents for name, slot in slots.items() if name not in fresh] if self._kept else []
-        self._run(self._filler.fill_slots(filling, beside))
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.add(task := shared_task(work))
-        task.add_done_callback(self._tasks.discard)

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import torch
 
-from deployments.modules.resident_modules import ModuleSlot
+from deployments.modules.slots import ModuleSlot
 from weights.loading.provider import ExtentProvider
 from weights.loading.views import Tensors, Views, bytes_tensors, view_of
 from weights.memory.block_plan import BlockPlan
@@ -81,7 +81,8 @@ class Fetched:
 class SharedTier:
     """The views are the device's tensors; the store has equal tensors once, so extents are what is shared. Thread-safe.
 
-    Its methods are those of `ArenaTier`, where they are described.
+    What is bound is leased, and so stays: there is nothing to evict. Its methods are described in `ArenaTier`, which
+    decides itself what its device keeps, and has more.
     """
 
     def __init__(self, provider: LeasedExtents) -> None:
@@ -126,11 +127,6 @@ class SharedTier:
             reused_bytes=sum(reused.values()),
         )
 
-    def hold(self, filling: Sequence[tuple[ModuleSlot, BlockPlan | None]]) -> None:
-        """Nothing is evicted for it here."""
-
-    def end_hold(self, slots: Sequence[ModuleSlot]) -> None: ...
-
     def release(self, slots: Sequence[ModuleSlot]) -> None:
         extents = [extent for slot in slots for extent in slot.extents]
         with self._lock:
@@ -140,21 +136,9 @@ class SharedTier:
     def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
         self._provider.prefetch(extents)
 
-    def pin(self, component: Component) -> None:
-        """Do nothing: what is bound is leased, and so stays."""
-
-    def unpin(self, component: Component) -> None: ...
-
     def invalidate(self, extents: Collection[str]) -> list[str]:
         """Name no tensors: what is placed says which extents it lies in, and the provider gives fresh ones."""
         return []
-
-    @property
-    def forward_memory(self) -> DeviceArena | None:
-        """None: nobody counts what forwards take of the host's memory."""
-        return None
-
-    def resize(self, budget_bytes: int) -> None: ...
 
     def size_of(self, nbytes: int) -> int:
         return nbytes

@@ -31,6 +31,7 @@ from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.encoder import OPTIONAL_PARTS, TextEncoder, load_text_encoder, load_tokenizer
 from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
 from deployments.engines.text.tokens import LearnedWords
+from deployments.modules.builder import Builder
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from weights.formats import dense_head, encoder_files
@@ -152,7 +153,7 @@ def is_part_of_text(component: Component) -> bool:
     return is_text_encoder(component) or (component.library == "peft" and changes_text_encoders(component.tensors))
 
 
-class TextEncoderBuilder:
+class TextEncoderBuilder(Builder):
     """A builder of text encoders, and of the LoRAs that change them.
 
     Modules come from `skeletons`; tokenizers are kept and used again. What forwards take is in `footprints`. Programs
@@ -162,7 +163,7 @@ class TextEncoderBuilder:
     def __init__(self, footprints: FootprintBook | None = None, device: str = "cpu") -> None:
         self.skeletons = SkeletonPool()
         self.programs = BoundPrograms(device=device)
-        self._footprints = footprints
+        self.footprints = footprints
         self._lock = threading.Lock()
         self._tokenizers: Recent[Path, Any] = Recent(MAX_TOKENIZERS)
 
@@ -196,7 +197,7 @@ class TextEncoderBuilder:
             build=partial(self.skeletons.build_module, component.structure_key),
             tokenizer=tokenizer,
         )
-        workspace = self._footprints.of_text(component, folder) if self._footprints else UNBOUNDED
+        workspace = self.footprints.of_text(component, folder) if self.footprints else UNBOUNDED
         return KeyedEncoder(component.module_key, encoder, tokenizer_folder, tokenizer, workspace)
 
     def prepare(self, component: Component, skeleton: Path) -> None:

@@ -16,12 +16,14 @@ from typing import Any, Final
 from cluster.records.errors import KeeperFailed
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.nn.streamed_blocks import stream_blocks
-from deployments.modules.device_tier import DeviceTier, Fetched
-from deployments.modules.loading import Builder
-from deployments.modules.parts import Part, PartName, distinct_bytes
-from deployments.modules.resident_modules import Built, ModuleSlot, ResidentModules
+from deployments.modules.builder import Builder
+from deployments.modules.device_tier import ArenaTier, DeviceTier, Fetched
+from deployments.modules.parts import Part, PartName, PartsPlanner, RequestParts, distinct_bytes
+from deployments.modules.resident_modules import ResidentModules
+from deployments.modules.slots import Built, ModuleSlot
 from deployments.records import SwitchReport
 from deployments.records.errors import CannotLoad
+from deployments.records.tasks import Tasks
 from weights.memory.block_stream import BlockStream
 from weights.platform.panics import panics_as_errors, telling
 from weights.records.errors import AdapterError, BudgetExceeded, ExtentCorrupt, WeightsError
@@ -114,29 +116,43 @@ Filling = tuple[ModuleSlot, Part]
 class SlotFiller:
     """Fills the slots of a request in one thread, beside running work, and notes in `modules` what came of each.
 
-    `report` gets (model, version, error) when that cannot be loaded, and None when it can again. `skeleton` returns the
-    folder of a manifest. Lives on one event loop.
+    `report` gets (model, version, error) when that cannot be loaded, and None when it can again. Lives on one event
+    loop, in `tasks`.
     """
 
     def __init__(
         self,
         modules: ResidentModules,
+        planner: PartsPlanner,
         manifests: ManifestVersions,
         tier: DeviceTier,
-        build: Builder,
-        skeleton: Callable[[Manifest], Path],
+        builder: Builder,
+        tasks: Tasks,
         report: Report,
         clock: Callable[[], float],
     ) -> None:
         self._modules = modules
+        self._planner = planner
         self._manifests = manifests
         self._tier = tier
-        self._build = build
-        self._skeleton = skeleton
+        self._evicting = tier if isinstance(tier, ArenaTier) else None
+        self._builder = builder
+        self._tasks = tasks
         self._report = report
         self._clock = clock
         # By model and version the modules that could not be loaded.
         self._unable: dict[tuple[str, str], set[str]] = {}
+
+    def start_filling(
+        self, wanted: RequestParts, slots: Mapping[PartName, ModuleSlot], fresh: Collection[PartName]
+    ) -> None:
+        """Begin to fill the `fresh` ones of a request's slots."""
+        filling = [(slots[name], part) for name, part in wanted.parts.items() if name in fresh]
+        # With leases that may be called back, whoever waits for a part must not hold the others firmly: all that a
+        # request needs is asked for at once.
+        others = (slot.extents for name, slot in slots.items() if name not in fresh)
+        beside = list(others) if self._planner.is_on_node else []
+        self._tasks.run(self.fill_slots(filling, beside))
 
     async def fill_slots(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
         """Fill all slots. Extents `beside` are asked for together with theirs: their modules are here.
@@ -236,7 +252,8 @@ class SlotFiller:
             yield from [error] * len(filling)
             return
         slots = [slot for slot, _ in filling]
-        self._tier.hold([(slot, part.streamed) for slot, part in filling])
+        if self._evicting:
+            self._evicting.hold([(slot, part.streamed) for slot, part in filling])
         try:
             for slot, part in filling:
                 found: Built | Exception
@@ -245,10 +262,12 @@ class SlotFiller:
                         found = self._fill_slot(slot, part, together, pays=slot is slots[0])
                 except Exception as error:
                     found = error
-                self._tier.end_hold([slot])  # before whoever waits is notified
+                if self._evicting:  # before whoever waits is notified
+                    self._evicting.end_hold([slot])
                 yield found
         finally:
-            self._tier.end_hold(slots)
+            if self._evicting:
+                self._evicting.end_hold(slots)
 
     def _fetch_together(
         self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]
@@ -289,7 +308,7 @@ class SlotFiller:
         attached = self._clock()
         try:
             with panics_as_errors():
-                thing = self._build(part.component, self._skeleton(part.manifest), placed.tensors)
+                thing = self._builder(part.component, self._planner.skeleton(part.manifest), placed.tensors)
                 if placed.stream is not None:
                     _begin_streaming(thing, placed.stream)
         except Exception as error:  # of many libraries; none of it is the fault of the request that came first

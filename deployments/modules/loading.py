@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from deployments.engines.llm.sequences.kv_cache import free_memory
 from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.upscaling import build_upscaler
+from deployments.modules.builder import Builder
 from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder
 from deployments.modules.footprints import FootprintBook, structure_of
 from deployments.modules.parts import ROOM, beside_adapters, workspace_pieces
@@ -42,9 +43,6 @@ from weights.platform.private_folder import private_folder, temporary_folder
 from weights.platform.torch_dtypes import TORCH_DTYPES, memory_form
 from weights.records.manifest import Component
 
-# Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
-Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
-
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 _OF_DENOISING: Final = ("diffusers", "peft", IP_ADAPTER)  # libraries, as components name them
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
@@ -54,7 +52,7 @@ _FREE_SHARE: Final = 0.9
 logger = logging.getLogger("atelier.replica")
 
 
-class ComponentBuilder:
+class ComponentBuilder(Builder):
     """Makes a component of any kind: a module of a pipeline, an upscaler, an LLM engine, an adapter.
 
     Modules come from `skeletons` where one of their structure is kept. An LLM engine is made anew each time: its KV
@@ -66,7 +64,7 @@ class ComponentBuilder:
         self.skeletons = SkeletonPool(arithmetic=settings.packed_arithmetic)
         self._cache_bytes: dict[str, int] = {}  # by module key
         self._spare_bytes: dict[tuple[str, int], int] = {}  # of KV caches that are `auto`, by module key and room
-        self.footprints = FootprintBook(settings.torch_device, batch_bounds(settings))
+        self.footprints: FootprintBook = FootprintBook(settings.torch_device, batch_bounds(settings))
         self._encoders = TextEncoderBuilder(self.footprints)
         self._layer_caches: dict[str, Sequence[int] | None] = {}
         self._node_threads = node_threads(settings)

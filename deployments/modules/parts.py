@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from deployments.engines.diffusion.lora_names import DENOISER, component_of, num_changed, part_of
 from deployments.engines.records.protocol import EngineError
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
 from weights.memory.block_plan import BlockPlan, Share, block_of, plan_blocks
 from weights.memory.layer_plan import (
     AUTO,
@@ -34,7 +36,7 @@ _LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
 _BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
 ROOM: Final = "activations"  # the part of a request that is memory for its forwards
-HOST: Final = "the host"  # its place in the books, for the KV caches of the layers that it computes
+HOST: Final = "the host"  # key of host-memory KV caches in the budget
 CANNOT_SPLIT: Final = (
     "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
     "and their like), not a model that transformers computes"
@@ -51,15 +53,6 @@ class PartName(NamedTuple):
 
 
 ROOM_PART: Final = PartName(ROOM, is_adapter=True)  # of no pipeline
-
-# The bytes of the device that what is built of a component and its skeleton folder allocates itself: a KV cache.
-WorkingMemory = Callable[[Component, Path], int]
-
-
-def no_working_memory(component: Component, skeleton: Path) -> int:
-    """Return 0: the built thing allocates nothing that lasts."""
-    return 0
-
 
 # What a tensor costs a replica that maps its bytes: Python's objects for it and its share of the module's.
 OBJECT_BYTES: Final = 8 * 2**10
@@ -165,77 +158,96 @@ class Merging(NamedTuple):
     denoiser: str
 
 
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """How the parts of a request are fitted into the budget: all of them whole, unless it says otherwise.
+
+    With `merging`, that adapter's private weights have their room. With `streams`, the largest component comes block by
+    block where there is no room for all; without, only where there is none for it alone. There is room for a forward
+    that takes `room_bytes` of the budget, as a part of its own.
+    """
+
+    merging: Merging | None = None
+    streams: bool = False
+    room_bytes: int = 0
+
+
+WHOLE: Final = Fitting()
+
+
+class Allocator(Protocol):
+    """The memory of a device: a tensor may take more of it than it has bytes."""
+
+    def size_of(self, nbytes: int) -> int: ...
+
+
 class PartsPlanner:
     """The parts of requests on one replica. `budget_bytes` may change.
 
-    With `is_on_node`, the weights are in the node's memory and only objects and working memory count. `streaming` is
-    None where nothing comes block by block. `skeleton` returns the folder of a manifest, `workspace` the bytes of the
-    budget that forwards of a component need at least, or of a model with these adapters, of which it is one.
+    With `is_on_node`, the weights are in the node's memory and only objects and working memory count. `models` is the
+    store's folder of manifests and skeletons.
     """
 
     def __init__(
-        self,
-        budget_bytes: int,
-        size_of: Callable[[int], int],
-        working_memory: WorkingMemory,
-        skeleton: Callable[[Manifest], Path],
-        streaming: Streaming | None,
-        workspace: Callable[[Manifest, Component, Collection[str]], int] = lambda manifest, component, adapters: 0,
-        layers: LayerPlacing | None = None,
-        *,
-        is_on_node: bool,
+        self, budget: ModuleBudget, builder: Builder, memory: Allocator, models: Path, *, is_on_node: bool
     ) -> None:
-        self._workspace = workspace
-        self.budget_bytes = budget_bytes
-        self._size_of = size_of
-        self._working_memory = working_memory
-        self._skeleton = skeleton
-        self._streaming = streaming
-        self._layers = layers
-        self._is_on_node = is_on_node
+        self.budget_bytes = budget.nbytes
+        self._builder = builder
+        self._memory = memory
+        self._models = models
+        self._streaming = None if budget.device == "cpu" else Streaming(builder, memory)
+        self._layers = None if budget.is_host else LayerPlacing(builder, memory, budget.others, budget.host_bytes)
+        self.is_on_node = is_on_node
         self.gpu_layers: dict[str, GpuLayers] = {}  # by model, where the config says so
+
+    def skeleton(self, manifest: Manifest) -> Path:
+        """Return the folder with everything of it but the weights."""
+        return self._models / manifest.skeleton
 
     def plan(
         self,
         manifest: Manifest,
         wanted: Wants,
         adapters: Mapping[str, Manifest] | None = None,
-        *,
-        streams: bool = False,
-        merging: Merging | None = None,
-        room_bytes: int = 0,
+        fitting: Fitting = WHOLE,
     ) -> dict[PartName, Part]:
         """Return the wanted parts of a model and of adapters, with what each takes of the budget.
 
-        A forward of the request takes `room_bytes` of it, as a part of its own. With `streams`, the largest comes block
-        by block where there is no room for all; else only where there is none for it alone. Raises WeightsError,
-        BudgetExceeded among them, for a language model whose layers cannot be where `gpu_layers` wants them.
+        Raises WeightsError, BudgetExceeded among them, for a language model whose layers cannot be where `gpu_layers`
+        wants them.
         """
         beside = adapters or {}
         parts = {
-            PartName(component.name): self._part(manifest, component, self._workspace(manifest, component, ()))
+            PartName(component.name): self._part(manifest, component, self._workspace(manifest, component))
             for component in filter(wanted, manifest.components.values())
         }
         for name, adapter in beside.items():
             for component in filter(wanted, adapter.components.values()):
                 needed = self._workspace(manifest, component, beside)
                 parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
-        if room_bytes and not self._is_on_node:
-            parts[ROOM_PART] = _room_part(manifest, room_bytes)
-        if merging is not None:
-            parts = merged_parts(parts, merging, self._size_of) or parts
+        if fitting.room_bytes and not self.is_on_node:
+            parts[ROOM_PART] = _room_part(manifest, fitting.room_bytes)
+        if fitting.merging is not None:
+            parts = merged_parts(parts, fitting.merging, self._memory.size_of) or parts
         if self._layers is not None:
             wish = self.gpu_layers.get(manifest.model, AUTO)
-            parts = self._layers.fit_parts(parts, self.budget_bytes, wish, self._skeleton(manifest))
+            parts = self._layers.fit_parts(parts, self.budget_bytes, wish, self.skeleton(manifest))
         if self._streaming is None:
             return parts
-        return self._streaming.fit_parts(parts, self.budget_bytes, is_last_resort=streams)
+        return self._streaming.fit_parts(parts, self.budget_bytes, is_last_resort=fitting.streams)
+
+    def _workspace(self, manifest: Manifest, component: Component, adapters: Collection[str] = ()) -> int:
+        """Return the bytes of the budget that forwards of a component need at least, or of a model with adapters."""
+        book = self._builder.footprints
+        if book is None or book.memory is None:
+            return 0
+        return book.inside(book.least_bytes(manifest, component, adapters))
 
     def _part(self, manifest: Manifest, component: Component, needed_bytes: int) -> Part:
-        working_bytes = self._working_memory(component, self._skeleton(manifest))
-        if self._is_on_node:
+        working_bytes = self._builder.working_memory(component, self.skeleton(manifest))
+        if self.is_on_node:
             return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
-        footprint = dict(device_footprint(component, self._size_of, working_bytes))
+        footprint = dict(device_footprint(component, self._memory.size_of, working_bytes))
         pieces = workspace_pieces(needed_bytes)
         return Part(manifest, component, footprint | pieces, working_bytes, sum(pieces.values()))
 
@@ -243,9 +255,9 @@ class PartsPlanner:
 class Streaming:
     """The plans of parts that are larger than their device: the largest of a request comes there block by block."""
 
-    def __init__(self, can_stream: Callable[[Component], bool], size_of: Callable[[int], int]) -> None:
-        self._can_stream = can_stream
-        self._size_of = size_of
+    def __init__(self, builder: Builder, memory: Allocator) -> None:
+        self._builder = builder
+        self._memory = memory
         self._plans: dict[tuple[str, int], BlockPlan | None] = {}  # by module key and bytes
 
     def fit_parts(
@@ -258,9 +270,8 @@ class Streaming:
         total_bytes = distinct_bytes(*(part.footprint for part in parts.values()))
         if total_bytes <= budget_bytes:
             return parts
-        sizes = {
-            name: distinct_bytes(part.footprint) for name, part in parts.items() if self._can_stream(part.component)
-        }
+        can_stream = self._builder.can_stream
+        sizes = {name: distinct_bytes(part.footprint) for name, part in parts.items() if can_stream(part.component)}
         name = max(sizes, key=lambda one: sizes[one], default=None)
         if name is None or (sizes[name] <= budget_bytes and not is_last_resort):
             return parts
@@ -286,36 +297,27 @@ class Streaming:
         return replace(
             part,
             component=variant,
-            footprint={**_streamed_footprint(variant, self._size_of, plan), **workspace_pieces(part.workspace_bytes)},
+            footprint={
+                **_streamed_footprint(variant, self._memory.size_of, plan),
+                **workspace_pieces(part.workspace_bytes),
+            },
             streamed=plan,
             is_variant=True,
         )
-
-
-# A component and its skeleton folder -> the bytes of the device that an engine of it takes beside its weights, where 0,
-# 1, ... of its layers are there; None for what cannot be split.
-LayerCaches = Callable[[Component, Path], Sequence[int] | None]
 
 
 class LayerPlacing:
     """The plans of language models some of whose layers are on other devices or computed on the host."""
 
     def __init__(
-        self,
-        caches_of: LayerCaches,
-        size_of: Callable[[int], int],
-        streams: Callable[[Component], bool] = lambda component: False,
-        others: Sequence[str] = (),
-        host_bytes: int | None = 0,
+        self, builder: Builder, memory: Allocator, others: Sequence[str] = (), host_bytes: int | None = 0
     ) -> None:
-        """Layers of what `streams` can come to the device for steps of many tokens: there is room for two of them.
-
-        `others` are devices that layers may be on as well, each with the same budget; `host_bytes` is the host's for
+        """`others` are devices that layers may be on as well, each with the same budget; `host_bytes` is the host's for
         the KV caches of its layers, None where it computes none.
         """
-        self._caches_of, self._streams = caches_of, streams
+        self._builder = builder
+        self._memory = memory
         self._others, self._host_bytes = others, host_bytes
-        self._size_of = size_of
         # By module key, bytes and wish; and whether layers may come through buffers.
         self._plans: dict[tuple[str, int, GpuLayers], tuple[LayerPlan, bool]] = {}
 
@@ -330,7 +332,7 @@ class LayerPlacing:
         for name, part in parts.items():
             if name.is_adapter or (wanted == AUTO and distinct_bytes(part.footprint) <= budget_bytes):
                 continue
-            caches = self._caches_of(part.component, skeleton)
+            caches = self._builder.layer_caches(part.component, skeleton)
             if caches is not None:
                 adapters = [other.footprint for key, other in parts.items() if key.is_adapter]
                 step = max(1, budget_bytes - beside_adapters(budget_bytes))
@@ -341,14 +343,21 @@ class LayerPlacing:
         return found
 
     def _planned(self, part: Part, sizes: DecoderSizes, room_bytes: int, wanted: GpuLayers) -> tuple[LayerPlan, bool]:
-        """Return the plan, and whether it leaves room for buffers: what the layers need themselves goes first."""
+        """Return the plan, and whether it leaves room for the two buffers that the host's layers may come through.
+
+        What the layers need themselves goes first.
+        """
         plan_within = partial(
             plan_layers, sizes, wanted=wanted, model=part.manifest.model, has_host=self._host_bytes is not None
         )
         others = [room_bytes] * len(self._others)
         plan = plan_within(budgets=[room_bytes, *others])
         buffers_bytes = 2 * max(sizes.layers, default=0)
-        if plan.on(None) and buffers_bytes <= _BUFFERS_SHARE * room_bytes and self._streams(part.component):
+        if (
+            plan.on(None)
+            and buffers_bytes <= _BUFFERS_SHARE * room_bytes
+            and self._builder.streams_layers(part.component)
+        ):
             with contextlib.suppress(BudgetExceeded):
                 return plan_within(budgets=[room_bytes - buffers_bytes, *others]), True
         return plan, False
@@ -357,7 +366,7 @@ class LayerPlacing:
         component = part.component
         key = component.module_key, room_bytes, wanted
         if key not in self._plans:
-            sizes = {name: self._size_of(ref.nbytes) for name, ref in component.tensors.items()}
+            sizes = {name: self._memory.size_of(ref.nbytes) for name, ref in component.tensors.items()}
             self._plans[key] = self._planned(part, decoder_sizes(sizes, len(caches) - 1, caches), room_bytes, wanted)
         plan, has_buffers = self._plans[key]
         if plan.is_whole:
@@ -369,7 +378,7 @@ class LayerPlacing:
         blocks = replace(blocks, shares=self._shares(component, plan, caches))
         working_bytes = caches[len(plan.on(0))]
         footprint = {
-            **_streamed_footprint(variant, self._size_of, blocks, working_bytes),
+            **_streamed_footprint(variant, self._memory.size_of, blocks, working_bytes),
             **self._footprint_elsewhere(variant, blocks, caches[len(plan.on(None))] if plan.on(None) else 0),
         }
         return replace(
@@ -396,7 +405,7 @@ class LayerPlacing:
         found: dict[str, int] = {}
         for device, share in blocks.shares.items():
             refs = [component.tensors[name] for name in share.names]
-            found |= {Elsewhere(device, ref.sha256): self._size_of(ref.nbytes) for ref in refs}
+            found |= {Elsewhere(device, ref.sha256): self._memory.size_of(ref.nbytes) for ref in refs}
             found[Elsewhere(device, memory)] = share.working_bytes
         if host_bytes:
             found[Elsewhere(HOST, memory)] = min(host_bytes, beside_adapters(self._host_bytes or 0))

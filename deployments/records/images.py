@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PlainValidator
 
-from configs.model import LongText, PromptSyntax, TextPadding
+from configs.model import LongText, TextPadding
+from configs.options import DiffusionOptions, PictureOptions
 from deployments.engines.records.input_images import why_no_pixels
 from deployments.engines.records.sounds import Sound, why_no_sound
 from deployments.records.requests import (
@@ -97,38 +98,17 @@ class ImagePromptUse(RequestModel):
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
-class ImageOptions(RequestModel):
+class ImageOptions(RequestModel, PictureOptions):
     """The options of an image. Those that are None come from the model's defaults; a seed of None is drawn."""
 
     model: Name
     prompt: str = Field(min_length=1)
-    negative_prompt: str | None = None
     n: Count = 1
-    width: Count | None = Field(None, description="pixels")
-    height: Count | None = Field(None, description="pixels")
-    num_inference_steps: Count | None = None
-    guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    true_cfg_scale: float | None = Field(
-        None, ge=0, le=100, allow_inf_nan=False, description="Flux with a negative prompt; 1, which is off, by default"
-    )
-    max_sequence_length: Count | None = Field(None, description="tokens of the T5 prompt (Flux)")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
     lora: Loras = ()
-    scheduler: Name | None = Field(None, description="a class of diffusers, in place of the model's own")
     scheduler_options: dict[Name, bool | int | Annotated[float, Finite] | Name] = Field(
         {}, max_length=16, description='options of its config, such as {"use_karras_sigmas": true}'
     )
-    sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
-    timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
-    prompt_syntax: PromptSyntax | None = Field(
-        None,
-        description="weighted: (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; compel: word++, "
-        "(words)-- and (words)1.3 as in Compel; else plain",
-    )
-    clip_skip: int | None = Field(
-        None, ge=0, le=64, description="layers of its CLIPs that a Stable Diffusion 1, 2 or XL leaves out of prompts"
-    )
-    deterministic: bool | None = Field(None, description="the same bits in any batch, on devices of one kind")
     extra: dict[Name, Any] = Field(
         {},
         max_length=64,
@@ -164,7 +144,6 @@ class ImageRequest(ServedRequest, ImageOptions):
 
     init_image: Pixels | None = None
     mask_image: Mask | None = None
-    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     control: tuple[ControlNetUse, ...] = ()
     ip_adapter: tuple[ImagePromptUse, ...] = ()
     images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
@@ -232,22 +211,14 @@ def merge_progress(older: Any, newer: Any) -> ImageProgress | None:
     return replace(newer, previews=shown.previews, preview_index=shown.preview_index, checkpoint=checkpoint)
 
 
-class ClipOptions(RequestModel):
+class ClipOptions(RequestModel, DiffusionOptions):
     """The options of a clip. What is None comes from the model's defaults, else from its class; a seed is drawn."""
 
     model: Name
     prompt: str = Field(min_length=1)
-    negative_prompt: str | None = None
     seconds: float | None = Field(None, gt=0, le=3600, allow_inf_nan=False, description="duration")
-    num_inference_steps: Count | None = None
-    guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    true_cfg_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    max_sequence_length: Count | None = Field(None, description="tokens of the prompt")
-    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much is made anew")
-    sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
-    timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
-    scheduler: Name | None = Field(None, description="a class of diffusers, in place of the model's own")
+    lora: Loras = ()
     scheduler_options: dict[Name, bool | int | Annotated[float, Finite] | Name] = Field({}, max_length=16)
     extra: dict[Name, Any] = Field({}, max_length=64, description="further parameters of the pipeline's class, by name")
 
@@ -268,12 +239,13 @@ class ClipRequest(ServedRequest, VideoOptions):
     """A request for a clip from a model that makes videos or audio. `images` go to the parameters of their names,
     and so do videos, as their frames, and `audio`.
 
-    `reports_steps` asks for a piece after every step. The ingress sets `model_version`.
+    `reports_steps` asks for a piece after every step. The ingress sets `model_version` and `adapter_versions`.
     """
 
     images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
     audio: dict[Name, Audio] = Field({}, max_length=MAX_NAMED_IMAGES)
     reports_steps: bool = False
+    adapter_versions: dict[str, str] = Field({})
 
 
 @dataclass(frozen=True, slots=True)

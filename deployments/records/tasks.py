@@ -1,4 +1,4 @@
-"""Work and its time: what does not end with the request that began it, and the deadline of what does."""
+"""Background tasks, and deadlines of requests."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ def shared_task(work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
     inherit the context of who created them. Here it is an empty one.
     """
     return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+
+
+class Tasks:
+    """The shared tasks of one owner, kept until they are done."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start one more."""
+        self._running.add(task := shared_task(work))
+        task.add_done_callback(self._running.discard)
 
 
 async def in_thread(function: Callable[..., ResultT], *arguments: object) -> ResultT:

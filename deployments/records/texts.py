@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from configs.cluster import MAX_MESSAGES
+from configs.options import SamplingOptions
 from deployments.engines.llm.chat import (
     AnswerGrammar,
     CalledTool,
@@ -22,7 +23,6 @@ from deployments.records.requests import (
     MAX_SEED,
     SEED_RULE,
     Count,
-    Finite,
     Loras,
     RequestModel,
     ServedRequest,
@@ -42,7 +42,7 @@ TokenIds = Annotated[tuple[_PromptToken, ...], Field(min_length=1)]
 Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
 
 
-class TextOptions(RequestModel):
+class TextOptions(RequestModel, SamplingOptions):
     """The options of generated text. Those that are None come from the model's defaults.
 
     The config's defaults of the model go before its own (generation_config.json, or general.sampling.* of a GGUF file),
@@ -52,15 +52,6 @@ class TextOptions(RequestModel):
     """
 
     n: Count = 1
-    max_tokens: Count | None = None
-    temperature: Annotated[float | None, Finite] = Field(None, ge=0, le=2)
-    top_p: Annotated[float | None, Finite] = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=MAX_INT32)
-    min_p: Annotated[float | None, Finite] = Field(None, ge=0, le=1)
-    typical_p: Annotated[float | None, Finite] = Field(None, gt=0, le=1)
-    repetition_penalty: Annotated[float | None, Finite] = Field(None, gt=0, le=100)
-    frequency_penalty: Annotated[float | None, Finite] = Field(None, ge=-2, le=2)
-    presence_penalty: Annotated[float | None, Finite] = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenId, Bias] = Field({}, max_length=1024)
     logprobs: int | None = Field(None, ge=0, le=20)
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
@@ -86,8 +77,9 @@ class ChatRequest(_TextRequest):
     """A request for the next message of a chat.
 
     `chat_template_kwargs` are variables of the model's template; `reasoning_effort` and `enable_thinking` those that
-    say how much it thinks. `tool_form` and `reasoning_form` name how the model writes, where its template does not say.
-    With `continue_final_message` the answer goes on with the last message.
+    say how much it thinks, and behind `thinking_token_budget` tokens its reasoning is ended. `tool_form`
+    and `reasoning_form` name how the model writes, where its template does not say. With `continue_final_message` the
+    answer goes on with the last message.
     """
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -100,6 +92,7 @@ class ChatRequest(_TextRequest):
     enable_thinking: bool | None = None
     tool_form: str | None = None
     reasoning_form: str | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

@@ -21,7 +21,7 @@ SEED_BITS: Final = 32  # of drawn seeds
 # Options of a diffusion model that say nothing to an upscaler.
 _BESIDE_IMAGE: Final = (
     *("negative_prompt", "mask_image", "strength", "num_inference_steps", "guidance_scale", "true_cfg_scale"),
-    *("max_sequence_length", "scheduler", "sigmas", "timesteps", "clip_skip"),
+    *("max_sequence_length", "scheduler", "sigmas", "timesteps", "clip_skip", "acceleration"),
 )
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
@@ -130,10 +130,10 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    for name in ("lora", "control", "ip_adapter"):
+    for name in ("control", "ip_adapter", "acceleration"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
-    without = _out_of_place(request)
+    without = _out_of_place(request) | {"acceleration"}
     if request.init_image is not None or request.images:  # their size is the usual one
         without |= {"width", "height"}
     request = _with_class_defaults(request, defaults, class_name, without)

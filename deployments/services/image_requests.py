@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.ray_seam.request_ids import part_id
+from configs.options import Denoising, PromptReading, said
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.records.protocol import (
     AdapterUse,
+    ConditionedRequest,
     ControlUse,
     DiffusionOutput,
     DiffusionRequest,
     ImagePromptUse,
 )
+from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.parts import Fitting, Merging, Wants
 from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
-from deployments.text.requests import Conditioning, ConditioningRequest
+from deployments.text.requests import Conditioning, ConditioningRequest, unpack
+from weights.records.manifest import Manifest
 
 OnProgress = Callable[[ImageProgress], None]
 _NumberT = TypeVar("_NumberT", int, float)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageJob:
+    """A request at work, which began at `start`: its model, its engine's terms, and how it has the device.
+
+    `is_whole`: denoiser and VAE are there together. `checkpoint` is what it goes on from.
+    """
+
+    request: ImageRequest
+    manifest: Manifest
+    denoise: DiffusionRequest
+    checkpoint: bytes | None
+    start: float
+    merging: Merging | None = None
+    is_whole: bool = True
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Return the names of its LoRAs, ControlNets and IP-Adapters."""
+        uses = (self.request.lora, self.request.control, self.request.ip_adapter)
+        return sorted({use.name for some in uses for use in some})
+
+    def lease(
+        self,
+        cache: ModuleCache,
+        wants: Wants,
+        adapters: Sequence[str],
+        *,
+        max_wait_s: float | None = None,
+    ) -> AbstractAsyncContextManager[Lease]:
+        """Return a lease of the wanted components of its model, and of some of its adapters."""
+        return cache.lease(
+            self.request.model,
+            wants,
+            adapters,
+            version=self.manifest.fingerprint,
+            adapter_versions=self.request.adapter_versions,
+            max_wait_s=max_wait_s,
+            fitting=Fitting(self.merging, streams=not self.is_whole),
+        )
+
+    def conditioned(self, conditioning: Conditioning) -> ConditionedRequest:
+        """Return what the engine is given, but for the adapters."""
+        request = self.request
+        left_s = None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - self.start)
+        return ConditionedRequest(
+            self.denoise,
+            unpack(conditioning.tensors),
+            reports_steps=request.reports_steps,
+            num_previews=request.partial_images,
+            checkpoint_steps=request.checkpoint_steps,
+            checkpoint_interval_s=request.checkpoint_interval_s,
+            resume_from=self.checkpoint,
+            timeout_s=left_s,
+        )
 
 
 def denoise_request(request: ImageRequest) -> DiffusionRequest:
@@ -31,19 +95,14 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         guidance_scale=_filled(request.guidance_scale),
         seed=_filled(request.seed),
         num_images=request.n,
-        true_cfg_scale=1.0 if request.true_cfg_scale is None else request.true_cfg_scale,
         adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
         init_image=request.init_image,
         mask_image=request.mask_image,
         image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
-        scheduler=request.scheduler,
         scheduler_options=request.scheduler_options,
-        sigmas=request.sigmas,
-        timesteps=request.timesteps,
-        strength=1.0 if request.strength is None else request.strength,
-        deterministic=bool(request.deterministic),
         references=request.references,
         control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
+        **said(request, Denoising),
     )
 
 
@@ -61,18 +120,16 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
         use_negative=family.uses_negative(denoise, request.negative_prompt is not None),
-        max_sequence_length=request.max_sequence_length,
         model_version=request.model_version,
         text_padding=request.text_padding,
         long_text=request.long_text,
-        prompt_syntax=request.prompt_syntax or "plain",
-        clip_skip=request.clip_skip or 0,
         priority=request.priority,
         timeout_s=request.timeout_s,
         adapters={use.name: use.scale if use.text_scale is None else use.text_scale for use in request.lora},
         encodes_alone=bool(request.deterministic),
         adapter_versions=request.adapter_versions,
         images=tuple(map(family.seen_reference, denoise.references)),
+        **said(request, PromptReading),
     )
 
 

@@ -8,30 +8,33 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 
 import ray
 import torch
 
-from cluster.keeper.ray_extents import RayExtents
+from cluster.keeper.ray_extents import ExtentUser, RayExtents
 from cluster.process.logs import configure_logs
 from cluster.process.ray_calls import call_actor, get
 from cluster.process.tracing import begin_tracing
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.records.errors import ClusterError
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
+from cluster.registry.asking import ask_registry
 from cluster.registry.directory import Entry
 from cluster.registry.model_files import write_files
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.building.build import import_class
-from deployments.engines.building.skeletons import SkeletonPool
 from deployments.engines.records.protocol import EngineError
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import ModuleCache
+from deployments.modules.encoders import TextEncoderBuilder
+from deployments.modules.loading import ComponentBuilder
 from deployments.records.errors import ServiceError, as_service_errors
 from weights.memory.devices import open_device
 from weights.records.errors import WeightsError
@@ -49,14 +52,23 @@ R = TypeVar("R")
 logger = logging.getLogger("atelier.replica")
 
 
-class _Builder(Protocol):
-    """A builder of the components of a replica: ComponentBuilder or TextEncoderBuilder."""
+class _ReplicaExtents(ExtentUser):
+    """What a replica makes of the extents of its node's keeper."""
 
-    skeletons: SkeletonPool
+    def __init__(self, replica: ModelReplica, here: tuple[str, str | None], *, keeps: bool) -> None:
+        self.keeps = keeps
+        self._replica = replica
+        self._here = here
+        self._loop = asyncio.get_running_loop()
 
-    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any: ...
-    def prepare(self, component: Component, skeleton: Path) -> None: ...
-    def retire(self, thing: Any) -> None: ...
+    def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+        self._replica.release_recalled(extents, is_overdue)
+
+    def note_damage(self, extents: Sequence[str]) -> None:
+        self._loop.call_soon_threadsafe(self._replica.invalidate, extents)
+
+    def find_keeper(self) -> Any:
+        return self._replica.find_keeper(*self._here)
 
 
 class ModelReplica:
@@ -79,14 +91,12 @@ class ModelReplica:
         config: ClusterConfig,
         holder: str,
         settings: ModelReplicaConfig,
-        builder: _Builder,
+        builder: ComponentBuilder | TextEncoderBuilder,
         num_threads: int | None = None,
-        factory: ComponentFactory | None = None,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
-        `holder` names this replica where it has leases; `factory` is the builder's, if there is more to know of it.
-        Raises WeightsError for a device that is not there.
+        `holder` names this replica where it has leases. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
@@ -113,7 +123,7 @@ class ModelReplica:
             provider,
             self._models,
             ModuleBudget.of(settings, self._section),
-            factory or ComponentFactory(builder, builder.retire),
+            builder,
             report=report_attach,
             kept=provider if keeps else None,
         )
@@ -132,23 +142,19 @@ class ModelReplica:
         here = context.get_node_id(), context.get_actor_name()
         # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
         keeper: Any = await self._call_registry(WeightRegistry.keeper, *here)
-        loop = asyncio.get_running_loop()
+        return RayExtents(keeper, holder, _ReplicaExtents(self, here, keeps=keeps))
 
-        def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
-            # In the thread that asks: the event loop may be busy.
-            self._module_cache.release_recalled(extents, is_overdue)
+    def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+        """Release what was made of these extents and is not in use. From any thread: the event loop may be busy."""
+        self._module_cache.release_recalled(extents, is_overdue)
 
-        def on_damage(extents: Sequence[str]) -> None:
-            loop.call_soon_threadsafe(self._invalidate, extents)
-
-        def reconnect() -> Any:
-            try:
-                return get(call_actor(self._registry, WeightRegistry.keeper, *here), KEEPER_TIMEOUT_S)
-            except ray.exceptions.ActorDiedError:
-                self._registry = self._connect_registry()
-                raise  # it is asked again after a moment
-
-        return RayExtents(keeper, holder, on_damage, reconnect, on_recall if keeps else None)
+    def find_keeper(self, node: str, replica: str | None) -> Any:
+        """Return the handle of a node's keeper. Blocks. A registry that has ended is started anew for the next call."""
+        try:
+            return get(call_actor(self._registry, WeightRegistry.keeper, node, replica), KEEPER_TIMEOUT_S)
+        except ray.exceptions.ActorDiedError:
+            self._registry = self._connect_registry()
+            raise
 
     async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the registry, perhaps twice: wait for one that restarts, which is not the fault of the model asked for.
@@ -158,7 +164,7 @@ class ModelReplica:
         deadline_s = time.monotonic() + REGISTRY_RETRY_S
         while True:
             try:
-                return await call_actor(self._registry, method, *args, **kwargs)
+                return await ask_registry(self._registry, method, *args, **kwargs)
             except ray.exceptions.RayActorError as error:
                 if time.monotonic() > deadline_s:
                     raise
@@ -191,7 +197,7 @@ class ModelReplica:
     def _note_program(self, entry: Entry | None, manifest: Manifest) -> None:
         """Follow what the config wants of a program, from its next lease on."""
 
-    def _invalidate(self, extents: Sequence[str]) -> None:
+    def invalidate(self, extents: Sequence[str]) -> None:
         """Serve nothing that was made of these extents: they were found damaged. On the event loop."""
         self._module_cache.invalidate(extents)
 
@@ -252,7 +258,7 @@ async def prepare_models(
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
                 await asyncio.to_thread(prepare, component, module_cache.skeleton(manifest))
-            await asyncio.to_thread(module_cache.learn_defaults, manifest, wanted)
+            await asyncio.to_thread(module_cache.forwards.learn_defaults, manifest, wanted)
             if model.preload and await module_cache.has_room_for(manifest, wanted):
                 async with module_cache.lease(model.id, wanted):
                     pass

@@ -27,7 +27,7 @@ from deployments.engines.programs.rows import ProgramJob, answer_of, jobs_of, jo
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.tokens import TextPair
-from deployments.modules.cache import ComponentFactory, ModuleCache
+from deployments.modules.cache import ModuleCache
 from deployments.modules.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder, text_modules
 from deployments.modules.footprints import FootprintBook
 from deployments.pipelines.planning import plan_segments
@@ -73,11 +73,9 @@ class TextEncoderService(ModelReplica):
         settings = config.text_encoder
         self._cache = EncodingCache(settings.cache_bytes)
         self._name = serve.get_replica_context().replica_id.unique_id
-        book = FootprintBook(settings.torch_device)
-        builder = TextEncoderBuilder(book, settings.torch_device)
-        factory = ComponentFactory(builder, builder.retire, footprints=book)
+        builder = TextEncoderBuilder(FootprintBook(settings.torch_device), settings.torch_device)
         self._programs = builder.programs
-        await self._open(config, f"encoder-{self._name}", settings, builder, factory=factory)
+        await self._open(config, f"encoder-{self._name}", settings, builder)
         self._padding = EncodeCounter()
         tuned = await self._call_registry(WeightRegistry.encoder_batching)
         self._batching: BatchingConfig = tuned or settings.batching
@@ -213,9 +211,9 @@ class TextEncoderService(ModelReplica):
             for component in manifest.components.values():
                 self._programs.compile(component)
 
-    def _invalidate(self, extents: Sequence[str]) -> None:
+    def invalidate(self, extents: Sequence[str]) -> None:
         """Forget all encodings as well: nobody knows since when the weights that computed them were damaged."""
-        super()._invalidate(extents)
+        super().invalidate(extents)
         self._cache.forget_all()
 
     def _run_batch(self, jobs: Sequence[TextJob], priority: int, timeout_s: float | None) -> Awaitable[list[Encoding]]:

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import ray
 from ray import serve
 
-from cluster.placement.reports import Orders
+from cluster.placement.reports import Orders, WorkerReport
 from cluster.placement.serving.actor import connect_controller
 from cluster.placement.serving.link import ControllerLink
 from cluster.process.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
-from deployments.modules.cache import ComponentFactory
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.records import (
     ClipRequest,
@@ -51,6 +50,22 @@ from deployments.text.fallback import FallbackEncoder
 from weights.records.manifest import ModelKind
 
 
+class _WorkerReporter:
+    """A worker as the controller knows it: its models, and the images that it makes."""
+
+    def __init__(self, models: OrderedModels, images: ImageService) -> None:
+        self.changed = models.changed
+        self._models = models
+        self._images = images
+
+    async def report(self) -> WorkerReport:
+        return await self._models.report()
+
+    def apply(self, orders: Orders) -> None:
+        self._models.apply(orders)
+        self._images.migrate_out(orders.migrate)
+
+
 class Worker(ModelReplica):
     """One replica. `encoder` is the handle of the text-encoder service."""
 
@@ -73,7 +88,6 @@ class Worker(ModelReplica):
             self._settings,
             builder,
             self._settings.num_threads,
-            ComponentFactory.of(builder),
         )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)
@@ -88,24 +102,13 @@ class Worker(ModelReplica):
                 slots=self._settings.max_running_images,
             )
             connect = partial(connect_controller, config)
-            self._link = ControllerLink(
-                self._name,
-                connect,
-                self._ordered.report,
-                self._apply,
-                self._ordered.changed,
-                config.controller.tick_s,
-            )
+            reporter = _WorkerReporter(self._ordered, self._images)
+            self._link = ControllerLink(self._name, connect, reporter, config.controller.tick_s)
             self._link.start()
 
     def _note_load(self, model: str, version: str, error: str | None) -> None:
         if self._ordered is not None:
             self._ordered.note_load(model, version, error)
-
-    def _apply(self, orders: Orders) -> None:
-        assert self._ordered is not None  # the link, which brings orders, is its
-        self._ordered.apply(orders)
-        self._images.migrate_out(orders.migrate)
 
     async def stream_images(
         self, request: ImageRequest, checkpoint: bytes | None = None

@@ -1,7 +1,6 @@
 """A request for conditioning, its answer, and tensors as they travel between processes.
 
-Ray moves numpy arrays out of band and maps them without a copy; torch tensors it would pickle, at seconds per GiB,
-and numpy itself has no bfloat16.
+Ray maps numpy arrays without a copy. It would pickle torch tensors, at seconds per GiB, and numpy has no bfloat16.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from configs.model import LongText, PromptSyntax, TextPadding
+from configs.model import LongText, TextPadding
+from configs.options import PromptReading
 from deployments.records import CacheUse
 
 
 @dataclass(frozen=True, slots=True)
-class ConditioningRequest:
+class ConditioningRequest(PromptReading):
     """The text half of an image request.
 
     `use_negative` says that guidance will be run. `text_padding` and `long_text` are the model's (see
-    `Family.plan_texts`), `prompt_syntax` and `clip_skip` the request's. `priority` 0 is the encoder's default;
+    `Family.plan_texts`). `priority` 0 is the encoder's default;
     `timeout_s` bounds the time in its admission queue. `adapters` are LoRAs by name and their strength; those that
     change no text encoder are passed over. `encodes_alone`: no text shares its forward, so that batch-mates change no
     bit. `images`, uint8 (height, width, 3), are seen with each of its texts. `arguments` are those of a stock
@@ -34,7 +34,6 @@ class ConditioningRequest:
     prompt: str
     negative_prompt: str | None
     use_negative: bool
-    max_sequence_length: int | None
     model_version: str | None = None
     text_padding: TextPadding = "stock"
     long_text: LongText = "truncate"
@@ -43,8 +42,6 @@ class ConditioningRequest:
     adapters: Mapping[str, float] = field(default_factory=dict)
     adapter_versions: Mapping[str, str] = field(default_factory=dict)
     encodes_alone: bool = False
-    prompt_syntax: PromptSyntax = "plain"
-    clip_skip: int = 0
     arguments: Mapping[str, Any] | None = None
     images: tuple[npt.NDArray[np.uint8], ...] = ()
 
@@ -74,7 +71,7 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:
 
 
 def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, torch.Tensor]:
-    """Return copies: what arrives from Ray is read-only shared memory, and these tensors go into arithmetic."""
+    """Return copies: tensors from Ray are read-only shared memory."""
     return {name: _unpack(record) for name, record in packed.items()}
 
 

@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deployments.bench.figures import percentile
 from deployments.engines.costs.step_costs import StepCosts
 from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
+from infra.bench.command.figures import percentile
 from infra.bench.denoise_loras import measure_loras
 from infra.bench.denoise_models import SIDE_PX, BenchModel, make_model
 from infra.bench.denoise_offload import measure_offload

@@ -45,7 +45,7 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
     from configs.simulated import SimulatedConfig
     from deployments.modules.loading import is_denoise_component
     from infra.bench.denoise_models import make_model
-    from weights.memory.simulated import simulate
+    from infra.sim import simulate
     from weights.operations.externalize import externalize
     from weights.storage.store import WeightStore
 
@@ -101,8 +101,10 @@ async def lease_parts(
 ) -> tuple[Any, Any]:
     """Return a module cache on a device of so many bytes and a lease of these parts; the denoiser alone if need be."""
     from configs.cluster import WorkerConfig
-    from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+    from deployments.modules.budget import ModuleBudget
+    from deployments.modules.cache import ModuleCache
     from deployments.modules.loading import ComponentBuilder, is_denoise_component
+    from deployments.modules.parts import Fitting
     from weights.loading.provider import LocalExtents
 
     class Extents(LocalExtents):
@@ -112,16 +114,16 @@ async def lease_parts(
     async def fetch_manifest(model: str, version: str | None) -> Any:
         return manifest
 
-    builder = ComponentBuilder(WorkerConfig(device="sim:0"))
     cache = ModuleCache(
         fetch_manifest,
         Extents(store.packs),
         store.models,
         ModuleBudget(budget_bytes, "sim:0"),
-        ComponentFactory(builder, builder.retire, can_stream=builder.can_stream),
+        ComponentBuilder(WorkerConfig(device="sim:0")),
     )
     wanted = names if cache.can_hold(manifest, is_denoise_component, {}) else {"transformer"}
-    lease = await stack.enter_async_context(cache.lease("bench", lambda part: part.name in wanted, streams=True))
+    leasing = cache.lease("bench", lambda part: part.name in wanted, fitting=Fitting(streams=True))
+    lease = await stack.enter_async_context(leasing)
     return cache, lease
 
 

@@ -54,7 +54,7 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
     from deployments.engines.diffusion.rows import BatchBounds, decode_kind
     from deployments.engines.graph.workspace import UNBOUNDED, Workspace
     from infra.bench.denoise_models import NUM_TOKENS, make_model
-    from weights.memory.simulated import simulate
+    from infra.sim import simulate
     from weights.operations.externalize import externalize
     from weights.storage.store import WeightStore
 
@@ -76,7 +76,7 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
         ballast = torch.empty(memory.total_bytes - left_bytes, dtype=torch.uint8, device="sim:0")
         cache, lease = await lease_parts(stack, store, manifest, weights_bytes + room_bytes, {"transformer"})
         ways = {f"at most {rows}": (BatchBounds(max_rows=rows), UNBOUNDED) for rows in FIXED_ROWS}
-        ways["planned"] = wide, Workspace(cache.forward_memory, footprints)
+        ways["planned"] = wide, Workspace(cache.forwards.memory, footprints)
         vae = {"vae": blank_module(manifest.components["vae"], lease.skeleton / "vae")}
         parts, class_name = {**lease.modules, **vae}, manifest.class_name or ""
         pipelines = {

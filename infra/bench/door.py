@@ -23,8 +23,8 @@ from typing import Any, Final
 from ray import serve
 
 from configs.cluster import ClusterConfig
-from deployments.bench.peers import Peer
 from deployments.console.running import cluster_up
+from infra.bench.command.peers import Peer
 from infra.bench.door_figures import latency_figures
 from infra.bench.door_load import Ask, LoadGenerator, Outcome
 from infra.bench.door_overload import (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from deployments.bench.figures import percentile
+from infra.bench.command.figures import percentile
 from infra.bench.door_load import CANCELLED, REFUSED, Outcome
 
 NUM_PROBLEMS: Final = 8  # that are named

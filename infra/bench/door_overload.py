@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from deployments.bench.figures import percentile
-from deployments.bench.machine import own_memory_bytes
+from infra.bench.command.figures import percentile
+from infra.bench.command.machine import own_memory_bytes
 from infra.bench.door_figures import (
     cancel_figures,
     draw_arrivals_s,

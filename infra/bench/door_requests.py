@@ -8,7 +8,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Final
 
-from deployments.bench.serve import DIGITS, LOOKS, WAYS
+from infra.bench.command.serve import DIGITS, LOOKS, WAYS
 from infra.bench.door_load import Ask
 from infra.bench.encode_load import Texts, vocabulary
 from infra.bench.encode_servers import minilm_folder

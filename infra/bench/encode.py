@@ -22,9 +22,9 @@ from typing import Any, Final
 import numpy as np
 from ray import serve
 
-from deployments.bench.figures import percentile, summary
 from deployments.console.output import Column, print_line, print_table
 from deployments.console.running import cluster_up
+from infra.bench.command.figures import percentile, summary
 from infra.bench.encode_cache import live_entries, measure_lookups, measure_nodes
 from infra.bench.encode_load import (
     Load,

@@ -17,13 +17,13 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
-from deployments.bench.figures import summary
 from deployments.console.running import cluster_up
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.modules.encoders import KeyedEncoder
 from deployments.records import EmbeddingRequest
 from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, Encoding, EncodingCache, EncodingKey
 from deployments.text.encode import CachedEncoders, TextJob, encode_batch_or_raise
+from infra.bench.command.figures import summary
 from infra.bench.encode_load import Texts, post_all
 from infra.bench.encode_servers import STORE_BYTES, cluster_config, encoder_counts
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from deployments.bench.figures import percentile
+from infra.bench.command.figures import percentile
 
 TIMEOUT_S: Final = 300.0
 

@@ -17,15 +17,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from deployments.bench.batch_decoder import BatchDecoder, BatchToken
-from deployments.bench.peers import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.sequences.block_manager import blocks_for
 from deployments.engines.nn.packed_weights import Arithmetic
 from deployments.records.errors import InvalidRequest
+from infra.bench.command.batch_decoder import BatchDecoder, BatchToken
+from infra.bench.command.peers import LlamaCpp, llama_cpp_python
 from infra.bench.llm_files import write_tokenizer
+from infra.offline.checkpoints import quantize_checkpoint
 from weights.loading.views import mapped_tensors
-from weights.quantization.checkpoints import quantize_checkpoint
 
 FILE_TYPES: Final = {  # LLAMA_FTYPE_MOSTLY_* of llama.h, by the type of the matrices
     "Q8_0": 7,

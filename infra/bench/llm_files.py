@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deployments.bench.peers import llama_cpp_python
-from weights.quantization.checkpoints import quantize_checkpoint
+from infra.bench.command.peers import llama_cpp_python
+from infra.offline.checkpoints import quantize_checkpoint
 
 _VOCABULARY: Final = 32_000
 _CONFIG: Final[dict[str, Any]] = {

@@ -20,8 +20,8 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 
-from deployments.bench.figures import summary
-from deployments.bench.machine import private_ray
+from infra.bench.command.figures import summary
+from infra.bench.command.machine import private_ray
 from infra.bench.merge_replica import (
     MAX_ONGOING,
     AtArrival,

@@ -23,8 +23,8 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.footprints import PipelineTwin
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS
 from deployments.engines.graph.recording import Recording
-from deployments.engines.graph.splitting import split_recording
 from infra.bench.best_fit import best_fit_bytes
+from infra.offline.splitting import split_recording
 from weights.memory.lifetimes import place
 
 MODELS: Final = Path(__file__).parents[1] / "demo/models"

@@ -32,10 +32,10 @@ from cluster.simulator.scenario import Scenario, SimRequest, bursts, poisson, tr
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from configs.model import ModelConfig
-from deployments.bench.figures import percentile
 from deployments.console.client import Client
 from deployments.console.output import Column, print_table
 from deployments.records import ImageRequest, ImageResult
+from infra.bench.command.figures import percentile
 
 SHARES: Final = {"digits-flux": 0.5, "digits-sdxl": 0.25, "digits-flux-inverted": 0.15, "tuned-0": 0.04,
                  "tuned-1": 0.03, "tuned-2": 0.03}  # fmt: skip

@@ -75,7 +75,7 @@ async def _measure(hidden_size: int) -> list[dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from configs.simulated import SimulatedConfig
-    from weights.memory.simulated import simulate
+    from infra.sim import simulate
 
     link = simulate(SimulatedConfig(memory_bytes=2**30)).memory_of()
     torch.manual_seed(0)
@@ -121,7 +121,8 @@ def _row(name: str, tokens: Sequence[_Token]) -> dict[str, Any]:
 async def _open(folder: Path) -> Any:
     """Return an engine on a device with room for SHARE of it, as a worker opens it."""
     from configs.cluster import WorkerConfig
-    from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+    from deployments.modules.budget import ModuleBudget
+    from deployments.modules.cache import ModuleCache
     from deployments.modules.loading import ComponentBuilder, is_denoise_component
     from infra.bench.llm_files import write_tokenizer
     from weights.loading.provider import LocalExtents
@@ -143,9 +144,8 @@ async def _open(folder: Path) -> Any:
         return manifest
 
     builder = ComponentBuilder(settings)
-    factory = ComponentFactory(builder, working_memory=builder.working_memory, layer_caches=builder.layer_caches)
     cache = ModuleCache(
-        fetch_manifest, Extents(store.packs), store.models, ModuleBudget.of(settings, "worker"), factory
+        fetch_manifest, Extents(store.packs), store.models, ModuleBudget.of(settings, "worker"), builder
     )
     async with cache.lease("bench", is_denoise_component) as lease:
         return lease.modules["model"]

@@ -22,10 +22,11 @@ import torch
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults
-from deployments.bench.figures import percentile
 from deployments.console.output import Column, print_json, print_line, print_table
 from deployments.engines.stock.inputs import FIELDS
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
+from deployments.modules.cache import ModuleCache
 from deployments.modules.encoders import TextEncoderBuilder
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ClipRequest, CompletionRequest, ImageRequest
@@ -34,6 +35,7 @@ from deployments.requests.defaults import with_image_defaults
 from deployments.services.image_service import ImageService
 from deployments.services.text_service import TextService
 from deployments.text.fallback import FallbackEncoder
+from infra.bench.command.figures import percentile
 from infra.bench.stock_models import CLASSES, Sizes, build_pipeline, options_of, save_chat
 from weights.loading.provider import LocalExtents
 from weights.operations.externalize import externalize
@@ -67,13 +69,8 @@ class _Host:
         self._store = store
         self.manifests: dict[str, Any] = {}
         settings, device = WorkerConfig(), DeviceThread()
-        builder = ComponentBuilder(settings)
-        factory = ComponentFactory(builder, builder.retire, working_memory=builder.working_memory)
-        self.worker = self._cache(factory, budget_bytes)
-        texts = TextEncoderBuilder()
-        self.encoder = FallbackEncoder(
-            self._cache(ComponentFactory(texts, texts.retire), 2**33), DeviceThread(), warnings=()
-        )
+        self.worker = self._cache(ComponentBuilder(settings), budget_bytes)
+        self.encoder = FallbackEncoder(self._cache(TextEncoderBuilder(), 2**33), DeviceThread(), warnings=())
         self.images = ImageService(self.worker, settings, device)
         self.texts = TextService(self.worker, device)
 
@@ -81,12 +78,12 @@ class _Host:
         """Bring a model into the store."""
         self.manifests[name] = externalize(self._store, name, folder, dtype="float32")
 
-    def _cache(self, factory: ComponentFactory, budget_bytes: int) -> ModuleCache:
+    def _cache(self, builder: Builder, budget_bytes: int) -> ModuleCache:
         async def fetch(model: str, version: str | None) -> Any:
             return self.manifests[model]
 
         budget = ModuleBudget(budget_bytes)
-        return ModuleCache(fetch, _Extents(self._store.packs), self._store.models, budget, factory)
+        return ModuleCache(fetch, _Extents(self._store.packs), self._store.models, budget, builder)
 
     async def make(
         self,

@@ -42,8 +42,8 @@ from adder_data import (
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.records.protocol import SamplingParams, TextRequest
+from infra.offline.checkpoints import FORMS, Form, quantize_checkpoint
 from weights.loading.views import mapped_tensors
-from weights.quantization.checkpoints import FORMS, Form, quantize_checkpoint
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "adder"
 MAIN_TARGET = 0.98
@@ -108,7 +108,7 @@ class PackedReader:
         ended = set()
         for number, (chat, pair) in enumerate(cases):
             expected[str(number)] = answer(pair)
-            ids = self.engine.encode_chat(chat)
+            ids = self.engine.chats.encode(chat)
             self.engine.add_request(TextRequest(str(number), ids, SamplingParams(max_tokens=8, temperature=0)))
         while self.engine.has_work:
             for delta in self.engine.step():

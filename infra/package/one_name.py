@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Final
 
 NAME: Final = "atelier"
-ROOMS: Final = ("configs", "weights", "cluster", "deployments")
+ROOMS: Final = ("configs", "weights", "cluster", "deployments", "infra")
+CARRIED: Final = (*ROOMS[:-1], "infra/bench/command", "infra/offline", "infra/sim")  # of infra, what a user runs
 _INIT: Final = '"""Serve diffusion models and LLMs from one Ray Serve application."""\n'
 _MAIN: Final = f"from {NAME}.deployments.cli.entry import main\n\nmain()\n"
 _DOTTED: Final = re.compile(rb"(?<![\w./\\-])(?:%s)(?:\.[A-Za-z_]\w*)+" % b"|".join(room.encode() for room in ROOMS))
@@ -110,7 +111,7 @@ def _is_module(dotted: str, root: Path) -> bool:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    for room in ROOMS:
+    for folder in CARRIED:
         yield from sorted(
-            file for file in (root / room).rglob("*") if file.is_file() and not any(map(file.match, _BUILT))
+            file for file in (root / folder).rglob("*") if file.is_file() and not any(map(file.match, _BUILT))
         )

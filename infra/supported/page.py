@@ -108,7 +108,7 @@ def page(rows: Iterable[SupportedClass]) -> str:
         own = [row for row in found if row.kind == kind]
         served = [row for row in own if not row.is_refused]
         num_equal = sum(row.is_equal for row in own)
-        parts.append(f"\n## {title}\n\n{len(own)} classes: {len(served)} served, {num_equal} of them equal.\n")
+        parts.append(f"\n## {title}\n\n{len(own)} classes: {len(served)} served, {num_equal} of them equal.\n\n")
         lines = [f"| `{row.class_name}` | {row.how} | {row.makes} | {'equal' * row.is_equal} |" for row in served]
         parts.append("\n".join(["| class | way | makes | |", "|---|---|---|---|", *lines]) + "\n")
         if refused := [row for row in own if row.is_refused]:

@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "sim":
-        from weights.memory.simulated import simulate
+        from infra.sim import simulate
 
         simulate(SIMULATED)
     elif not torch.cuda.is_available():

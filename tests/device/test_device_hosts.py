@@ -135,7 +135,7 @@ async def test_components_of_one_request_do_not_evict_each_others_tensors(
     host = Host(store, str(device), max(sum(map(rounded, one.values())) for one in (first, second)))
     await host.use("digits-flux")
     for new, old, name in ((second, first, "digits-flux-inverted"), (first, second, "digits-flux")) * 2:
-        host._modules._table.evict([entry for entry in host._modules._table.entries.values() if entry.is_here])
+        host._modules.table.evict([entry for entry in host._modules.table.entries.values() if entry.is_here])
         different_bytes = sum(nbytes for hash_, nbytes in new.items() if hash_ not in old)
         assert (await host.use(name)).report.device_bytes == different_bytes
 

@@ -115,8 +115,8 @@ def test_admission_counts_a_forward(store: WeightStore, device: torch.device, ba
     leave(device, room, ballast)
     host = Host(store, str(device), room)
     assert host.can_hold(manifest, is_denoise_component, {})
-    host.learn_defaults(manifest, is_denoise_component)
-    book = host.footprints
+    host.forwards.learn_defaults(manifest, is_denoise_component)
+    book = host.forwards.footprints
     assert book is not None
     assert book.least_bytes(manifest, manifest.components["vae"]) > 2**16
     assert not host.can_hold(manifest, is_denoise_component, {})
@@ -146,11 +146,11 @@ def test_admission_counts_a_control_net(store: WeightStore, device: torch.device
     weights = sum(part.nbytes for part in parts if is_denoise_component(part))
     leave(device, 2 * weights, ballast)
     host = Host(store, str(device), 2 * weights)
-    book = host.footprints
+    book = host.forwards.footprints
     assert book is not None
     book._entry(manifest).least[frozenset()] = 0  # as of a model that was prepared, and whose own images take nothing
     assert host.can_hold(manifest, is_denoise_component, nets)
-    host.learn_adapted(manifest, nets)
+    host.forwards.learn_adapted(manifest, nets)
     assert not host.can_hold(manifest, is_denoise_component, nets)
     assert host.can_hold(manifest, is_denoise_component, {})
     net = nets["outline"].components["controlnet"]
@@ -172,8 +172,8 @@ async def test_batches_with_a_control_net_are_as_large_as_there_is_room(
     ]
     roomy = Host(store, str(device))
     expected = await draw_all(roomy, texts, requests)
-    assert roomy.footprints is not None
-    learned = roomy.footprints.of(manifest)
+    assert roomy.forwards.footprints is not None
+    learned = roomy.forwards.footprints.of(manifest)
     assert any("outline" in str(kind) for kind in learned)
     room = max(found.bytes_of(2 if kind[0] == "denoise" else 1) for kind, found in learned.items())
     parts = [part for name in ("digits-flux", "outline") for part in store.manifest(name).components.values()]
@@ -197,7 +197,7 @@ async def test_a_cache_that_takes_all_there_is_leaves_room_for_a_step(
     leave(device, budget, ballast)
     host = Host(store, str(device), budget, kv_cache_bytes="auto", max_num_seqs=10**4, max_step_tokens=64)
     host.builder.prepare(manifest.components["model"], host.skeleton(manifest))
-    book = host.footprints
+    book = host.forwards.footprints
     assert book is not None
     step_bytes = book.least_bytes(manifest, manifest.components["model"])
     engine = (await host.use("adder")).modules["model"]
@@ -221,7 +221,7 @@ async def test_steps_of_a_language_model_and_a_denoiser_have_one_workspace(
     expected = await draw_all(roomy, texts, images), await write(roomy, DeviceThread(), prompt)
     adder, pipeline = store.manifest("adder"), store.manifest("digits-sdxl")
     model = adder.components["model"]
-    book = roomy.footprints
+    book = roomy.forwards.footprints
     assert book is not None
     roomy.builder.prepare(model, roomy.skeleton(adder))
     step = book.least_bytes(adder, model)
@@ -236,9 +236,9 @@ async def test_steps_of_a_language_model_and_a_denoiser_have_one_workspace(
     leave(device, budget, ballast)
     host, thread = Host(store, str(device), budget, **limits), DeviceThread()
     host.builder.prepare(model, host.skeleton(adder))
-    assert host.footprints is not None
-    host.footprints._entry(pipeline).least[frozenset()] = drawing
-    lent = noted_loans(host.forward_memory, monkeypatch)
+    assert host.forwards.footprints is not None
+    host.forwards.footprints._entry(pipeline).least[frozenset()] = drawing
+    lent = noted_loans(host.forwards.memory, monkeypatch)
     async with host.lease("digits-sdxl", is_denoise_component), host.lease("adder", is_denoise_component):
         held = host.arena["resident_bytes"]
         assert static + max(step, drawing) <= held <= budget

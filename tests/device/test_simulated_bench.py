@@ -14,7 +14,7 @@ pytest.importorskip("diffusers")
 
 from kit.hosting import DEMO
 
-from deployments.bench.switch_simulated import FLUX, LINKS_GBPS, SWITCHES, TUNED, WAYS, _Pipelines, simulated_tables
+from infra.bench.command.switch_simulated import FLUX, LINKS_GBPS, SWITCHES, TUNED, WAYS, _Pipelines, simulated_tables
 
 
 def test_bytes_of_a_switch_are_those_that_differ(device: torch.device, module: Any, tmp_path: Path) -> None:

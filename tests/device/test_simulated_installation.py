@@ -20,7 +20,7 @@ import torch
 from configs.simulated import SimulatedConfig
 from weights.records.errors import WeightsError
 from weights.memory.devices import check_device, open_device
-from weights.memory.simulated import simulate
+from infra.sim import simulate
 
 def refusal(call):
     try:

@@ -23,7 +23,7 @@ from device.test_device_engines import conditioning, denoiser, encoder, generate
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.records.protocol import ConditionedRequest
 from torch.utils._python_dispatch import TorchDispatchMode
-from weights.memory.simulated import simulate
+from infra.sim import simulate
 
 class Silu(TorchDispatchMode):
     nbytes = 0  # that silu read, and as many it wrote

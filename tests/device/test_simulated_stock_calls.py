@@ -14,11 +14,11 @@ import torch
 pytest.importorskip("diffusers")
 
 from kit.device_memory import peak_of
+from kit.tiny.classes import CASES, assembled
+from kit.tiny.clips import AUDIOS, VIDEOS
+from kit.tiny.pipelines import PIPELINES, saved
+from kit.tiny.requests import MENDED, case_of, request_to
 from unit.deployments.engines.stock.test_stock_pipelines import NEED_IMAGES, PROMPT, load, run, split
-from unit.deployments.engines.stock.tiny_classes import CASES, assembled
-from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
-from unit.deployments.engines.stock.tiny_requests import MENDED, case_of, request_to
 
 from deployments.engines.records.protocol import StockRequest
 from deployments.engines.stock.engine import StockEngine

@@ -14,7 +14,7 @@ import torch
 from kit.seeding import seeded_random
 from torch.nn import functional as F
 
-from weights.memory.simulated import simulate
+from infra.sim import simulate
 
 Tensors = dict[str, torch.Tensor]
 

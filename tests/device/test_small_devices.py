@@ -28,8 +28,8 @@ from deployments.records.errors import ServiceError
 from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
 from deployments.text.fallback import FallbackEncoder
+from infra.offline.fp8_pipeline import export_fp8
 from weights.operations.externalize import externalize
-from weights.quantization.fp8_pipeline import export_fp8
 from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.usefixtures("learned_once")

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from kit.hosting import Host
-from unit.deployments.engines.stock.tiny_pipelines import make
+from kit.tiny.pipelines import make
 
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.engine import StockEngine
@@ -79,20 +79,20 @@ async def test_a_call_has_room_or_is_refused_before_its_first_step(
 ) -> None:
     roomy = Host(store, str(device))
     whole = await draw(roomy)
-    (planned,) = roomy.footprints._entry(await roomy.manifests.newest(MODEL)).calls.values()
+    (planned,) = roomy.forwards.footprints._entry(await roomy.manifests.newest(MODEL)).calls.values()
     assert planned["vae.decode"] > planned["transformer.forward"]
     decode = sum(workspace_pieces(planned["vae.decode"]).values())
     weights = sum(-(-nbytes // 512) * 512 for nbytes in roomy.tensors_of(MODEL).values())
     del roomy
     filled(weights + decode + BETWEEN_BYTES)
     fits = Host(store, str(device), weights + decode)
-    fits.forward_memory._beside_bytes = 0.0  # what is there is for latents and texts
+    fits.forwards.memory._beside_bytes = 0.0  # what is there is for latents and texts
     for _ in range(2):
         result = await draw(fits)
         np.testing.assert_array_equal(result.images[0], whole.images[0])
     del fits
     lacks = Host(store, str(device), weights + decode // 2)
-    lacks.forward_memory._beside_bytes = 0.0
+    lacks.forwards.memory._beside_bytes = 0.0
     monkeypatch.setattr(StockEngine, "step", lambda engine: pytest.fail("it has begun"))
     with pytest.raises(Overloaded, match=rf"vae, {ROOM} of '{MODEL}' need .*, .* are missing"):
         await draw(lacks)

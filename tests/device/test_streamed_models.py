@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from kit.hosting import DEMO, Host, demo_store
-from kit.tiny_models import save_controlnet
+from kit.tiny.parts import save_controlnet
 
 from deployments.engines.diffusion.families import family_of
 from deployments.modules.loading import is_denoise_component
@@ -26,9 +26,9 @@ from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
 from deployments.text.fallback import FallbackEncoder
 from deployments.text.requests import Conditioning, ConditioningRequest
+from infra.offline.fp8_pipeline import export_fp8
 from weights.operations.externalize import externalize
 from weights.operations.intake import import_model
-from weights.quantization.fp8_pipeline import export_fp8
 from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.usefixtures("learned_once")

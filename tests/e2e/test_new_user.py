@@ -29,12 +29,12 @@ import torch
 import transformers
 from integration.harness import DEMO_MODELS, ROOT
 from kit.seeding import seeded_rng
+from kit.tiny.clips import wan
+from kit.tiny.pipelines import qwen_image, saved
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 from unit.deployments.engines.llm.test_published_models import AWQ, awq
-from unit.deployments.engines.stock.tiny_clips import wan
-from unit.deployments.engines.stock.tiny_pipelines import qwen_image, saved
 from unit.deployments.engines.text.test_classifiers import make, pairs_of, stock_logits
 
 from configs.cluster import ClusterConfig

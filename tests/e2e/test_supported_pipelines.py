@@ -13,9 +13,9 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from kit.tiny.pipelines import saved
+from kit.tiny.requests import BUILDERS, CASES, DERIVED, MENDED, case_of, request_to
 from unit.deployments.engines.stock.test_stock_pipelines import load, run
-from unit.deployments.engines.stock.tiny_pipelines import saved
-from unit.deployments.engines.stock.tiny_requests import BUILDERS, CASES, DERIVED, MENDED, case_of, request_to
 
 from deployments.cli.models import read_table
 from deployments.engines.diffusion.families import FAMILIES

@@ -6,6 +6,7 @@ Atelier's dependencies are those of this environment; of Atelier only the wheel 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -111,3 +112,13 @@ def test_the_wheel_serves_from_a_users_project(project: Project) -> None:
         assert project.atelier("chat", "What is 12 + 7?", "--url", f"http://127.0.0.1:{port}").strip() == "19."
     finally:
         project.atelier("down")
+
+
+def test_the_wheel_without_its_tools_has_the_other_commands(project: Project, wheel: Path, tmp_path: Path) -> None:
+    tools = ("bench", "inspect", "quantize")
+    assert all(f" {tool} " in project.atelier("--help") for tool in tools)
+    without = Project(tmp_path, wheel)
+    shutil.rmtree(without.run("-c", "import atelier; print(atelier.__path__[0])").strip() + "/infra")
+    shown = without.atelier("--help")
+    assert " up " in shown
+    assert not any(f" {tool} " in shown for tool in tools)

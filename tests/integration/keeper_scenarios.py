@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.keeper.actor import KeeperSettings, keeper_class
-from cluster.keeper.ray_extents import RayExtents
+from cluster.keeper.ray_extents import ExtentUser, RayExtents
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.registry.extent_locations import ResidencyMap
 from weights.records.errors import BudgetExceeded
@@ -67,14 +67,17 @@ class Registry:
         self._reader = keeper
 
 
-class Replica:
+class Replica(ExtentUser):
     """Holds weights as a worker does, and looks at every byte of them."""
 
     def __init__(self, keeper: Any, holder: str, keeps: bool = False) -> None:
+        self.keeps = keeps
         self._damaged: list[str] = []
-        nothing_made_of_it = (lambda ids, is_overdue: None) if keeps else None
-        self._extents = RayExtents(keeper, holder, on_damage=self._damaged.extend, on_recall=nothing_made_of_it)
+        self._extents = RayExtents(keeper, holder, self)
         self._views: Mapping[str, Any] = {}
+
+    def note_damage(self, extents: Sequence[str]) -> None:
+        self._damaged.extend(extents)
 
     def fetch(self, extents: Sequence[ExtentRef]) -> bool:
         self._views = self._extents.fetch(extents)

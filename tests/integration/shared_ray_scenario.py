@@ -128,7 +128,7 @@ def why_no_keeper(registry: Any) -> str:
 
 def look_often() -> None:
     """In the registry's process: look at the nodes, and try a keeper again, after a moment instead of seconds."""
-    sys.modules["cluster.registry.actor"]._NODE_POLL_S = 0.2  # type: ignore[attr-defined]
+    sys.modules["cluster.registry.node_rounds"].NODE_POLL_S = 0.2  # type: ignore[attr-defined]
     sys.modules["cluster.registry.node_keepers"].FIRST_PAUSE_S = 0.2  # type: ignore[attr-defined]
 
 

@@ -19,8 +19,8 @@ from integration.harness import Cluster
 from kit.waiting import until, wait_until
 
 from cluster.records.actor_names import NAMESPACE, registry_name
-from deployments.bench.figures import percentile
 from deployments.records.errors import InvalidRequest, UnknownModel
+from infra.bench.command.figures import percentile
 from infra.bench.door_load import Ask, LoadGenerator
 from weights.storage.store import WeightStore
 

@@ -318,7 +318,7 @@ class Encoders:
         await until(lambda: len(self.names) == number)
 
     async def ask(self, text: str) -> str:
-        return str(await self._client.condition(ConditioningRequest("m", text, None, False, None)))
+        return str(await self._client.condition(ConditioningRequest("m", text, None, False)))
 
     async def kill(self, name: str) -> None:
         async def place() -> str:

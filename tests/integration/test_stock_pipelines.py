@@ -16,9 +16,9 @@ import pytest
 import torch
 from integration.harness import Cluster
 from kit.seeding import seeded_rng
+from kit.tiny.clips import stable_audio, wan
+from kit.tiny.pipelines import PIPELINES, saved
 from PIL import Image
-from unit.deployments.engines.stock.tiny_clips import stable_audio, wan
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 
 PIXART, STEPS, TIMEOUT_S = "PixArtSigmaPipeline", 3, 240.0
 

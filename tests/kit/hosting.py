@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.cluster import WorkerConfig
-from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
-from deployments.modules.parts import no_working_memory
 from weights.loading.provider import LocalExtents
 from weights.operations.externalize import externalize
 from weights.records.manifest import Component, ExtentRef, Manifest
@@ -64,15 +64,7 @@ class Host(ModuleCache):
             self.provider,
             store.models,
             ModuleBudget.of(self.settings, "worker"),
-            ComponentFactory(
-                self.builder,
-                self.builder.retire,
-                getattr(self.builder, "working_memory", no_working_memory),
-                getattr(self.builder, "can_stream", lambda component: False),
-                getattr(self.builder, "footprints", None),
-                getattr(self.builder, "layer_caches", lambda component, skeleton: None),
-                getattr(self.builder, "streams_layers", lambda component: False),
-            ),
+            self.builder,
         )
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:

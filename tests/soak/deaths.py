@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-# The deaths of which a client learns, by what it waits for; docs/operations.md says so.
+# The deaths of which a client learns, by what it waits for; docs/operations/nodes.md says so.
 TOLD: Final = {"answer": ("haproxy",), "stream": ("haproxy", "ingress", "worker"), "job": ("haproxy", "ingress")}
 LATER_S: Final = 1.0  # connections that were kept are found broken after the death
 

@@ -207,8 +207,8 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _video_model(folder: Path) -> Path:
-    from unit.deployments.engines.stock.tiny_clips import wan
-    from unit.deployments.engines.stock.tiny_pipelines import saved
+    from kit.tiny.clips import wan
+    from kit.tiny.pipelines import saved
 
     (folder / "models").mkdir()
     saved(wan, folder / "models" / VIDEO)

@@ -57,6 +57,16 @@ def logs_of_this_process() -> Iterator[None]:
     serve.filters[:] = filters
 
 
+@pytest.fixture(autouse=True)
+def no_ray_of_its_own() -> Iterator[None]:
+    """Fail a test that began a Ray: `ray.get` and others do that unasked, and its end takes this process with it."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+        pytest.fail("the test began a Ray of its own")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def frozen_imports() -> Iterator[None]:
     """Freeze what the tests of a module have imported: both libraries of models load their parts when asked."""

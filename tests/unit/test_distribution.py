@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from importlib import metadata
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from configs.distribution import DISTRIBUTION, installed_version
+from configs.distribution import COMMANDS, DEVICES, DISTRIBUTION, installed_version, optional_parts
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("configs", "weights", "cluster", "deployments", "infra", "docs", "tests")
@@ -28,7 +29,12 @@ def texts() -> dict[str, str]:
 
 def test_no_text_names_the_package_of_a_stranger() -> None:
     found = texts()
-    assert {"README.md", "docs/operations.md", "cluster/process/tracing.py", "infra/deploy/Dockerfile"} <= found.keys()
+    assert {
+        "README.md",
+        "docs/operations/start.md",
+        "cluster/process/tracing.py",
+        "infra/deploy/Dockerfile",
+    } <= found.keys()
     named = [f"{file}: {match[0]}" for file, text in found.items() for match in STRANGER.finditer(text)]
     assert named == []
 
@@ -71,3 +77,31 @@ def test_the_version_is_that_of_our_own_distribution(monkeypatch: pytest.MonkeyP
     assert installed_version() == "1.2"
     del installed[DISTRIBUTION]
     assert installed_version() == ""
+
+
+class Installed:
+    """A distribution with these entry points of one group."""
+
+    def __init__(self, **points: str) -> None:
+        self.entry_points = [metadata.EntryPoint(name, value, "tools") for name, value in points.items()]
+
+
+def test_optional_parts_are_found_and_those_that_are_left_out_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Installed(join="os.path:join", gone="infra.left_out.app:app")
+    monkeypatch.setattr("configs.distribution.metadata.distribution", lambda name: known)
+    assert optional_parts("tools") == {"join": os.path.join}
+    assert optional_parts("others") == {}
+
+
+def test_an_optional_part_that_is_broken_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_tool.py").write_text("import nothing_by_this_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("configs.distribution.metadata.distribution", lambda name: Installed(tool="broken_tool:app"))
+    with pytest.raises(ModuleNotFoundError, match="nothing_by_this_name"):
+        optional_parts("tools")
+
+
+def test_each_entry_point_of_ours_is_there() -> None:
+    wanted = {group: set(points) for group, points in PROJECT["entry-points"].items()}
+    assert {group: optional_parts(group).keys() for group in wanted} == wanted
+    assert wanted.keys() == {COMMANDS, DEVICES}

@@ -28,6 +28,8 @@ DOCUMENTS = [
     *OF_HOUSE,
     *sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *OF_FOLDERS]),
 ]
+CARDS = [str(path.relative_to(ROOT)) for path in (ROOT / "infra/demo/models").glob("*/README.md")]
+MAX_WORDS = 30_000
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 COMMANDS = typer.main.get_command(_app)
@@ -155,6 +157,46 @@ def test_files_named_in_a_folders_readme_are_there() -> None:
 
 def test_the_architecture_fits_two_pages() -> None:
     assert len(read("ARCHITECTURE.md").split()) < 1200
+
+
+def words_of(text: str) -> int:
+    """Return how many words a document has; the bars of its tables are none."""
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+
+def test_all_documents_together_are_short() -> None:
+    counted = {*DOCUMENTS, *CARDS, "CHANGELOG.md"} - {"docs/supported.md"}  # a generated table of classes
+    sizes = {document: words_of(read(document)) for document in counted}
+    assert sum(sizes.values()) < MAX_WORDS, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+
+
+def test_words_are_counted_without_bars_of_tables() -> None:
+    assert words_of("| a key | **two** |\n|---|---|\n\n- 3 x `four`") == 6
+
+
+def tables_without_a_line_before(text: str) -> list[str]:
+    """Return the heads of tables that would be text in the site: a table begins its block."""
+    lines = FENCE.sub("", text).splitlines()
+    return [
+        head
+        for above, head, rule in zip(["", *lines], lines, lines[1:], strict=False)
+        if re.fullmatch(r"\s*\|(-+\|)+", rule) and above.strip()
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_table_renders(document: str) -> None:
+    text = read(document)
+    assert tables_without_a_line_before(text) == []
+    stray = [
+        rows for rows in re.findall(r"^\|[^\n]*\n\n(?=\|)((?:\|[^\n]*\n)+)", text, re.MULTILINE) if "|---" not in rows
+    ]
+    assert stray == [], "rows behind an empty line belong to no table"
+
+
+def test_a_table_that_does_not_render_is_found() -> None:
+    assert tables_without_a_line_before("12 classes.\n| a | b |\n|---|---|\n") == ["| a | b |"]
+    assert tables_without_a_line_before("12 classes.\n\n| a | b |\n|---|---|\n") == []
 
 
 def test_every_path_of_the_api_is_served() -> None:

@@ -1,4 +1,4 @@
-"""Cases that are drawn for `make test`, and the times of tests, in a run of pytest of its own."""
+"""Cases that are drawn for `make test`, shares and times of tests, in a run of pytest of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.shares import parse_share
 
 TESTS = Path(__file__).parents[1]
 SOURCE = """
@@ -42,14 +43,14 @@ TABLES = {"test_three": 20, "test_one_of_a_kind": 6, "test_property": 100, "test
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawing")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    long: left for later\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    long: left for later\n    ray: a cluster\n")
     (folder / "test_drawn.py").write_text(SOURCE)
     return folder
 
 
 def run(folder: Path, seed: int, *options: str) -> list[str]:
     """Return the names of the tests that a run has chosen."""
-    plugins = [word for name in ("seeding", "drawing", "times") for word in ("-p", f"kit.{name}")]
+    plugins = [word for name in ("seeding", "drawing", "shares", "times") for word in ("-p", f"kit.{name}")]
     words = ["-m", "pytest", *plugins, "-p", "no:cacheprovider", "--verbose", "test_drawn.py", *options]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
@@ -61,7 +62,7 @@ def run(folder: Path, seed: int, *options: str) -> list[str]:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED), done.stdout + done.stderr
     return re.findall(r"::(test_\S+) PASSED", done.stdout)
 
 
@@ -86,3 +87,26 @@ def test_few_cases_are_drawn_and_the_long_run_has_all_others(folder: Path) -> No
 def test_a_seed_draws_the_same_cases_again_and_others_draw_others(folder: Path) -> None:
     drawn = [run(folder, seed, "-m", "not long", "-k", "three or property") for seed in (7, 7, 8)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.slow
+def test_shares_are_all_tests_once_and_the_seed_draws_one_of_them(folder: Path) -> None:
+    (ray := folder / "ray").mkdir()
+    (ray / "pytest.ini").write_text((folder / "pytest.ini").read_text())
+    plain = "import pytest\n\n@pytest.mark.parametrize('number', range(20))\ndef test_plain(number): pass\n"
+    clustered = plain.replace("test_plain", "test_ray").replace("@pytest", "@pytest.mark.ray\n@pytest", 1)
+    (ray / "test_drawn.py").write_text(plain + clustered)
+    shares = [set(run(ray, 7, "--share", f"{number}/3")) for number in (1, 2, 3)]
+    assert sum(map(len, shares)) == len(set.union(*shares)) == 40
+    assert all(any("plain" in test for test in share) for share in shares)
+    assert sorted(sum("ray" in test for test in share) for share in shares) == [0, 0, 20], "they share a cluster"
+    drawn = [set(run(ray, seed, "--share", "3")) for seed in (7, 7, 8, 9, 10, 11, 12)]
+    assert drawn[0] == drawn[1]
+    assert all(share in shares for share in drawn)
+    assert len({frozenset(share) for share in drawn}) > 1
+
+
+@pytest.mark.parametrize("text", ["0", "9/8", "0/8", "x", "1/0", "1/2/3", "-1"])
+def test_a_share_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        parse_share(text)

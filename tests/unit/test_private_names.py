@@ -27,7 +27,7 @@ KNOWN = {
     "our own mark on a storage of torch's": {"_simulated"},
 }
 # Programs that are measured beside Atelier, by what they have.
-MEASURED = {"deployments/bench/llama_cpp_process.py", "deployments/bench/stock.py"}
+MEASURED = {"infra/bench/command/llama_cpp_process.py", "infra/bench/command/stock.py"}
 LIBRARIES = ("ray", "torch", "diffusers", "transformers")
 
 

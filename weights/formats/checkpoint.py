@@ -32,7 +32,7 @@ from weights.formats.ip_adapter import ENCODER as IP_ENCODER
 from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
-from weights.formats.language_models import CLASS_NAMES
+from weights.formats.language_models import body_of, named_class
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, check_words_base, is_words_file
 from weights.formats.lora import (
     PEFT_CLASS,
@@ -294,11 +294,9 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
         return _dense_head(path, allow_torch)
     if _is_control_class(config):
         return _controlnet(path, str(config["_class_name"]), allow_torch)
-    # A model's own class is the one of its type that writes; an encoder's is told by what it is asked for.
-    architectures = config.get("architectures") or [CLASS_NAMES.get(str(config.get("model_type")))]
-    class_name = architectures[0] if isinstance(architectures, list) else architectures
+    class_name = named_class(config)
     if not isinstance(class_name, str | None):
-        raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {shown(architectures)}")
+        raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {shown(class_name)}")
     sees = str(class_name).endswith(_SEEING_MODELS) and isinstance(config.get("vision_config"), dict)
     kind: ModelKind = "llm" if sees or str(class_name).endswith(_LANGUAGE_MODELS) else "embedding"
     if str(class_name).endswith(classifier.SUFFIX):
@@ -313,6 +311,9 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
     if kind == "llm" and (plain := read_quantized(path, config, str(class_name), model.tensors)):
         return Checkpoint(path, kind, class_name, (replace(model, tensors=plain.tensors),), {CONFIG_FILE: plain.config})
+    if kind == "embedding" and class_name:
+        class_name, body = body_of(class_name, model.tensors)
+        model = replace(model, class_name=class_name, tensors=dict(body))
     model = replace(model, tensors=split_rows(str(config.get("model_type")), model.tensors))
     return Checkpoint(path, kind, class_name, (model, *_dense_stages(path, allow_torch, kind)))
 

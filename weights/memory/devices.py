@@ -6,31 +6,29 @@ Other code asks `device.type != "cpu"` and `torch.get_device_module(device)`, ne
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from configs.distribution import DEVICES, optional_parts
 from configs.simulated import SimulatedConfig
 from weights.records.errors import WeightsError
 
-DEVICES: Final = "cpu, cpu-private, cuda, cuda:<n>, sim, sim:<n>"
+KNOWN: Final = "cpu, cpu-private, cuda, cuda:<n>, sim, sim:<n>"
 _ALLOCATION_BYTES: Final = 512  # what the allocators of CUDA and of simulated devices round up to
 
 
 def open_device(name: str, simulated: SimulatedConfig | None = None) -> torch.device:
     """Return the device of this name, with its index. "cpu-private" is host memory that copies are made in.
 
-    `sim` simulates an accelerator in this process, as `simulated` or the environment says (`weights.memory.simulated`).
+    `sim` simulates an accelerator in this process, as `simulated` or the environment says (`infra.sim`).
     Raises WeightsError for a name that is not known, and for a device that is not here.
     """
     kind, index = _parse_name(name)
     if kind == "cpu":
         return torch.device("cpu")
     if kind == "sim":
-        # Only then: what it does to torch is for tests and demos.
-        from weights.memory.simulated import simulate
-
-        simulate(simulated)
+        _simulator(name).simulate(simulated)  # only then: it patches torch, for tests and demos
     if kind == "cuda":  # cuBLAS reads it at its first use; without it, torch does not promise the same sums twice
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     module = torch.get_device_module(kind)
@@ -53,11 +51,17 @@ def check_device(name: str, simulated: SimulatedConfig | None = None) -> None:
     """Raise WeightsError, as `open_device` would in a fresh process of this machine, without opening anything."""
     kind, index = _parse_name(name)
     if kind == "sim":
-        from weights.memory.simulated import check_simulated
-
-        _check_index(name, index or 0, check_simulated(simulated).num_devices)
+        _check_index(name, index or 0, _simulator(name).check_simulated(simulated).num_devices)
     elif kind == "cuda":
         _check_index(name, index or 0, torch.cuda.device_count())
+
+
+def _simulator(name: str) -> Any:
+    """Return the module that simulates devices. Raises WeightsError where it is not installed."""
+    try:
+        return optional_parts(DEVICES)["sim"]
+    except KeyError:
+        raise WeightsError(f"no device {name!r}: the simulated accelerator is not installed") from None
 
 
 def _parse_name(name: str) -> tuple[str, int | None]:
@@ -66,7 +70,7 @@ def _parse_name(name: str) -> tuple[str, int | None]:
         return "cpu", None
     kind, colon, number = name.partition(":")
     if kind not in ("cuda", "sim") or (colon and not (number.isdecimal() and number.isascii())):
-        raise WeightsError(f"no device {name!r} (known: {DEVICES})")
+        raise WeightsError(f"no device {name!r} (known: {KNOWN})")
     return kind, int(number) if colon else None
 
 

@@ -29,7 +29,7 @@ ITEM_BYTES: dict[str, int] = {
     "U64": 8,
 }
 
-# `quant_method` in the config.json of what `weights/quantization/group_int8.py` writes.
+# `quant_method` in the config.json of what `infra/offline/group_int8.py` writes.
 GROUP_INT8_METHOD = "int8-group"
 
 # Block-quantized types of ggml, as (elements, bytes) of one block along the last axis. Source: ggml-common.h.

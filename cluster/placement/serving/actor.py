@@ -10,22 +10,22 @@ slots.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.placement.autoscaling import Scaling
 from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
-from cluster.placement.observing import CatalogEntry, Observations
+from cluster.placement.observing import Observations
 from cluster.placement.on_demand import why_on_demand
-from cluster.placement.reports import Orders, SlotAnswer, SlotReport, SlotUpdate, Update, WorkerReport
+from cluster.placement.reports import SlotAnswer, SlotReport, SlotUpdate, Update, WorkerReport
 from cluster.placement.seen_workers import WORKERS
+from cluster.placement.serving.followed_registry import FollowedRegistry
+from cluster.placement.serving.mailboxes import Mailboxes
 from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.state import SloClass, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
@@ -34,10 +34,8 @@ from cluster.process.ray_calls import connect_actor, node_addresses
 from cluster.process.telemetry import ControllerMetrics
 from cluster.ray_seam.serve_control import ServeReplicas
 from cluster.records.actor_names import controller_name
-from cluster.records.errors import OverrideRefused
-from cluster.records.overrides import OverrideChange, Overrides, changed
-from cluster.registry.actor import WeightRegistry, connect_registry
-from cluster.registry.extent_locations import HeldComponents
+from cluster.records.overrides import OverrideChange, Overrides
+from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.cluster import ClusterConfig
@@ -48,20 +46,10 @@ PLAN_LIVES_S: Final = 3.0  # what was decided longer ago holds nobody up
 GAP_S: Final = 0.01  # between two decisions, whatever is reported
 REST_S: Final = PLAN_LIVES_S / 3  # between two while nothing waits, runs or changes: so often a plan has to be renewed
 HELD_S: Final = 1.0  # the registry is asked so often what the nodes hold, and what the config says
-REGISTRY_S: Final = 5.0
 MAX_CALLS: Final = 10_000
 _POLICIES: Final = {"latency-first": LATENCY_FIRST, "throughput-first": THROUGHPUT_FIRST}
 
 logger = logging.getLogger("atelier.controller")
-
-
-@dataclass(slots=True)
-class _Mailbox:
-    """The answers to one reporter, under a revision. `changed` is set when there is something newer."""
-
-    content: Orders | Placement | None = None
-    revision: str = ""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Controller:
@@ -70,16 +58,12 @@ class Controller:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         configure_logs(config.logging.format)
         self._config = config.controller
-        self._registry = RegistrySnapshot(lambda: connect_registry(config))
+        self._registry = FollowedRegistry(RegistrySnapshot(lambda: connect_registry(config)))
         self._observations = Observations(self._slo_of, time.monotonic())
         self._deciding = Deciding(LATENCY_FIRST, self._observations, lambda: uuid.uuid4().hex[:16])
-        self._overrides: Overrides | None = None  # None until the registry has answered
-        self._changing = asyncio.Lock()
-        self._catalog_revision: tuple[str, int] | None = None
-        self._mailboxes: dict[str, _Mailbox] = {}
+        self._mailboxes = Mailboxes()
         self._changed = asyncio.Event()
         self._heard = asyncio.Event()  # something that the next decision may differ by, though not at once
-        self._held = HeldComponents()
         self._decided: Decided | None = None
         self._decided_s = 0.0
         self._num_ticks = 0
@@ -94,7 +78,7 @@ class Controller:
     async def report(self, name: str, report: WorkerReport | AdmissionSnapshot) -> None:
         """Take in the report of a worker or a queue. The next decision follows at once where something has changed."""
         now_s = time.monotonic()
-        self._mailboxes.setdefault(name, _Mailbox())
+        self._mailboxes.open(name)
         self._heard.set()
         if isinstance(report, WorkerReport):
             before = self._observations.workers.get(name)
@@ -112,16 +96,11 @@ class Controller:
         Who asks lives, and what it has reported holds.
         """
         self._observations.note_sign(name, time.monotonic())
-        mailbox = self._mailboxes.setdefault(name, _Mailbox())
-        if mailbox.revision == revision:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await mailbox.changed.wait()
-            mailbox = self._mailboxes.get(name, mailbox)
-        content = mailbox.content
+        mail = await self._mailboxes.receive(name, revision, wait_s)
+        content = mail.content
         if isinstance(content, Placement):
             content = replace(content, until_s=max(0.0, self._decided_s + PLAN_LIVES_S - time.monotonic()))
-        return Update(mailbox.revision, content, self._config.tick_s)
+        return Update(mail.revision, content, self._config.tick_s)
 
     async def report_slots(self, name: str, report: SlotReport) -> SlotAnswer:
         """See `SlotDesk`."""
@@ -145,19 +124,8 @@ class Controller:
 
     async def change(self, change: OverrideChange) -> Overrides:
         """Change what operators order by hand, durably, and return all of it. Raises OverrideRefused."""
-        async with self._changing:
-            if self._overrides is None:
-                raise OverrideRefused("worker: the registry is restarting; try again")
-            found = self._decided.observed.names if self._decided else self._observations.catalog
-            overrides = changed(self._overrides, change, self._observations.workers.keys(), found)
-            try:
-                await self._registry.call_registry(WeightRegistry.set_overrides, overrides)
-            except (
-                BaseException
-            ):  # it may have kept them, and only its answer is lost: it is asked before the next decision
-                self._overrides = None
-                raise
-            self._overrides = overrides
+        models = self._decided.observed.names if self._decided else self._observations.catalog
+        overrides = await self._registry.change(change, self._observations.workers.keys(), models)
         self._changed.set()
         return overrides
 
@@ -172,7 +140,7 @@ class Controller:
             "age_s": now_s - self._decided_s if decided else None,
             "num_ticks": self._num_ticks,
             "longest_tick_s": self._longest_tick_s,
-            "overrides": (self._overrides or Overrides()).model_dump(mode="json"),
+            "overrides": (self._registry.overrides or Overrides()).model_dump(mode="json"),
             "decisions": [_logged(one) for one in newest_first(self._deciding.log, max_decisions)],
             "notes": [*plan.notes, *decided.observed.state.ignored] if decided else [],
             "backoffs": {model: asdict(backoff) for model, backoff in decided.observed.backoffs.items()}
@@ -231,12 +199,12 @@ class Controller:
         )
 
     def _decide(self) -> None:
-        if self._overrides is None:
+        if (overrides := self._registry.overrides) is None:
             return
         began_s = time.monotonic()
-        if self._registry.revision != self._catalog_revision:
-            self._catalog_revision, self._observations.catalog = self._registry.revision, self._catalog()
-        decided = self._deciding.decide(self._overrides, began_s, time.time(), self._scaling)
+        if (catalog := self._registry.new_catalog()) is not None:
+            self._observations.catalog = catalog
+        decided = self._deciding.decide(overrides, began_s, time.time(), self._scaling)
         state = decided.observed.state if decided else self._observations.demand()
         if self._scaling is not None and state is not None:
             up_s = {name: report.up_s for name, report in self._observations.workers.items()}
@@ -249,11 +217,11 @@ class Controller:
         self._decided, self._decided_s = decided, began_s
         self._num_ticks += 1
         queues = self._observations.queues
-        self._forget_mailboxes()
+        self._mailboxes.keep(self._observations.workers.keys() | queues)
         for name, orders in decided.orders.items():
-            self._post(name, orders)
+            self._mailboxes.post(name, orders)
         for name in queues:
-            self._post(name, decided.placement)
+            self._mailboxes.post(name, decided.placement)
         took_s = time.monotonic() - began_s
         self._longest_tick_s = max(self._longest_tick_s, took_s)
         num_held = sum([model.waiting for model in decided.observed.state.models.values()])
@@ -261,25 +229,12 @@ class Controller:
         num_wanted = self._scaling.target if self._scaling else None
         self._metrics.note_workers(len(decided.observed.state.workers), num_wanted)
 
-    def _forget_mailboxes(self) -> None:
-        """Forget the mailboxes of workers and ingresses that are gone."""
-        for name in self._mailboxes.keys() - self._observations.workers.keys() - self._observations.queues:
-            del self._mailboxes[name]
-
-    def _post(self, name: str, content: Orders | Placement) -> None:
-        mailbox = self._mailboxes.get(name)
-        if mailbox is not None and mailbox.content == content:
-            return
-        self._mailboxes[name] = _Mailbox(content, uuid.uuid4().hex)
-        if mailbox is not None:
-            mailbox.changed.set()
-
     async def _forget_silent(self) -> None:
         """Without decisions: forget the queues of ingresses that are gone."""
         while True:
             await asyncio.sleep(self._config.tick_s)
             self._observations.forget_silent(time.monotonic())
-            self._forget_mailboxes()
+            self._mailboxes.keep(self._observations.workers.keys() | self._observations.queues)
 
     async def _follow_registry(self) -> None:
         """Follow the registry: its config, models, overrides, the nodes' memory. What it said last holds while it is
@@ -287,23 +242,12 @@ class Controller:
         """
         while True:
             try:
-                await self._registry.ready()
-                async with asyncio.timeout(REGISTRY_S):
-                    self._use(await self._registry.call_registry(WeightRegistry.controller_config))
-                if self._overrides is None:
-                    async with asyncio.timeout(REGISTRY_S), self._changing:
-                        self._overrides = await self._registry.call_registry(WeightRegistry.overrides)
-                async with asyncio.timeout(REGISTRY_S):
-                    await self._follow_groups()
+                self._use(await self._registry.controller_config())
+                await self._registry.learn_overrides()
+                self._observations.held = await self._registry.held(self._observations.wanted_extents())
             except Exception as error:  # of Ray or the registry; the next round may do better
                 logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
             await asyncio.sleep(HELD_S)
-
-    async def _follow_groups(self) -> None:
-        """Learn which components nodes hold whole, as far as it has changed."""
-        query = self._held.query(self._observations.wanted_extents())
-        self._held.apply_update(await self._registry.call_registry(WeightRegistry.follow_groups, *query))
-        self._observations.held = self._held.nodes
 
     def _use(self, config: ControllerConfig) -> None:
         """Go by other values from the next decision on. Whether there are decisions is of the start."""
@@ -333,13 +277,6 @@ class Controller:
                 logger.warning("Serve does not scale: %s", str(error).partition("\n")[0])
                 await asyncio.sleep(HELD_S)
             await asyncio.sleep(self._config.tick_s)
-
-    def _catalog(self) -> Mapping[str, CatalogEntry]:
-        return {
-            record.id: CatalogEntry(record.kind, record.fingerprint, record.state == "unloaded")
-            for record in self._registry
-            if record.kind is not None and record.serves and record.state != "does_not_fit"
-        }
 
     def _slo_of(self, model: str) -> SloClass:
         name, found = self._config.slo_of(model)

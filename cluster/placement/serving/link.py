@@ -16,8 +16,8 @@ import contextvars
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from ray.exceptions import RayActorError
 
@@ -155,29 +155,40 @@ class Link:
             self._reported, self._reported_s = report.lasting if report.is_at_rest else None, now_s
 
 
+Decision = TypeVar("Decision", contravariant=True)
+
+
+class Reporter(Protocol[Decision]):
+    """Whoever reports to the controller, and does what it decides: a worker's models, or a queue."""
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when a report is due at once."""
+        ...
+
+    async def report(self) -> WorkerReport | AdmissionSnapshot:
+        """Return the state that the controller decides by."""
+        ...
+
+    def apply(self, decision: Decision, /) -> None:
+        """Take in a decision: every one, most of them again and again."""
+        ...
+
+
 class ControllerLink(Link):
     """The link of a worker, or of a queue as far as placement goes.
 
-    `apply` gets every decision, most of them again and again. `tick_s` holds until the controller says another one.
+    `tick_s` holds until the controller says another one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[], Any],
-        report: Callable[[], Awaitable[WorkerReport | AdmissionSnapshot]],
-        apply: Callable[[Any], None],
-        changed: asyncio.Event,
-        tick_s: float,
-    ) -> None:
-        super().__init__(name, connect, changed, tick_s)
-        self._report = report
-        self._apply = apply
+    def __init__(self, name: str, connect: Callable[[], Any], reporter: Reporter[Any], tick_s: float) -> None:
+        super().__init__(name, connect, reporter.changed, tick_s)
+        self._reporter = reporter
         self._revision = ""
 
     async def _report_once(self) -> None:
         """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
-        report, now_s = await self._report(), time.monotonic()
+        report, now_s = await self._reporter.report(), time.monotonic()
         if self._is_reported(report, now_s, REST_S):
             return
         under_way = self._begin_report()
@@ -191,16 +202,26 @@ class ControllerLink(Link):
             self._reported = None
         self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
-            self._apply(update.content)
+            self._reporter.apply(update.content)
+
+
+class _PlacedQueue:
+    """An admission queue, which starts requests where the controller lets them."""
+
+    def __init__(self, queue: Dispatcher) -> None:
+        self.changed = queue.changed
+        self._queue = queue
+
+    async def report(self) -> AdmissionSnapshot:
+        return await self._queue.snapshot()
+
+    def apply(self, placement: Placement) -> None:
+        self._queue.set_placement(placement)
 
 
 def link_queue(name: str, queue: Dispatcher, connect: Callable[[], Any], tick_s: float) -> ControllerLink:
-    """Return the link of an admission queue: it starts requests where the controller lets them."""
-
-    def apply(placement: Placement) -> None:
-        queue.set_placement(placement)
-
-    return ControllerLink(name, connect, queue.snapshot, apply, queue.changed, tick_s)
+    """Return the link of an admission queue."""
+    return ControllerLink(name, connect, _PlacedQueue(queue), tick_s)
 
 
 class QueuesAway(ClusterError):

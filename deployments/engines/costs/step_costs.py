@@ -111,6 +111,11 @@ class StepCosts:
         share = (rows - low) / (high - low)
         return medians[place - 1] * (1 - share) + medians[place] * share
 
+    def least_seconds(self, kind: str, rows: int) -> float:
+        """Return what a call would take, no more than a larger one took: few rows may be measured in a bad moment."""
+        sizes, medians = self._curve(kind)
+        return min([self.seconds(kind, rows), *medians[bisect.bisect_left(sizes, rows) :]])
+
     def is_measured(self, kind: str, rows: int) -> bool:
         """Return whether the seconds of a call are measured ones, and not a guess."""
         return rows in self._curve(kind)[0]

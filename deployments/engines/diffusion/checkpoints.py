@@ -45,6 +45,8 @@ def save_checkpoint(state: DenoiseState, conditioning: Mapping[str, torch.Tensor
         "solver": solver,
         "conditioning": dict(conditioning),
     }
+    if state.extrapolation is not None:
+        tree["extrapolation"] = state.extrapolation.save()
     text = json.dumps(_taken_apart(tree, tensors)).encode()
     return save(tensors | {_TREE: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
@@ -73,6 +75,8 @@ def restore_checkpoint(state: DenoiseState, checkpoint: bytes) -> None:
     state.latents = latents.to(device)
     state.step_index = content["step_index"]
     state.generator.set_state(content["generator"])
+    if state.extrapolation is not None and "extrapolation" in content:
+        state.extrapolation.restore(content["extrapolation"], device)
     for name, value in content["solver"].items():
         setattr(state.solver, name, _moved(value, device))
 

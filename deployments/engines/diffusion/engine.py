@@ -99,7 +99,7 @@ class DiffusionEngine:
             self._order = FairOrder()
         now = self._clock()
         steps, decode = self.pipeline.step_work(state), self.pipeline.decode_work(state)
-        work_s = self.costs.seconds_per_row(steps.kind) * steps.rows * state.num_steps_left
+        work_s = self.costs.seconds_per_row(steps.kind) * steps.rows * state.num_forwards_left
         work_s += self.costs.seconds_per_row(decode.kind) * decode.rows
         self._load.arrive(now, work_s)
         deadline_s = None if request.timeout_s is None else now + request.timeout_s
@@ -138,14 +138,27 @@ class DiffusionEngine:
     def step(self) -> list[DiffusionOutput]:
         """Denoise a batch, or decode the requests that have no steps left."""
         self.failures = {}
+        outputs = self._extrapolate()
         if ended := [running for running in self._requests.values() if running.state.done]:
-            return self._decode(ended)
+            return outputs + self._decode(ended)
         try:
-            return self._denoise(list(self._requests.values()))
+            return outputs + (self._denoise(list(self._requests.values())) if self._requests else [])
         except StepAborted:
             for request_id in self._cancelled & self._requests.keys():
                 self.abort(request_id)
-            return []
+            return outputs
+
+    def _extrapolate(self) -> list[DiffusionOutput]:
+        """Move all requests on through their steps that take no forward."""
+        outputs = []
+        while moving := [running for running in self._requests.values() if running.state.is_extrapolated]:
+            outputs += self._moved(moving, _run_or_retry(self._step_states, [running.state for running in moving]))
+        return outputs
+
+    def _step_states(self, states: Sequence[DenoiseState]) -> list[Exception | None]:
+        ids = {id(running.state): running.request.request_id for running in self._requests.values()}
+        self.pipeline.step(states, partial(self._check_wanted, [ids[id(state)] for state in states]))
+        return [state.failure for state in states]
 
     def _check_wanted(self, request_ids: Sequence[str]) -> None:
         """Raise StepAborted where nobody wants any of these requests."""
@@ -163,7 +176,7 @@ class DiffusionEngine:
         candidates = []
         for running in waiting:
             work, end, deadline_s = work_of(running.state), running.fair_end, running.deadline_s
-            left_s = self.costs.seconds(work.kind, work.rows) * max(1, running.state.num_steps_left)
+            left_s = self.costs.seconds(work.kind, work.rows) * max(1, running.state.num_forwards_left)
             candidates.append(Candidate(work.keys, work.kind, work.rows, work.max_rows, end, left_s, deadline_s))
         chosen = select_batch(candidates, self.costs, now, self._load.share(now))
         kind, rows = candidates[chosen[0]].kind, sum(candidates[place].rows for place in chosen)
@@ -181,13 +194,11 @@ class DiffusionEngine:
 
     def _denoise(self, waiting: Sequence[_Running]) -> list[DiffusionOutput]:
         failures: Sequence[Exception | None]
-        ids = {id(running.state): running.request.request_id for running in waiting}
+        batch, failures = self._run_turn(waiting, self.pipeline.step_work, self._step_states)
+        return self._moved(batch, failures)
 
-        def step_states(states: Sequence[DenoiseState]) -> list[Exception | None]:
-            self.pipeline.step(states, partial(self._check_wanted, [ids[id(state)] for state in states]))
-            return [state.failure for state in states]
-
-        batch, failures = self._run_turn(waiting, self.pipeline.step_work, step_states)
+    def _moved(self, batch: Sequence[_Running], failures: Sequence[Exception | None]) -> list[DiffusionOutput]:
+        """Return what requests are to get of a step that they have made, or failed at."""
         now = self._clock()
         moved = []
         for running, failure in zip(batch, failures, strict=True):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from deployments.engines.diffusion.extrapolation import Extrapolation
 from deployments.engines.diffusion.families.base import MAX_SIDE_PX, Branch, Family, ImageSize
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
 from deployments.engines.nn.batch_invariant import make_batch_invariant
@@ -107,6 +108,8 @@ class DenoiseState:
 
     `ahead` is what `Modulation` has computed of steps to come.
 
+    `extrapolation` says which steps take no forward, None that all do.
+
     After a step of `preview_at`, `expected` has the latents that the step expects at the end. `solver_at_start` has the
     solver's attributes before the first step.
     """
@@ -133,6 +136,7 @@ class DenoiseState:
     preview_at: tuple[int, ...] = ()
     expected: torch.Tensor | None = None
     ahead: dict[int, Any] = field(default_factory=dict)
+    extrapolation: Extrapolation | None = None
     solver_at_start: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +161,16 @@ class DenoiseState:
     def num_steps_left(self) -> int:
         """Number of steps to come."""
         return self.num_steps - self.step_index
+
+    @property
+    def num_forwards_left(self) -> int:
+        """Number of steps to come that take a forward."""
+        return self.num_steps_left if self.extrapolation is None else self.extrapolation.num_computed(self.step_index)
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Return whether the next step takes no forward."""
+        return self.extrapolation is not None and not self.done and self.extrapolation.skips(self.step_index)
 
     @property
     def num_rows(self) -> int:

@@ -8,16 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.loras import scope_of
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
-from deployments.engines.llm.sampling.sampler import SampledToken
+from deployments.engines.llm.sampling.sampler import SampledToken, check_sampling
 from deployments.engines.llm.sampling.token_picker import TokenPicker
 from deployments.engines.llm.sequences.pooled_states import PooledStates
 from deployments.engines.llm.sequences.sequence import Sequence, SequenceLora
 from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
-from deployments.engines.records.protocol import EngineError, PromptTooLong, SamplingParams, TextDelta, TextRequest
-
-_SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
-MAX_BIAS = 100.0  # OpenAI's
-MAX_LOGPROBS = 20  # OpenAI's
+from deployments.engines.records.protocol import EngineError, PromptTooLong, TextDelta, TextRequest
 
 
 def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, max_num_seqs: int) -> None:
@@ -38,36 +34,7 @@ def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, 
         raise EngineError(f"n is {request.n}; expected 1 to {max_num_seqs}, the sequences that run at once")
     if request.pooling is not None and (request.n > 1 or request.scores_prompt):
         raise EngineError(f"n is {request.n} for an embedding; expected 1, and no log probabilities")
-    _check_sampling(request.sampling, vocab_size)
-
-
-def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise EngineError unless every parameter is in its range."""
-    low, high = _SEED_LIMITS
-    infinite = float("inf")
-    penalty = sampling.repetition_penalty
-    rules = (
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < infinite, "0 or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 to 1"),
-        ("typical_p", sampling.typical_p, 0 < sampling.typical_p <= 1, "more than 0 and at most 1"),
-        ("repetition_penalty", penalty, 0 < penalty < infinite, "more than 0"),
-        ("frequency_penalty", sampling.frequency_penalty, abs(sampling.frequency_penalty) < infinite, "a number"),
-        ("presence_penalty", sampling.presence_penalty, abs(sampling.presence_penalty) < infinite, "a number"),
-        ("num_logprobs", sampling.num_logprobs, 0 <= (sampling.num_logprobs or 0) <= MAX_LOGPROBS, "0 to 20"),
-        ("seed", sampling.seed, sampling.seed is None or low <= sampling.seed <= high, f"{low} to {high}"),
-        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
-    )
-    for name, value, holds, expected in rules:
-        if not holds:
-            raise EngineError(f"{name} is {value!r}; expected {expected}")
-    for token_id, bias in sampling.logit_bias:
-        if not 0 <= token_id < vocab_size or not abs(bias) <= MAX_BIAS:
-            raise EngineError(
-                f"logit_bias of token {token_id} is {bias!r}; expected tokens 0 to {vocab_size - 1} and -100 to 100"
-            )
+    check_sampling(request.sampling, vocab_size)
 
 
 @dataclass(slots=True, eq=False)

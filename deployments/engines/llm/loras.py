@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from deployments.engines.llm.models.llama import renamed_experts
+from deployments.engines.llm.models.decoder_tensors import renamed_experts
 from deployments.engines.llm.models.registry import AnyModel, LoadedModel, decoder_name
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.sequences.sequence import FittedLora, SequenceLora

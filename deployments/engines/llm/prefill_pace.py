@@ -52,7 +52,7 @@ class PrefillPace:
         if known.num_beside >= min(MAX_BESIDE, FIRST_BESIDE * known.num_idle):
             return 0
         kind = _name(num_decoding)
-        fewest_s = self._costs.seconds(kind, num_decoding + FEWEST)
+        fewest_s = self._costs.least_seconds(kind, num_decoding + FEWEST)
         # The first of the two may have been measured in a bad moment: prompts make no step shorter.
         idle_s = min(self._costs.seconds(kind, num_decoding), fewest_s)
         allowed_s = self._max_delay * idle_s
@@ -62,7 +62,7 @@ class PrefillPace:
 
     def tokens_beside(self, num_decoding: int, other_step_s: float, max_tokens: int) -> int:
         """Return the most prompt tokens, up to `max_tokens`, of a step that an engine with such steps waits for."""
-        fewest_s = self._costs.seconds(_name(num_decoding), num_decoding + FEWEST)
+        fewest_s = self._costs.least_seconds(_name(num_decoding), num_decoding + FEWEST)
         is_known = self._costs.is_measured(_name(num_decoding), num_decoding + FEWEST)
         allowed_s = max(MAX_HELD_STEPS * other_step_s, FREE_GROWTH * fewest_s if is_known else 0.0)
         return self._most_within(num_decoding, allowed_s, max_tokens)

@@ -77,17 +77,21 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence, token_id: int) -> None:
         """Seat a sequence that goes on otherwise than its parent, whose prompt was just computed.
 
-        It shares the parent's blocks.
+        It shares the parent's blocks. Where no seat is free it comes first in line, and finds there what is kept of
+        the prompt.
         """
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.token_ids.append(token_id)
+        parent.num_siblings -= 1
+        if len(self._running) >= self._max_num_seqs:
+            self._waiting.appendleft(child)
+            return
         child.block_table, child.block_keys = list(parent.block_table), list(parent.block_keys)
         child.known_keys = list(parent.block_keys)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.num_cached_tokens = parent.num_cached_tokens
         self._blocks.share_blocks(child.block_table)
         if self._states is not None:
             self._states.fork(parent, child)
-        child.token_ids.append(token_id)
-        parent.num_siblings -= 1
         child.status = SequenceStatus.RUNNING
         self._running.insert(self._running.index(parent) + 1, child)
 
@@ -152,14 +156,17 @@ class Scheduler:
         return Chunk(sequence, start, end, end == len(sequence), sequence.state_slot, kept)
 
     def _seat_waiting(self, budget: int) -> None:
-        """Seat the first in line, while more prompts would make better use of the step."""
+        """Seat the first in line, while more prompts would make better use of the step.
+
+        Seats are kept for what is forked of a prompt, as many as there are: it does not wait until all are free.
+        """
         seats = self._max_num_seqs - sum(1 + sequence.num_siblings for sequence in self._running)
         wanted = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling)
-        while self._waiting and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
+        while self._waiting and seats > 0 and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
             sequence = self._waiting[0]
-            seats -= 1 + sequence.num_siblings
-            if seats < 0 or not self._reserve_prompt(sequence):
+            if not self._reserve_prompt(sequence):
                 break
+            seats -= 1 + sequence.num_siblings
             wanted += sequence.num_uncomputed_tokens
             sequence.status = SequenceStatus.RUNNING
             self._running.append(self._waiting.popleft())

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Typ
 import numpy as np
 import numpy.typing as npt
 
+from configs.options import Denoising, Sampling
+
 if TYPE_CHECKING:  # the command line and the ingress have no torch
     import torch
 
@@ -156,10 +158,11 @@ class Engine(Protocol[RequestT, OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """One LoRA of a request: its name and its strength."""
+    """One LoRA of a request: its name and its strength; `text_scale` is that in text encoders, if another."""
 
     name: str
     scale: float = 1.0
+    text_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +189,7 @@ class ImagePromptUse:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DiffusionRequest:
+class DiffusionRequest(Denoising):
     """The plain half of a diffusion request: all but tensors.
 
     `guidance_scale` means what the stock pipeline of the family means by it: classifier-free guidance for
@@ -210,18 +213,12 @@ class DiffusionRequest:
     guidance_scale: float
     seed: int
     num_images: int = 1
-    true_cfg_scale: float = 1.0
     adapters: tuple[AdapterUse, ...] = ()
     init_image: npt.NDArray[np.uint8] | None = None
     mask_image: npt.NDArray[np.uint8] | None = None
-    strength: float = 1.0
     control: tuple[ControlUse, ...] = ()
     image_prompts: tuple[ImagePromptUse, ...] = ()
-    scheduler: str | None = None
     scheduler_options: Mapping[str, bool | float | str] = field(default_factory=dict)
-    sigmas: tuple[float, ...] | None = None
-    timesteps: tuple[int, ...] | None = None
-    deterministic: bool = False
     merges_adapter: bool = False
     references: tuple[npt.NDArray[np.uint8], ...] = ()
 
@@ -266,7 +263,8 @@ class StockRequest:
     and `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
     (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
     steps, if the class can show any. `forward_bytes` are what methods of modules take of the device at most, by names
-    as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is.
+    as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is. `loras` are those of its
+    `adapters`, by name.
     """
 
     request_id: str
@@ -283,6 +281,8 @@ class StockRequest:
     num_previews: int = 0
     audio: Mapping[str, Sound] = field(default_factory=dict)
     forward_bytes: Mapping[str, int] = field(default_factory=dict)
+    adapters: tuple[AdapterUse, ...] = ()
+    loras: Mapping[str, LoraAdapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class DiffusionOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Sampling):
     """The parameters of sampling. `temperature` 0 is greedy; 0 of `top_k` and `min_p`, and 1 of `top_p` and `typical_p`
     switch those filters off, as 1 does the repetition penalty and 0 the other two.
 
@@ -336,15 +336,6 @@ class SamplingParams:
     best ones; None for none at all.
     """
 
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -371,6 +362,10 @@ class TokenConstraint(Protocol):
     @property
     def is_complete(self) -> bool:
         """Return whether nothing can follow."""
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether any token may come next, so that no mask is needed."""
 
     def fork(self) -> TokenConstraint:
         """Return the constraint of another text, which begins as this one stands."""

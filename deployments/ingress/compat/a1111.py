@@ -169,7 +169,7 @@ async def _model_of(service: Service, sessions: _KeySessions, named: str | None)
     """Return the model of a request: the one that it names, the key's choice, or the first one that is ready."""
     if model := named or sessions.models.get(current_tenant.get()):
         return model
-    for card in await service.models():
+    for card in await service.listing.models():
         if card.kind == "diffusion" and card.state in ("ready", "updating"):
             return card.id
     raise UnknownModel("there is no diffusion model", "sd_model_checkpoint")
@@ -257,7 +257,7 @@ def _add_option_routes(router: APIRouter, service: Service, sessions: _KeySessio
     async def set_options(body: OptionsBody) -> Response:
         """Choose the model of the caller's requests that name none."""
         if model := body.sd_model_checkpoint:
-            card = await service.model(model)
+            card = await service.listing.model(model)
             if card.kind != "diffusion":
                 raise InvalidRequest(f"sd_model_checkpoint: {model!r} ({card.kind}) makes no images")
             if not is_alone:
@@ -302,12 +302,12 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
     @router.get("/sd-models", response_model=list[WebuiModel], responses=_LIST_ERRORS)
     async def models() -> Response:
         """The diffusion models."""
-        return _listed(_model(card) for card in await service.models() if card.kind == "diffusion")
+        return _listed(_model(card) for card in await service.listing.models() if card.kind == "diffusion")
 
     @router.get("/loras", response_model=list[WebuiLora], responses=_LIST_ERRORS)
     async def loras() -> Response:
         """The LoRAs of diffusion models; `<lora:name:0.8>` in a prompt uses one."""
-        cards = await service.models()
+        cards = await service.listing.models()
         diffusion = {card.id for card in cards if card.kind == "diffusion"}
         adapters = (card for card in cards if card.kind == "adapter" and not diffusion.isdisjoint(card.base))
         return _listed(

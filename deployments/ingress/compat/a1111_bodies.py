@@ -223,7 +223,7 @@ class ExtraImageBody(RequestModel, extra="ignore"):
 
 async def upscalers(service: Service) -> list[str]:
     """Return the names that `upscaler_1` and `hr_upscaler` may have."""
-    networks = [card.id for card in await service.models() if card.kind == "upscaler"]
+    networks = [card.id for card in await service.listing.models() if card.kind == "upscaler"]
     return [NONE, LANCZOS, *networks]
 
 

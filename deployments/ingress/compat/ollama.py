@@ -312,7 +312,7 @@ def _add_text_routes(router: APIRouter, service: Service, images: ChatImages) ->
         """The next turn of a chat, as lines of JSON or, without `stream`, whole."""
         lines = TextLines(body.model, is_chat=True, shows_thoughts=body.think is not False)
         if not body.messages:
-            await service.model(body.model_id)
+            await service.listing.model(body.model_id)
             return json_response(lines.loaded())
         record = await images.record_of(body.to_fields())
         return await _respond(service, record, lines, is_stream=body.is_stream)
@@ -322,7 +322,7 @@ def _add_text_routes(router: APIRouter, service: Service, images: ChatImages) ->
         """The answer to a prompt, or with `raw` its continuation."""
         lines = TextLines(body.model, is_chat=False, shows_thoughts=body.think is not False)
         if not body.prompt:
-            await service.model(body.model_id)
+            await service.listing.model(body.model_id)
             return json_response(lines.loaded())
         return await _respond(service, await body.to_record(images), lines, is_stream=body.is_stream)
 
@@ -338,7 +338,7 @@ async def _respond(
         async for chunk in chunks:
             yield f"{json_text(lines.piece(chunk))}\n"
 
-    return await stream_events(service.stream_text(record), lines_of, _error_line, media_type=_LINES)
+    return await stream_events(service.texts.stream_text(record), lines_of, _error_line, media_type=_LINES)
 
 
 def _error_line(error: Exception) -> str:
@@ -350,7 +350,7 @@ def _add_embedding_routes(router: APIRouter, service: Service) -> None:
     async def embed(body: OllamaEmbedBody) -> Response:
         """The vectors of texts."""
         if not any(body.input):
-            await service.model(body.model_id)
+            await service.listing.model(body.model_id)
             return json_response(OllamaEmbeddings.empty(body.model))
         result = await service.embed(body.to_record())
         answer = OllamaEmbeddings(
@@ -394,7 +394,7 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
     @router.get("/api/tags", response_model=OllamaModels, responses=errors)
     async def tags() -> Response:
         """The models that can be asked here."""
-        cards = [card for card in await service.models() if card.endpoint in _ENDPOINTS]
+        cards = [card for card in await service.listing.models() if card.endpoint in _ENDPOINTS]
         return json_response(OllamaModels(models=[listed_model(card) for card in cards]))
 
     @router.get("/api/ps", response_model=OllamaModels, responses=errors)
@@ -411,7 +411,7 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
     @router.post("/api/show", response_model=OllamaShown, responses=errors)
     async def show(body: OllamaShowBody) -> Response:
         """One model."""
-        card = await service.model(body.model_id)
+        card = await service.listing.model(body.model_id)
         if card.endpoint not in _ENDPOINTS:
             raise InvalidRequest(f"model {card.id!r} ({card.kind}) writes no text and embeds none", "model")
         return json_response(shown_model(card))

@@ -26,7 +26,7 @@ from deployments.records import ChatRequest, CompletionRequest, Name, PromptToke
 from deployments.records.errors import InvalidRequest, ModelUnavailable
 
 _UNDER_V1: Final = frozenset(
-    {"chat", "classify", "completions", "embeddings", "images", "models", "rerank", "responses", "score"}
+    {"chat", "classify", "completions", "embeddings", "images", "models", "pooling", "rerank", "responses", "score"}
 )
 _PAGE: Final = "/chat"  # of web_pages.py; nothing of OpenAI's is called so
 
@@ -129,14 +129,14 @@ def create_vllm_router(service: Service, images: ChatImages) -> APIRouter:
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text, or of a chat as the model's template writes it."""
         record = await body.to_record(images)
-        found = await service.tokenize(record, has_special_tokens=body.add_special_tokens is not False)
+        found = await service.texts.tokenize(record, has_special_tokens=body.add_special_tokens is not False)
         headers = warning_header(body.warnings())
         return json_response(TokensAnswer.of(found, has_pieces=bool(body.return_token_strs)), headers=headers)
 
     @router.post("/detokenize", response_model=TextAnswer, responses=documented(*INFERENCE_ERRORS))
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of tokens."""
-        found = await service.tokenize(body.to_record())
+        found = await service.texts.tokenize(body.to_record())
         return json_response(TextAnswer(prompt=found.text))
 
     return router

@@ -197,7 +197,7 @@ class Inference:
             await pieces.send(_piece(response, is_last=chunk.finish_reason is not None))
 
         async with Deadline(schedule.timeout_s).bounding():
-            await self._service.write_text(records[0], on_chunk)
+            await self._service.texts.write_text(records[0], on_chunk)
         return timings_ms
 
     def _checked(

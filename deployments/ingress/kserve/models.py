@@ -163,7 +163,7 @@ async def find_model(service: Service, model: str, version: str) -> tuple[ModelC
     adapter, which answers no requests of its own.
     """
     _check_version(model, version)
-    card = await service.model(model)
+    card = await service.listing.model(model)
     if card.kind == PIPELINE:
         return card, service.pipelines.signature(model)
     if card.kind is None:
@@ -180,8 +180,8 @@ async def find_model(service: Service, model: str, version: str) -> tuple[ModelC
 async def is_ready(service: Service, model: str, version: str) -> bool:
     """Return whether `model` answers requests now: not while it is registered nor, as in Triton, when unloaded."""
     _check_version(model, version)
-    cards = {card.id: card for card in await service.models()}
-    card = cards.get(model) or await service.model(model)
+    cards = {card.id: card for card in await service.listing.models()}
+    card = cards.get(model) or await service.listing.model(model)
     return card.state in _READY_STATES and card.kind in _KINDS
 
 
@@ -192,7 +192,7 @@ async def is_any_answering(service: Service) -> bool:
     """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            health = await service.health()
+            health = await service.listing.health()
             return not health.kinds.isdisjoint(_KINDS)
     except TimeoutError:
         return False

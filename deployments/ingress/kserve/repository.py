@@ -65,7 +65,7 @@ class Repository:
     async def index(self, *, ready: bool = False, repository: str = "") -> list[ModelIndex]:
         """Return all models and pipelines, or those that are READY."""
         _check_repository(repository)
-        models = [_entry(card) for card in await self._service.models() if not card.base]
+        models = [_entry(card) for card in await self._service.listing.models() if not card.base]
         return [entry for entry in models if entry.state == "READY" or not ready]
 
     async def names(self, model: str = "", version: str = "") -> list[str]:
@@ -78,7 +78,7 @@ class Repository:
         if not model:
             return [entry.name for entry in await self.index()]
         if model not in self._service.pipelines.names():
-            _check_is_model(await self._service.model(model))
+            _check_is_model(await self._service.listing.model(model))
         return [model]
 
     async def load(self, model: str, parameters: Parameters | None = None, repository: str = "") -> None:
@@ -90,7 +90,7 @@ class Repository:
         _check_parameters("load", parameters or {}, frozenset())
         if model in self._service.pipelines.names():
             return
-        card = await self._service.model(model)
+        card = await self._service.listing.model(model)
         _check_is_model(card)
         if card.kind is None:
             raise ModelUnavailable(f"model {model!r} is unavailable: {card.error or 'still being registered'}", "model")
@@ -110,7 +110,7 @@ class Repository:
             raise InvalidRequest(
                 f"pipeline {model!r} has no weights of its own: unload the models that it uses", "model"
             )
-        _check_is_model(await self._service.model(model))
+        _check_is_model(await self._service.listing.model(model))
         await self._service.operations.evict_model(model)
 
 

@@ -163,7 +163,7 @@ def demand_of(
     if isinstance(request, ImageRequest | ClipRequest):
         pool, count = WORKER, request.n if isinstance(request, ImageRequest) else 1
         pixels = 1 if is_stock else (request.width or 1) * (request.height or 1)
-        work = float(pixels * count * (request.num_inference_steps or 1))
+        work = float(pixels * count * _num_forwards(request))
         share = count / config.worker.max_running_images
     elif isinstance(request, ChatRequest | CompletionRequest):
         pool, num_tokens = WORKER, _MANY_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
@@ -193,6 +193,13 @@ def pools_of(kind: str | None) -> frozenset[str]:
     if kind == "pipeline":
         return frozenset((WORKER, ENCODER))
     return frozenset((ENCODER if kind in _OF_ENCODER else WORKER,))
+
+
+def _num_forwards(request: ImageRequest | ClipRequest) -> int:
+    """Return how many steps are computed of a request, which may have others extrapolated."""
+    steps = request.num_inference_steps or 1
+    rule = request.acceleration if isinstance(request, ImageRequest) else None
+    return rule.num_computed(steps) if rule else steps
 
 
 def _num_tokens(text: str | tuple[int | str, ...]) -> float:

@@ -171,7 +171,7 @@ class ChatImages:
         if len(sources) > self._limits.max_images:
             most = f"at most {self._limits.max_images} are allowed"
             raise InvalidRequest(f"messages: {len(sources)} images, {most}", "messages")
-        await self._service.check_sees(fields["model"])
+        await self._service.texts.check_sees(fields["model"])
         files = await self._fetched(sources)
         pixels = iter(await self._readers.read(self._decoded, sources, files))
         messages = [_with_pixels(message, pixels) for message in fields["messages"]]

@@ -100,7 +100,6 @@ class ImagesBody(ImageOptions, ClientPart):
 
     seed: Seed = None
     size: Size = "auto"
-    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much is painted anew")
     control: tuple[ControlBody, ...] = ()
     ip_adapter: tuple[ImagePromptBody, ...] = Field((), description="IP-Adapters, and images that are prompts to them")
     response_format: Literal["b64_json", "url"] = "b64_json"
@@ -125,7 +124,7 @@ class ImagesBody(ImageOptions, ClientPart):
 
     def record_with(self, image: DecodedImage | None, mask: DecodedImage | None, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it, with the images that came beside it. Raises InvalidRequest."""
-        fields = {name: getattr(self, name) for name in ImageOptions.model_fields} | {"strength": self.strength}
+        fields = {name: getattr(self, name) for name in ImageOptions.model_fields}
         fields |= self._stream_fields() | sides_of(self)
         controls = [
             decode_base64_within(use.image, f"control.{place}.image", limits) for place, use in enumerate(self.control)

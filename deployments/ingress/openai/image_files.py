@@ -102,6 +102,8 @@ def _facts_of(request: ImageRequest, result: ImageResult, index: int) -> dict[st
         description["scheduler"] = request.scheduler
     if request.scheduler_options:
         description["scheduler_options"] = dict(request.scheduler_options)
+    if request.acceleration is not None:
+        description["acceleration"] = request.acceleration.model_dump(exclude_none=True)
     if request.lora:
         description["lora"] = [{"name": use.name, "scale": use.scale} for use in request.lora]
     if request.ip_adapter:

@@ -3,8 +3,9 @@
 Responses are kept for `previous_response_id`, for references to their items, and to be read again: what their file
 loses costs a client its short way to say what was said before, no more.
 
-The replica that makes a video says every moment that it still does. What nobody has said so of for a while has failed:
-its replica has ended, and nobody else makes it.
+The replica that makes a video says every moment that it still does. A video that it says nothing new of, while another
+replica looks for a while, has failed: its replica has ended, and nobody else makes it. The looks are timed by a clock
+that nobody sets: when the machine's clock steps, all beats are old at once.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ CREATE INDEX IF NOT EXISTS by_creation ON videos (tenant, created_s);
 """
 _INSERT: Final = """
 INSERT INTO videos SELECT ?, ?, ?, ?, 'queued', 0, NULL, 0, ?, NULL WHERE
-    (SELECT COUNT(*) FROM videos WHERE tenant = ? AND ended_s IS NULL AND beat_s >= ?) < ?
+    (SELECT COUNT(*) FROM videos WHERE tenant = ? AND ended_s IS NULL) < ?
 RETURNING *
 """
 _PAGES: Final = {
     "asc": """
-SELECT * FROM videos WHERE tenant = ? AND COALESCE(ended_s, beat_s) >= ? AND (created_s, id) > (?, ?)
+SELECT * FROM videos WHERE tenant = ? AND (ended_s IS NULL OR ended_s >= ?) AND (created_s, id) > (?, ?)
 ORDER BY created_s, id LIMIT ?
 """,
     "desc": """
-SELECT * FROM videos WHERE tenant = ? AND COALESCE(ended_s, beat_s) >= ? AND (created_s, id) < (?, ?)
+SELECT * FROM videos WHERE tenant = ? AND (ended_s IS NULL OR ended_s >= ?) AND (created_s, id) < (?, ?)
 ORDER BY created_s DESC, id DESC LIMIT ?
 """,
 }
@@ -84,6 +85,12 @@ _COMPLETE: Final = """
 UPDATE videos SET status = 'completed', progress = 100, ended_s = ?, nbytes = ?, facts = ?
 WHERE id = ? AND ended_s IS NULL RETURNING id
 """
+
+
+_LOST: Final = """
+UPDATE videos SET status = 'failed', ended_s = ?, error = ? WHERE id = ? AND beat_s = ? AND ended_s IS NULL
+"""
+_LOST_ERROR: Final = {"code": "server_error", "message": "the ingress that had this video made has ended; ask again"}
 
 
 class _SharedFile:
@@ -207,15 +214,24 @@ class KeptVideos:
     be used.
     """
 
-    def __init__(self, config: VideosConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        config: VideosConfig,
+        cluster: str,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._file = _SharedFile(config.folder, f"videos-{cluster}", _VIDEOS_FILE, _VIDEOS_SCHEMA)
-        self._clock = clock
+        self._clock, self._monotonic = clock, monotonic
+        self._lock = threading.Lock()
+        self._beats: dict[str, tuple[float, float]] = {}  # of unfinished videos: the last one, and when it was new here
 
     def add(self, tenant: str, facts: Mapping[str, Any], most_unfinished: int) -> KeptVideo:
         """Add a video that is queued. Raises QueueFull when the tenant has as many unfinished ones as it may."""
         now, id_ = self._clock(), f"video_{secrets.token_hex(16)}"
-        values = (id_, tenant, now, now, json.dumps(facts), tenant, now - LOST_S, most_unfinished)
+        self._fail_lost()
+        values = (id_, tenant, now, now, json.dumps(facts), tenant, most_unfinished)
         rows = self._file.run(_INSERT, values)
         if not rows:
             raise QueueFull(f"{most_unfinished} videos of this key are not finished, the maximum; wait for one of them")
@@ -246,6 +262,7 @@ class KeptVideos:
 
     def find(self, tenant: str, id_: str) -> KeptVideo | None:
         """Return a video; None when it has ended or never was."""
+        self._fail_lost()
         rows = self._file.run("SELECT * FROM videos WHERE id = ? AND tenant = ?", (id_, tenant))
         video = self._video_of(rows[0]) if rows else None
         return None if video is None or self._is_old(video) else video
@@ -257,6 +274,7 @@ class KeptVideos:
             place = self._file.run("SELECT created_s, id FROM videos WHERE id = ? AND tenant = ?", (after, tenant))
             if not place:
                 return None
+        self._fail_lost()
         values = tenant, self._clock() - self._config.ttl_s, *place[0], limit
         return [self._video_of(row) for row in self._file.run(_PAGES[order], values)]
 
@@ -273,12 +291,23 @@ class KeptVideos:
         return True
 
     def _video_of(self, row: tuple[Any, ...]) -> KeptVideo:
-        id_, _, created_s, beat_s, status, progress, ended_s, _, facts, error = row
+        id_, _, created_s, _, status, progress, ended_s, _, facts, error = row
         found = None if error is None else json.loads(error)
-        if ended_s is None and beat_s < self._clock() - LOST_S:
-            status, ended_s = "failed", beat_s
-            found = {"code": "server_error", "message": "the ingress that had this video made has ended; ask again"}
         return KeptVideo(id_, created_s, status, progress, ended_s, json.loads(facts), found)
+
+    def _fail_lost(self) -> None:
+        """Note the failure of videos that have had the same beat since a look some time ago."""
+        now_s = self._monotonic()
+        with self._lock:
+            found = dict(self._file.run("SELECT id, beat_s FROM videos WHERE ended_s IS NULL"))
+            known = self._beats
+            self._beats = {
+                id_: known[id_] if id_ in known and known[id_][0] == beat_s else (beat_s, now_s)
+                for id_, beat_s in found.items()
+            }
+            for id_, (beat_s, since_s) in self._beats.items():
+                if since_s < now_s - LOST_S:
+                    self._file.run(_LOST, (self._clock(), json.dumps(_LOST_ERROR), id_, beat_s))
 
     def _is_old(self, video: KeptVideo) -> bool:
         return video.ended_s is not None and video.ended_s < self._clock() - self._config.ttl_s
@@ -286,7 +315,6 @@ class KeptVideos:
     def _sweep(self) -> None:
         """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same folder."""
         now = self._clock()
-        self._file.run("UPDATE videos SET ended_s = beat_s WHERE ended_s IS NULL AND beat_s < ?", (now - LOST_S * 2,))
         old = self._file.run("DELETE FROM videos WHERE ended_s < ? RETURNING id", (now - self._config.ttl_s,))
         rows = self._file.run("SELECT id, tenant, nbytes, ended_s FROM videos ORDER BY created_s, id")
         surplus = _surplus(rows, self._config.max_bytes, self._config.max_videos)

@@ -35,7 +35,7 @@ def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[
     @router.get("/v1/models", response_model=ModelsAnswer, responses=documented(400, 503))
     async def models(all: _All = False, nearness: _Near = False) -> Response:  # their names in the query
         """Every model and pipeline that can be asked here, or could if it were there, with its state."""
-        cards = [card for card in await service.models() if all or card.endpoint or _is_away(card)]
+        cards = [card for card in await service.listing.models() if all or card.endpoint or _is_away(card)]
         near = await ask_nearness() if nearness else {}
         answers = [ModelAnswer.of(card, None if card.state == "does_not_fit" else near.get(card.id)) for card in cards]
         return json_response(ModelsAnswer(object="list", data=answers))
@@ -43,7 +43,7 @@ def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[
     @router.get("/v1/models/{model}", response_model=ModelAnswer, responses=documented(404, 503))
     async def model(model: str) -> Response:
         """One model, adapter or pipeline."""
-        return json_response(ModelAnswer.of(await service.model(model)))
+        return json_response(ModelAnswer.of(await service.listing.model(model)))
 
     return router
 

@@ -351,6 +351,7 @@ class ReasoningSettings(ClientPart, extra="ignore"):
     """How much is thought. There are no summaries."""
 
     effort: ReasoningEffort | None = None
+    max_tokens: Count | None = None
     summary: str | None = None
 
 
@@ -403,6 +404,7 @@ class ResponsesBody(ClientPart):
             "top_p": self.top_p,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+            "thinking_token_budget": self.reasoning.max_tokens if self.reasoning is not None else None,
         }
         if self.text is not None and (form := self.text.format) is not None:
             schema = None
@@ -475,7 +477,7 @@ def create_responses_router(
             # Kept first: who has the last event may follow on it.
             yield form.ending(await keeping.keep(form.answer(chunk, warnings)))
 
-        return await stream_events(service.stream_text(record), events_of, form.failure, headers=headers)
+        return await stream_events(service.texts.stream_text(record), events_of, form.failure, headers=headers)
 
     @router.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=documented(**_GONE))
     async def read(response_id: str) -> Response:

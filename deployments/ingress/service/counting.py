@@ -36,13 +36,21 @@ class NoMeter:
         """Do nothing."""
 
 
+class Known(Protocol):
+    """Knows the names of models: clients choose the other names."""
+
+    def is_known(self, model: str) -> bool:
+        """Return whether there is such a model or pipeline now."""
+
+
 class _Counting(Protocol):
     """Has methods that are counted."""
 
     meter: Meter
 
-    def is_known(self, model: str) -> bool:
-        """Return whether there is such a model or pipeline: clients choose the other names."""
+    @property
+    def listing(self) -> Known:
+        """Return what knows the models."""
 
 
 def counted(kind: str, field: str = "model") -> Callable[[MethodT], MethodT]:
@@ -62,7 +70,7 @@ def counted(kind: str, field: str = "model") -> Callable[[MethodT], MethodT]:
                 raise
             finally:
                 name = getattr(request, field)
-                self.meter.count_request(kind, name if self.is_known(name) else "", status)
+                self.meter.count_request(kind, name if self.listing.is_known(name) else "", status)
 
         return cast("MethodT", call)
 

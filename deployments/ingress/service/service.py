@@ -5,7 +5,6 @@ HTTP routes, handle calls and pipelines all call these methods. Nothing here kno
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -16,38 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.admission.records import Demand
 from cluster.records.text_routes import route_of
-from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from deployments.engines.stock.known import is_stock_class
 from deployments.ingress.messages.terms import (
     ENCODER,
     PIPELINES,
     WORKER,
-    Request,
-    Terms,
     admitted,
     current_terms,
-    demand_of,
     demand_of_pipeline,
-    with_fields,
 )
-from deployments.ingress.service.catalog import (
-    Catalog,
-    Endpoint,
-    Health,
-    ModelCard,
-    PipelineModels,
-    card_of,
-    endpoint_of,
-)
-from deployments.ingress.service.counting import Meter, NoMeter, count_text, counted
+from deployments.ingress.service.catalog import Catalog, PipelineModels
+from deployments.ingress.service.counting import Meter, NoMeter, counted
+from deployments.ingress.service.demands import Demands
+from deployments.ingress.service.listing import Listing
 from deployments.ingress.service.operations import Operations
+from deployments.ingress.service.preparing import Preparing
 from deployments.ingress.service.queues import Queues
 from deployments.ingress.service.retries import EncoderReply, ResumedImages, RetriedCalls
+from deployments.ingress.service.texts import Texts
+from deployments.ingress.service.timing import account, timed_call
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
 from deployments.pipelines.records import PipelineRequest, PipelineResult
@@ -65,11 +54,8 @@ from deployments.records import (
     ImageResult,
     ProgramRequest,
     ProgramResult,
-    PromptTokens,
     ScoringRequest,
-    TextChunk,
     TextResult,
-    TimingsMs,
     as_record,
 )
 from deployments.records.errors import InvalidRequest, ModelUnavailable
@@ -77,25 +63,14 @@ from deployments.records.tasks import Deadline
 from deployments.replicas.output_channel import OutputChannel
 from deployments.replicas.replica_calls import OnPiece, ReplicaCalls, WhyNone, nobody_knows
 from deployments.requests.defaults import (
-    as_upscale,
-    merges_lora,
-    prompts_of,
     text_rules,
-    with_clip_defaults,
-    with_image_defaults,
-    with_learned_words,
-    with_text_defaults,
 )
-from deployments.requests.fitted_images import with_fitting_images
 from deployments.requests.limits import (
-    check_clip,
     check_embedding,
     check_head,
     check_image,
     check_program,
     check_scoring,
-    check_text,
-    check_upscale,
 )
 
 OnProgress = Callable[[ImageProgress], Awaitable[None]]
@@ -103,11 +78,11 @@ PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
 
 
 class Service:
-    """The methods of every protocol. `operations` is for operators. `encoder` and `worker` are deployment handles.
+    """The methods of every protocol, with those of `texts` and `listing`; `operations` is for operators.
 
-    `queue` is the admission queue; without it one is made for replicas whose names are not known, one of each kind, and
-    Serve chooses them. `queues` are those of several ingresses together. `why_none(deployment)` makes what tells why no
-    replica of it can answer. `meter` counts the requests.
+    `encoder` and `worker` are deployment handles. `queue` is the admission queue; by default it has one anonymous
+    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none(deployment)` makes
+    the function that says why no replica of it can answer. `meter` counts the requests.
     """
 
     def __init__(
@@ -133,12 +108,10 @@ class Service:
             config.name, snapshot, encoder, worker, config.text_encoder.batching, queue, self.queues
         )
         self._config = config
-        self._configured = frozenset(config.entries)
-        scaling = config.controller.scaling
-        self._woken = {WORKER} if scaling and scaling.min_workers == 0 else set[str]()  # by a request
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
-        self._health: tuple[object, Health] | None = None  # with what it was counted of
+        self._demands = Demands(config, queue, snapshot)
+        self._preparing = Preparing(config, self._catalog, self._demands)
         timeout_s = config.http.request_timeout_s
         self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none(ENCODER)), queue, timeout_s)
         self._worker = RetriedCalls(ReplicaCalls(worker, why_none(WORKER)), queue, timeout_s)
@@ -151,11 +124,24 @@ class Service:
             max_timeout_s=timeout_s,
         )
         self._pipeline_models = PipelineModels(self.pipelines, self.run_pipeline)
+        scaling = config.controller.scaling
+        woken = {WORKER} if scaling and scaling.min_workers == 0 else set[str]()  # by a request
+        self.listing = Listing(snapshot, queue, self.pipelines, self._pipeline_models, config.entries, woken)
+        self.texts = Texts(
+            self._worker,
+            self._catalog,
+            self._preparing,
+            self._demands,
+            self.listing,
+            self._pipeline_models,
+            config.ingress.limits,
+            self.meter,
+        )
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         """Make images. Raises the ServiceErrors of `deployments.records.errors`."""
         request = as_record(ImageRequest, request)
-        if await self._is_pipeline(request.model):
+        if await self.listing.is_pipeline(request.model):
             check_image(request, self._config.ingress.limits)
             return await self._pipeline_models.generate(request)
         silent = request.model_copy(update={"partial_images": 0, "reports_steps": False})
@@ -177,75 +163,33 @@ class Service:
             if progress.previews or request.reports_steps or (progress.checkpoint and request.checkpoint_steps):
                 await pieces.send(progress if request.checkpoint_steps else replace(progress, checkpoint=None))
 
-        is_pipeline = await self._is_pipeline(request.model)
+        is_pipeline = await self.listing.is_pipeline(request.model)
         await pieces.send(await (self.generate(request) if is_pipeline else self._make_images(request, on_progress)))
 
     @counted("image")
     async def _make_images(self, request: ImageRequest, on_progress: OnProgress | None = None) -> ImageResult:
         """Return images of a worker; `on_progress` gets checkpoints too that nobody asked for. Raises as `generate`."""
-        request, terms, warnings = await self._checked_image(request)
+        request, terms, warnings = await self._preparing.image(request)
         start = time.perf_counter()
         result = await self._worker.receive_stream(
             "stream_images",
             request,
             on_piece=_on_progress(on_progress),
-            demand=self._demand(request, terms),
+            demand=self._demands.demand(request, terms),
             resumption=ResumedImages(),
         )
         assert isinstance(result, ImageResult)  # it is the last
-        _account(result.timings_ms, start)
+        account(result.timings_ms, start)
         return replace(result, warnings=(*result.warnings, *warnings))
-
-    async def _checked_image(self, request: ImageRequest) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
-        """Return a request with its defaults, the versions of its models and its terms; and warnings."""
-        record = await self._catalog.find_usable(request.model, "diffusion", "upscaler")
-        if record.kind == "upscaler":
-            return self._checked_upscale(request, record)
-        await self._check_makes(record, "images")
-        asked, request = request, with_image_defaults(request, record.defaults, record.class_name, record.variant)
-        check_image(request, self._config.ingress.limits, asked)
-        warnings: tuple[str, ...] = ()
-        if request.init_image is not None or request.control:
-            fit = partial(with_fitting_images, asked, request, record.class_name, record.variant)
-            request, warnings = await asyncio.to_thread(fit)
-        if not is_stock_class(record.class_name):
-            words = await self._catalog.learned_words(prompts_of(request), request.model)
-            request = with_learned_words(request, words)
-        find = self._catalog.find_adapter
-        adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}
-        adapters |= {use.name: await find(use.name, request.model, "controlnet") for use in request.control}
-        adapters |= {use.name: await find(use.name, request.model, "ip_adapter") for use in request.ip_adapter}
-        versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
-        terms = self._terms(request)
-        update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
-        update["merges_lora"] = merges_lora(request, adapters)
-        update["checkpoint_interval_s"] = 0.0 if request.checkpoint_steps else self._config.worker.checkpoint_interval_s
-        return request.model_copy(update=update | {"priority": terms.priority}), terms, warnings
-
-    def _checked_upscale(
-        self, request: ImageRequest, record: ModelRecord
-    ) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
-        request, warnings = as_upscale(request)
-        check_upscale(request, self._config.ingress.limits, int(record.variant.get("scale", 1)))
-        terms = self._terms(request)
-        update = {"model_version": record.fingerprint, "priority": terms.priority}
-        return request.model_copy(update=update), terms, warnings
 
     async def checked_clip(
         self, request: ClipRequest | Mapping[str, Any], makes: Literal["video", "audio"]
     ) -> ClipRequest:
-        """Return a request for a clip with its defaults and the version of its model, as `stream_clip` takes it.
+        """Return a request for a clip with its defaults and the version of its model, as `make_clip` takes it.
 
         Raises the ServiceErrors of `deployments.records.errors`.
         """
-        request = as_record(ClipRequest, request)
-        record = await self._catalog.find_usable(request.model, "diffusion")
-        await self._check_makes(record, makes)
-        request = with_clip_defaults(request, record.defaults, record.class_name)
-        check_clip(request, self._config.ingress.limits, makes)
-        terms = self._terms(request)
-        update = {"model_version": record.fingerprint, "priority": terms.priority, "tenant": terms.tenant}
-        return request.model_copy(update=update)
+        return await self._preparing.clip(as_record(ClipRequest, request), makes)
 
     @counted("clip")
     async def make_clip(
@@ -255,27 +199,19 @@ class Service:
 
         `max_timeout_s` is the longest time that it may have, in place of other requests'. Raises the ServiceErrors.
         """
-        start, demand = time.perf_counter(), self._demand(request, self._terms(request), max_timeout_s)
+        start, demand = time.perf_counter(), self._demands.demand(request, self._demands.terms(request), max_timeout_s)
         result = await self._worker.receive_stream(
             "stream_clip", request, on_piece=_on_progress(on_progress), demand=demand, resumption=ResumedImages()
         )
         assert isinstance(result, ClipResult)  # it is the last
-        _account(result.timings_ms, start)
+        account(result.timings_ms, start)
         return result
-
-    async def _check_makes(self, record: ModelRecord, makes: Endpoint) -> None:
-        """Raise InvalidRequest for a pipeline that makes something else."""
-        found = await asyncio.to_thread(endpoint_of, record) if is_stock_class(record.class_name) else "images"
-        if found != makes:
-            raise InvalidRequest(
-                f"model {record.id!r}, a {record.class_name}, makes {found or 'nothing'}, and no {makes}", "model"
-            )
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
         """Embed texts. Raises the ServiceErrors of `deployments.records.errors`."""
         request = as_record(EmbeddingRequest, request)
         check_embedding(request, self._config.ingress.limits)
-        if await self._is_pipeline(request.model):
+        if await self.listing.is_pipeline(request.model):
             return await self._pipeline_models.embed(request)
         return await self._embed(request)
 
@@ -284,12 +220,13 @@ class Service:
         record = await self._catalog.find_usable(request.model, "embedding", "llm")
         if record.kind != "llm" and request.pooling is not None:
             raise InvalidRequest(f"pooling: {request.model!r} has its own; language models have none", "pooling")
-        terms, is_of_worker = self._terms(request), record.kind == "llm"
+        terms, is_of_worker = self._demands.terms(request), record.kind == "llm"
         long_text = request.long_text or text_rules(record)["long_text"]
         update = {"model_version": record.fingerprint, "long_text": long_text}
         request = request.model_copy(update=update | {"by_language_model": is_of_worker, "priority": terms.priority})
+        demand = self._demands.demand(request, terms)
         calls, route = (self._worker, "") if is_of_worker else (self._encoder, route_of(request.input))
-        result: EmbeddingResult = await self._timed(calls, "embed", request, terms, route)
+        result: EmbeddingResult = await timed_call(calls, "embed", request, demand, route)
         return result
 
     async def score(
@@ -302,76 +239,22 @@ class Service:
     async def _score(self, request: ScoringRequest, *kinds: Literal["reranker", "classifier"]) -> EmbeddingResult:
         check_scoring(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, *(kinds or ("classifier", "reranker")))
-        terms = self._terms(request)
+        terms = self._demands.terms(request)
         update = {"model_version": record.fingerprint, "priority": terms.priority}
         update["long_text"] = request.long_text or text_rules(record)["long_text"]
         texts = [text if isinstance(text, str) else "\0".join(text) for text in request.input]
-        result: EmbeddingResult = await self._timed(
-            self._encoder, "score", request.model_copy(update=update), terms, route_of(texts)
-        )
+        request = request.model_copy(update=update)
+        demand = self._demands.demand(request, terms)
+        result: EmbeddingResult = await timed_call(self._encoder, "score", request, demand, route_of(texts))
         return result
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
         """Return a whole answer of a chat model. Raises the ServiceErrors of `deployments.records.errors`."""
-        return await self._whole(as_record(ChatRequest, request))
+        return await self.texts.whole(as_record(ChatRequest, request))
 
     async def complete(self, request: CompletionRequest | Mapping[str, Any]) -> TextResult:
         """Return a whole continuation of a text."""
-        return await self._whole(as_record(CompletionRequest, request))
-
-    def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> OutputChannel[TextChunk]:
-        """Return the channel of an answer's pieces, as `stream_text` does."""
-        return self.stream_text(as_record(ChatRequest, request))
-
-    def stream_text(self, request: ChatRequest | CompletionRequest) -> OutputChannel[TextChunk]:
-        """Return the channel of a text's pieces, which the reader closes. Reading raises as `write_text` does."""
-
-        async def send_chunks(chunks: OutputChannel[TextChunk]) -> None:
-            await self.write_text(request, chunks.send)
-
-        return OutputChannel(send_chunks)
-
-    async def write_text(
-        self, request: ChatRequest | CompletionRequest, on_chunk: Callable[[TextChunk], Awaitable[None]]
-    ) -> None:
-        """Give the pieces of a text to `on_chunk`; the last one has the finish reason and the timings.
-
-        Raises the ServiceErrors of `deployments.records.errors`; ReplicaLost when the replica dies after the first
-        piece.
-        """
-        if await self._is_pipeline(request.model):
-            await on_chunk((await self._whole(request)).as_chunk())
-        else:
-            await self._write_text(request, on_chunk)
-
-    @counted("text")
-    async def _write_text(
-        self, request: ChatRequest | CompletionRequest, on_chunk: Callable[[TextChunk], Awaitable[None]]
-    ) -> None:
-        request = await self._checked_text(request)
-        demand = self._demand(request, self._terms(request))
-        start = time.perf_counter()
-
-        async def on_piece(chunk: TextChunk) -> None:
-            if chunk.timings_ms:
-                _account(chunk.timings_ms, start)
-                count_text(self.meter, request.model, chunk, request.num_texts)
-            await on_chunk(chunk)
-
-        await self._worker.receive_stream("stream_text", request, on_piece=on_piece, demand=demand)
-
-    @counted("tokenize")
-    async def tokenize(
-        self, request: ChatRequest | CompletionRequest, *, has_special_tokens: bool = True
-    ) -> PromptTokens:
-        """Return the prompt of a request in the tokens of its model, which is loaded for that.
-
-        Without `has_special_tokens`, a text has none that the tokenizer adds by itself.
-        """
-        request = (await self._checked_text(request)).model_copy(update={"max_tokens": 1})  # no more work than that
-        demand = self._demand(request, self._terms(request))
-        found: PromptTokens = await self._worker.call("tokenize", request, has_special_tokens, demand=demand)
-        return found
+        return await self.texts.whole(as_record(CompletionRequest, request))
 
     @counted("head")
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
@@ -379,7 +262,7 @@ class Service:
         check_head(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, "head")
         versioned = replace(request, model_version=record.fingerprint)
-        demand = self._demand(versioned, self._terms(versioned))
+        demand = self._demands.demand(versioned, self._demands.terms(versioned))
         result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned, demand=demand)
         return result
 
@@ -388,11 +271,13 @@ class Service:
         """Run a stored program. Raises the ServiceErrors of `deployments.records.errors`."""
         record = await self._catalog.find_usable(request.model, "program")
         if record.signature is None:
-            raise ModelUnavailable(f"model {request.model!r} is unavailable: nobody knows what it takes", "model")
+            raise ModelUnavailable(f"model {request.model!r} is unavailable: its input signature is unknown", "model")
         check_program(request, record.signature, self._config.ingress.limits)
-        terms = self._terms(request)
+        terms = self._demands.terms(request)
         versioned = replace(request, model_version=record.fingerprint, priority=terms.priority)
-        result: ProgramResult = await self._timed(self._encoder, "run_program", versioned, terms)
+        result: ProgramResult = await timed_call(
+            self._encoder, "run_program", versioned, self._demands.demand(versioned, terms)
+        )
         return result
 
     @counted("pipeline", "pipeline")
@@ -401,8 +286,8 @@ class Service:
 
         They have its terms, and no bound refuses them.
         """
-        terms = self._terms(request)
-        timeout_s, config = self._timeout_s(terms), self.queue.config
+        terms = self._demands.terms(request)
+        timeout_s, config = self._demands.timeout_s(terms), self.queue.config
         demand = demand_of_pipeline(request.pipeline, terms.checked(config), timeout_s, config.max_running_pipelines)
         deadline = Deadline(timeout_s)
         with admitted(self.queue, demand) as slot:
@@ -435,125 +320,9 @@ class Service:
         replies = [reply for reply in upstream if isinstance(reply, EncoderReply)]
         return EncoderReply(self._encoder, begin, replies)
 
-    async def _whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
-        if await self._is_pipeline(request.model):
-            check_text(request, self._config.ingress.limits)
-            if _has_images(request):
-                raise _blind_pipeline(request.model)
-            return await self._pipeline_models.write(request)
-        return await self._write_whole(request)
-
-    @counted("text")
-    async def _write_whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
-        request = await self._checked_text(request)
-        result: TextResult = await self._timed(self._worker, "write_text", request, self._terms(request))
-        count_text(self.meter, request.model, result, request.num_texts)
-        return result
-
-    async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
-        check_text(request, self._config.ingress.limits)
-        record = await self._catalog.find_usable(request.model, "llm")
-        if _has_images(request):
-            await self._catalog.check_sees(record)
-        find = self._catalog.find_adapter
-        versions = {use.name: (await find(use.name, request.model, "adapter")).fingerprint for use in request.lora}
-        update = {"model_version": record.fingerprint, "adapter_versions": versions}
-        request = request.model_copy(update=update)
-        return with_text_defaults(request, record.defaults)
-
-    async def check_sees(self, model: str) -> None:
-        """Raise InvalidRequest for a model or pipeline that takes no images in chats, or as other requests do."""
-        if await self._is_pipeline(model):
-            raise _blind_pipeline(model)
-        await self._catalog.check_sees(await self._catalog.find_usable(model, "llm"))
-
-    async def _timed(self, calls: RetriedCalls, method: str, request: Request, terms: Terms, route: str = "") -> Any:
-        """Return the result of a replica's method, with the time that passed here in its times."""
-        demand, start = self._demand(request, terms), time.perf_counter()
-        result = await calls.call(method, request, demand=demand, route=route)
-        _account(result.timings_ms, start)
-        return result
-
-    def _terms(self, request: Request | PipelineRequest) -> Terms:
-        """Return the terms of a request as far as it or its headers say, and may. Raises InvalidRequest."""
-        terms = with_fields(current_terms.get(), request).within_rights(self.queue.config)
-        terms.checked(self.queue.config)
-        return terms
-
-    def _demand(self, request: Request, terms: Terms, max_timeout_s: float | None = None) -> Demand:
-        timeout_s, record = self._timeout_s(terms, max_timeout_s), self._snapshot.find_model(request.model)
-        is_stock = record is not None and record.kind == "diffusion" and is_stock_class(record.class_name)
-        return demand_of(request, terms.checked(self.queue.config), timeout_s, self._config, is_stock=is_stock)
-
-    def _timeout_s(self, terms: Terms, max_timeout_s: float | None = None) -> float:
-        if max_timeout_s is not None:
-            return min(max_timeout_s, terms.timeout_s or max_timeout_s) - terms.waited_s
-        most_s = self._config.http.request_timeout_s
-        timeout_s = min(most_s, terms.timeout_s or self.queue.config.default_timeout_s or most_s)
-        return timeout_s - terms.waited_s
-
-    async def models(self) -> list[ModelCard]:
-        """Return every model, adapter and pipeline: the configured ones in the order of the config, then those
-        registered since, then the pipelines.
-        """
-        records = await self._catalog.all_records()
-        cards = await asyncio.to_thread(lambda: [card_of(record) for record in records])
-        return cards + [self._pipeline_card(name) for name in self.pipelines.names()]
-
-    async def model(self, id_: str) -> ModelCard:
-        """Return one model, adapter or pipeline. Raises UnknownModel with the known names."""
-        if await self._is_pipeline(id_):
-            return self._pipeline_card(id_)
-        return await asyncio.to_thread(card_of, await self._catalog.find_record(id_))
-
     async def batching(self) -> BatchingConfig:
         """Return how the text encoders batch requests now."""
         return await self.operations.batching()
-
-    async def health(self) -> Health:
-        """Return what probes ask: counted once for each revision of the directory, whoever probes how often.
-
-        A pool that has had a replica counts as there: requests wait for the successor of one that has died.
-        """
-        await self._snapshot.ready()
-        pools = self.queue.met_pools | self._woken
-        counted_of = self._snapshot.revision, pools
-        if self._health is None or self._health[0] != counted_of:
-            entering = {record.id for record in self._snapshot if record.state == "registering"}
-            cards = [self._pipeline_card(name) for name in self.pipelines.names()]
-            models = [(one.kind, one.state) for one in (*self._snapshot, *cards)]
-            is_entering = not entering.isdisjoint(self._configured)
-            self._health = counted_of, Health.of(models, pools, is_entering=is_entering)
-        return self._health[1]
-
-    def _pipeline_card(self, name: str) -> ModelCard:
-        problem = self.pipelines.problem(name)
-        return ModelCard(
-            id=name,
-            kind="pipeline",
-            state="unavailable" if problem else "ready",
-            description=self.pipelines.description(name),
-            error=problem or "",
-            endpoint=None if problem else self._pipeline_models.endpoint_of(name),
-        )
-
-    def is_known(self, model: str) -> bool:
-        """Return whether there is such a model or pipeline now."""
-        return model in self.pipelines or self._snapshot.find_model(model) is not None
-
-    async def _is_pipeline(self, model: str) -> bool:
-        """Return whether `model` is a pipeline. Waits for the directory: a pipeline's signature depends on it."""
-        if model in self.pipelines:
-            await self._snapshot.ready()
-        return model in self.pipelines
-
-
-def _has_images(request: ChatRequest | CompletionRequest) -> bool:
-    return isinstance(request, ChatRequest) and any(message.images for message in request.messages)
-
-
-def _blind_pipeline(name: str) -> InvalidRequest:
-    return InvalidRequest(f"model {name!r} is a pipeline, whose chats have no images", "messages")
 
 
 def _on_progress(on_progress: OnProgress | None) -> OnPiece:
@@ -564,11 +333,3 @@ def _on_progress(on_progress: OnProgress | None) -> OnPiece:
             await on_progress(piece)
 
     return on_piece
-
-
-def _account(timings_ms: TimingsMs, start: float) -> None:
-    """Count the time that passed here but not in the replica as queueing: transport and waiting for a place."""
-    elapsed_ms = (time.perf_counter() - start) * 1e3
-    inside_ms = timings_ms.get("total", elapsed_ms)
-    timings_ms["queue"] = timings_ms.get("queue", 0.0) + max(0.0, elapsed_ms - inside_ms)
-    timings_ms["total"] = elapsed_ms

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import ModuleCache
 from weights.loading.provider import LocalExtents
 from weights.operations.externalize import externalize
 from weights.records.manifest import ExtentRef, Manifest
@@ -50,8 +51,7 @@ def open_host(tmp_path: Path) -> OpenHost:
             return manifests[model]
 
         extents = CountedExtents(store.packs)
-        factory = ComponentFactory(builder, builder.retire)
-        return ModuleCache(fetch_manifest, extents, store.models, ModuleBudget(budget_bytes), factory)
+        return ModuleCache(fetch_manifest, extents, store.models, ModuleBudget(budget_bytes), builder)
 
     return open_
 

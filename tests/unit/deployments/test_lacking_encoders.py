@@ -37,16 +37,16 @@ def local(tmp_path: Path) -> LocalPipeline:
 
 
 def _clip(tokenizer: Any) -> Any:
-    from kit.tiny_models import clip_config
+    from kit.tiny.parts import clip_config
     from transformers import CLIPTextModelWithProjection
 
-    return CLIPTextModelWithProjection(clip_config(tokenizer)).eval()
+    return CLIPTextModelWithProjection(clip_config(tokenizer, 8, 6)).eval()
 
 
 def _refiner(**config: Any) -> Any:
     """SDXL's refiner in small: the second encoder alone, and five time ids."""
     import diffusers
-    from kit.tiny_models import clip_tokenizer, random_vae, sdxl_unet
+    from kit.tiny.parts import clip_tokenizer, random_vae, sdxl_unet
 
     torch.manual_seed(0)
     unet, tokenizer = sdxl_unet(text_width=8, num_time_ids=5), clip_tokenizer()
@@ -59,7 +59,7 @@ def _refiner(**config: Any) -> Any:
 def _stable_diffusion_3() -> Any:
     """Stable Diffusion 3 in small, without its T5."""
     import diffusers
-    from kit.tiny_models import clip_tokenizer, random_vae
+    from kit.tiny.parts import clip_tokenizer, random_vae
 
     torch.manual_seed(0)
     transformer = diffusers.SD3Transformer2DModel(

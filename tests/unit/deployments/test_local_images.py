@@ -26,7 +26,7 @@ FIVE = {"model": SDXL, "prompt": "a handwritten five", "seed": 1, "num_inference
 @pytest.fixture(scope="module")
 def outline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ControlNet that begins as stock's training does, but for residuals that are not zero."""
-    from kit.tiny_models import save_controlnet
+    from kit.tiny.parts import save_controlnet
 
     return save_controlnet(MODELS / SDXL / "unet", tmp_path_factory.mktemp("outline"))
 

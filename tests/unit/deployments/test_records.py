@@ -260,6 +260,14 @@ def test_a_model_that_changes_images_gets_the_defaults_of_its_class(class_name: 
     assert (own.width, own.height) == (64, 800)
 
 
+def test_a_stock_pipeline_extrapolates_no_step() -> None:
+    asked = ImageRequest(**IMAGE, acceleration={"interval": 2})
+    with pytest.raises(InvalidRequest, match="acceleration: diffusers' own code runs a WanPipeline"):
+        with_image_defaults(asked, GenerationDefaults(), "WanPipeline")
+    defaults = GenerationDefaults(acceleration={"interval": 2})
+    assert with_image_defaults(ImageRequest(**IMAGE), defaults, "WanPipeline").acceleration is None
+
+
 def test_a_stock_pipeline_gets_the_steps_of_its_class_and_the_defaults_of_its_config() -> None:
     defaults = GenerationDefaults(extra={"use_resolution_binning": False}, guidance_scale=2.0)
     filled = with_image_defaults(ImageRequest(**IMAGE), defaults, "SanaPipeline")
@@ -378,7 +386,7 @@ def test_images_that_are_refused(fields, where):
 
 
 def test_only_an_unknown_field_is_told_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match=r"^temprature: unknown field \(fields: n, max_tokens, temperature,"):
+    with pytest.raises(InvalidRequest, match=r"^temprature: unknown field \(fields: max_tokens, temperature,"):
         as_record(ChatRequest, {**CHAT, "temprature": 1})
     with pytest.raises(InvalidRequest, match=r"^stop\.0: String should have at least 1 character$"):
         as_record(ChatRequest, {**CHAT, "stop": ("",)})

@@ -307,11 +307,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     elif 0 < window < config.max_position_embeddings:  # which layers have it is not said; within it, all is full
         config.max_position_embeddings = window
     config.architectures = [CLASS_NAMES[model_type]]
-    names = {
-        f"{stored}.{leaf}": f"{name}.{leaf}"
-        for stored, name in _names(config.num_hidden_layers).items()
-        for leaf in ("weight", "bias")
-    }
+    names = gguf_names(config.num_hidden_layers)
     factors = FREQUENCY_FACTORS if FREQUENCY_FACTORS in kinds else None
     config.packed_source = PackedSource(
         names, kinds, is_interleaved=is_interleaved, frequency_factors=factors, rope_magnitude=magnitude
@@ -335,13 +331,15 @@ def _check_layers(kinds: Mapping[str, str], num_layers: int) -> None:
             raise EngineError(f"tensor 'blk.{layer}.attn_q.weight' is missing, block_count is {num_layers}")
 
 
-def _names(num_layers: int) -> dict[str, str]:
+def gguf_names(num_layers: int) -> dict[str, str]:
+    """Return Hugging Face's name of each tensor by GGUF's, `*` for the numbers of experts that are one tensor."""
     layers = {
         f"blk.{layer}.{stored}": f"model.layers.{layer}.{name}"
         for layer in range(num_layers)
         for stored, name in (LAYER_NAMES | EXPERT_NAMES).items()
     }
-    return {**TOP_NAMES, **layers}
+    parts = {**TOP_NAMES, **layers}
+    return {f"{stored}.{leaf}": f"{name}.{leaf}" for stored, name in parts.items() for leaf in ("weight", "bias")}
 
 
 def _experts(keys: GgufKeys, architecture: str, kinds: Mapping[str, str], num_layers: int) -> dict[str, Any]:
@@ -383,8 +381,9 @@ def _check_kinds(kinds: Mapping[str, str]) -> None:
 
 
 def _token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
-    value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return value if type(value) is int else None
+    value, tokens = metadata.get(f"tokenizer.ggml.{name}_token_id"), metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, tuple) else 0
+    return value if type(value) is int and 0 <= value < count else None
 
 
 def _end_tokens(metadata: Mapping[str, GgufValue]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ from weights.platform.panics import panics_as_errors
 
 if TYPE_CHECKING:  # the control plane asks `check_tokenizer_kind`, and has no torch
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
 
 
 def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
@@ -32,8 +36,9 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase
         raise EngineError(f"the GGUF metadata does not describe a tokenizer: {error}") from None
 
 
-def check_tokenizer_kind(metadata: Mapping[str, GgufValue]) -> None:
-    """Raise EngineError for a kind of tokenizer that is not supported, with those that are."""
+def check_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> None:
+    """Raise EngineError for a kind of tokenizer that is not supported, with those that are, and for a vocabulary that
+    has a token twice, none at all or another number of kinds."""
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model not in ("gpt2", "llama", "gemma4"):
         raise EngineError(
@@ -43,16 +48,21 @@ def check_tokenizer_kind(metadata: Mapping[str, GgufValue]) -> None:
         raise EngineError(
             f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(sorted(TEXT_SPLITS))}"
         )
+    tokens = _texts(metadata, "tokens")
+    if len(set(tokens)) != len(tokens):
+        raise EngineError("tokenizer.ggml.tokens has a token twice")
+    if model != "llama":
+        _texts(metadata, "merges", may_be_absent=True)
+    for name in ("token_type", "scores"):
+        _numbers(metadata, name, len(tokens), default=0)
 
 
 def _tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
-    check_tokenizer_kind(metadata)
+    check_gguf_tokenizer(metadata)
     tokens = _texts(metadata, "tokens")
     kinds = _numbers(metadata, "token_type", len(tokens), default=1)
-    if len(set(tokens)) != len(tokens):
-        raise EngineError("tokenizer.ggml.tokens has a token twice")
     if metadata["tokenizer.ggml.model"] == "gpt2":
         core, adds_bos = _byte_level(metadata, tokens)
     elif metadata["tokenizer.ggml.model"] == "gemma4":
@@ -167,8 +177,9 @@ def _token(metadata: Mapping[str, GgufValue], name: str, tokens: tuple[str, ...]
     index = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if index is None:
         return None
-    if type(index) is not int or not 0 <= index < len(tokens):
-        raise EngineError(f"tokenizer.ggml.{name}_token_id is {shown(index)}, the vocabulary has {len(tokens)} tokens")
+    if type(index) is not int or not 0 <= index < len(tokens):  # as llama.cpp takes it
+        logger.warning("tokenizer.ggml.%s_token_id is %s, none of %d tokens: left out", name, shown(index), len(tokens))
+        return None
     return tokens[index]
 
 

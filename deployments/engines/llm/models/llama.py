@@ -14,10 +14,8 @@ in one tensor, of which each expert takes a view. Rotary embedding pairs dimensi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -68,11 +66,6 @@ def _rotate(x_THD: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
         first, second = x_THD.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
     return x_THD * angles.cos + turned * angles.sin
-
-
-_T = TypeVar("_T")
-_MIXTRAL: Final = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w1|w2|w3))\.")
-_MIXTRAL_NAMES: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +126,6 @@ class MixtureOfExperts(nn.Module):
             made = self.experts[expert](padded)[: len(rows)]
             out_TC.index_add_(0, tokens, made * weights_TU[tokens, places, None])
         return out_TC
-
-
-def renamed_experts(named: Mapping[str, _T]) -> dict[str, _T]:
-    """Return tensors, or what else has names like theirs, with Mixtral's names in the form of Qwen3-MoE's."""
-    return {_MIXTRAL.sub(_renamed, name): one for name, one in named.items()}
-
-
-def _renamed(match: re.Match[str]) -> str:
-    stem, _, leaf = match[1].rpartition(".")
-    return f".mlp.{stem}.{_MIXTRAL_NAMES[leaf]}." if leaf in _MIXTRAL_NAMES else ".mlp.gate."
 
 
 class _RMSNorm(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 from deployments.engines.nn.packed_weights import GROUP_INT8, Arithmetic, PackedWeight, group_int8_weight, packed_weight
 from deployments.engines.records.protocol import EngineError
+
+logger = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
@@ -45,8 +48,8 @@ def place_packed(
     """Put the packed matrices of `tensors` (by stored names) into `module`, which was built on the meta device.
 
     Returns the rest, norms and biases, by the module's names and in float32, which most files have them in.
-    Without a head of its own the module uses the embedding's matrix. Raises EngineError naming a tensor that is
-    unknown, missing, of another shape, or of a type that is not supported.
+    Without a head of its own the module uses the embedding's matrix, and what it has no place for is left out with a
+    warning. Raises EngineError naming a tensor that is missing, of another shape, or of a type that is not supported.
     """
     dtype = compute_dtype(arithmetic)
     weights, vectors = _sorted_out(source, tensors)
@@ -74,8 +77,14 @@ def place_packed(
         parent, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(parent), leaf, new)
     if weights:
-        raise EngineError(f"tensor {next(iter(weights))!r} has no place in this model")
+        warn_of_surplus(list(weights))
     return vectors
+
+
+def warn_of_surplus(names: Sequence[str]) -> None:
+    """Say that tensors are left out, as transformers does."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    logger.warning("tensor %r%s is no part of the model, and is left out", names[0], more)
 
 
 def uses_torch_products(module: nn.Module) -> bool:
@@ -96,12 +105,12 @@ def _sorted_out(
     """Return matrices and vectors by the names of the module's parameters."""
     weights: dict[str, PackedWeight] = {}
     vectors: dict[str, torch.Tensor] = {}
+    if surplus := [stored for stored in tensors if _is_surplus(source, stored)]:
+        warn_of_surplus(surplus)
     for stored, tensor in tensors.items():
         name, kind = source.names.get(stored), source.kinds.get(stored)
-        if stored in source.ignored or stored == source.frequency_factors:
+        if name is None or kind is None or stored in source.ignored or stored == source.frequency_factors:
             continue
-        if name is None or kind is None:
-            raise EngineError(f"tensor {stored!r} of shape {list(tensor.shape)} is unknown here")
         if "*" in name and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor):
                 weights[name.replace("*", str(expert))] = packed_weight(stored, kind, matrix)
@@ -115,6 +124,11 @@ def _sorted_out(
         else:
             weights[name] = packed_weight(stored, kind, tensor)
     return weights, vectors
+
+
+def _is_surplus(source: PackedSource, stored: str) -> bool:
+    is_known = stored in source.names and stored in source.kinds
+    return not is_known and stored not in source.ignored and stored != source.frequency_factors
 
 
 def _stored_name(source: PackedSource, name: str) -> str:

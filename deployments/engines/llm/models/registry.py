@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.llm.models.context import max_positions
+from deployments.engines.llm.models.decoder_tensors import renamed_experts
 from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type, named_decoder
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
@@ -27,10 +27,15 @@ from deployments.engines.llm.models.llama import (
     LlamaForCausalLM,
     MixtureOfExperts,
     Rotary,
-    renamed_experts,
 )
 from deployments.engines.llm.models.own_cache import OwnCacheModel, create_own_cache_model
-from deployments.engines.llm.models.packed import PackedSource, compute_dtype, place_packed, uses_torch_products
+from deployments.engines.llm.models.packed import (
+    PackedSource,
+    compute_dtype,
+    place_packed,
+    uses_torch_products,
+    warn_of_surplus,
+)
 from deployments.engines.llm.models.stock import StockModel, create_stock_model
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, TEXT_ALONE
 from deployments.engines.llm.sequences.paged_attention import LayerAttention, Planner
@@ -41,8 +46,6 @@ from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
 from weights.memory.layer_plan import layer_of
 from weights.records.dtypes import GROUP_INT8_METHOD
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _DECODER_PARTS = ("embed_tokens.", "layers.", "norm.")
@@ -204,7 +207,7 @@ def create_model(
     placed = renamed_experts(
         {full_name(name): tensor if keeps_places else tensor.to(device) for name, tensor in tensors.items()}
     )
-    source = packed or _stored_source(config, placed, arithmetic)
+    source = packed or _stored_source(config, placed, arithmetic, module.state_dict().keys())
     if source is not None:
         rotary = _rescaled(rotary, source, placed)
         placed = place_packed(module, source, placed, arithmetic)
@@ -223,9 +226,10 @@ def _place(module: LlamaForCausalLM) -> torch.device:
 
 
 def _stored_source(
-    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], arithmetic: Arithmetic
+    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], arithmetic: Arithmetic, known: Set[str]
 ) -> PackedSource | None:
-    """Return how tensors under their own names are computed with, where that is not as they are.
+    """Return how tensors under their own names, of those that are `known`, are computed with, where that is not as
+    they are.
 
     These are the int8 groups of `atelier quantize`, and plain weights in "exact" arithmetic. Raises EngineError.
     """
@@ -236,7 +240,7 @@ def _stored_source(
     check_quantization(given)
     kinds_by_dtype = {dtype: kind for kind, dtype in DENSE_KINDS.items()} | {torch.int8: GROUP_INT8}
     scales = frozenset(name for name in tensors if name.endswith(".scales"))
-    names = [name for name in tensors if not name.endswith((*_IGNORED_SUFFIXES, ".scales"))]
+    names = [name for name in tensors if name in known]
     if unknown := [name for name in names if tensors[name].dtype not in kinds_by_dtype]:
         raise EngineError(f"tensor {unknown[0]!r} is {tensors[unknown[0]].dtype}, expected int8 or a floating dtype")
     kinds = {name: kinds_by_dtype[tensors[name].dtype] for name in names}
@@ -412,9 +416,8 @@ def _named(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
             f"tensor {name!r} of shape {tuple(expected[name].shape)} is missing{_and_others(missing)}: "
             f"{len(given)} tensors given, the model has {len(expected)}"
         )
-    unknown = [name for name in given if name not in expected]
-    if unknown:
-        logger.warning("tensor %r%s is no part of the model, and is left out", unknown[0], _and_others(unknown))
+    if unknown := [name for name in given if name not in expected]:
+        warn_of_surplus(unknown)
     return {name: tensor for name, tensor in given.items() if name in expected}
 
 

@@ -1,8 +1,9 @@
 """Picks the next token of every row, in one batch: greedy, or drawn after penalties and filters.
 
 A row is changed and filtered in this order, each filter on what the one before left (as in transformers): repetition
-penalty, frequency and presence penalty, logit bias, constraint, temperature, top-k, top-p, min-p, typical. Tokens that
-are as good as the last one that a filter keeps are kept as well, so what is left depends on the logits alone.
+penalty, frequency and presence penalty, logit bias, constraint, top-n-sigma, temperature, top-k, top-p, min-p, typical.
+Tokens that are as good as the last one that a filter keeps are kept as well, so what is left depends on the logits
+alone.
 
 A row's token does not depend on the rows beside it, bit for bit: every sum runs in an order of its own row's.
 
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.sampling.token_picker import TokenPicker
 from deployments.engines.native.library import DrawnRow, Kernels, load_kernels
-from deployments.engines.records.protocol import ComputationFailed, SamplingParams, TokenLogprob
+from deployments.engines.records.protocol import ComputationFailed, EngineError, SamplingParams, TokenLogprob
 
 _BLOCK: Final = 128  # tokens: the maxima of blocks tell where the best tokens are
 _FEW: Final = 64  # candidates that are looked at first
@@ -32,6 +33,9 @@ _ROWS_AT_ONCE: Final = 2
 _TINY_TEMPERATURE: Final = 1e-3
 _LEAST_TEMPERATURE: Final = 1e-30
 _BITS: Final = 32  # of a word of a constraint's mask
+_SEED_LIMITS: Final = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
+_MAX_BIAS: Final = 100.0  # OpenAI's
+_MAX_LOGPROBS: Final = 20  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,36 @@ class SampledToken:
     logprob: TokenLogprob | None = None
 
 
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise EngineError unless every parameter is in its range."""
+    low, high = _SEED_LIMITS
+    infinite = float("inf")
+    penalty = sampling.repetition_penalty
+    rules = (
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < infinite, "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 to 1"),
+        ("typical_p", sampling.typical_p, 0 < sampling.typical_p <= 1, "more than 0 and at most 1"),
+        ("repetition_penalty", penalty, 0 < penalty < infinite, "more than 0"),
+        ("frequency_penalty", sampling.frequency_penalty, abs(sampling.frequency_penalty) < infinite, "a number"),
+        ("presence_penalty", sampling.presence_penalty, abs(sampling.presence_penalty) < infinite, "a number"),
+        ("top_n_sigma", sampling.top_n_sigma, 0 <= sampling.top_n_sigma < infinite, "0 or more"),
+        ("num_logprobs", sampling.num_logprobs, 0 <= (sampling.num_logprobs or 0) <= _MAX_LOGPROBS, "0 to 20"),
+        ("seed", sampling.seed, sampling.seed is None or low <= sampling.seed <= high, f"{low} to {high}"),
+        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
+    )
+    for name, value, holds, expected in rules:
+        if not holds:
+            raise EngineError(f"{name} is {value!r}; expected {expected}")
+    for token_id, bias in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size or not abs(bias) <= _MAX_BIAS:
+            raise EngineError(
+                f"logit_bias of token {token_id} is {bias!r}; expected tokens 0 to {vocab_size - 1} and -100 to 100"
+            )
+
+
 @torch.inference_mode()  # logits that were made in it may be changed in place nowhere else
 def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[SampledToken | ComputationFailed]:
     """Pick one token per row of the float32 logits, which it may change, or say why a row has none.
@@ -55,7 +89,8 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[Samp
     if not pickers:
         return []
     wanted = [row for row, picker in enumerate(pickers) if picker.params.num_logprobs is not None]
-    raw_NV = logits_NV.clone() if any(pickers[row].changes_logits for row in wanted) else logits_NV
+    changed = any(pickers[row].changes_logits or pickers[row].params.top_n_sigma for row in wanted)
+    raw_NV = logits_NV.clone() if changed else logits_NV
     constrained = _change_logits(logits_NV, pickers)
     maxima_NB = _block_maxima(logits_NV)
     best_N, block_N = maxima_NB.max(-1)
@@ -88,7 +123,7 @@ def _change_logits(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> s
     if biases:
         rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*biases, strict=True))
         logits_NV.index_put_((rows, tokens), values.to(logits_NV.dtype), accumulate=True)
-    constrained = [(row, picker.constraint) for row, picker in enumerate(pickers) if picker.constraint is not None]
+    constrained = [(row, held) for row, picker in enumerate(pickers) if (held := picker.mask) is not None]
     if constrained:
         size = logits_NV.shape[1]
         masks = np.zeros((len(constrained), -(-size // _BITS)), np.int32)
@@ -98,7 +133,23 @@ def _change_logits(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> s
         rows = torch.tensor([row for row, _ in constrained], device=device)
         forbidden = torch.from_numpy(bits == 0).to(device)
         logits_NV[rows] = logits_NV[rows].masked_fill_(forbidden, float("-inf"))
+    for row, picker in enumerate(pickers):
+        if picker.params.top_n_sigma > 0:
+            _cut_below(logits_NV[row], picker.params.top_n_sigma)
     return {row for row, _ in constrained}
+
+
+def _cut_below(logits_V: torch.Tensor, num_deviations: float) -> None:
+    """Take out the tokens that lie further below the best one, in place.
+
+    Top-n-sigma: Tang et al., arXiv:2411.07641. What is taken out already counts for nothing.
+    """
+    left = logits_V[logits_V.isfinite()].double()
+    if not len(left):
+        return
+    mean = left.cumsum(0)[-1] / len(left)  # added one by one: the same for any number of threads
+    deviation = ((left - mean).square().cumsum(0)[-1] / len(left)).sqrt()
+    logits_V.masked_fill_(logits_V.double() < logits_V.max() - num_deviations * deviation, float("-inf"))
 
 
 def _penalize(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cluster.keeper.object_store import NewObject, StoreFull
+from cluster.keeper.ray_extents import ExtentUser
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,28 @@ class ActorHandle:
                 return lambda: found
 
         return Call
+
+
+class User(ExtentUser):
+    """A replica's use of extents: what it is told goes to the functions given. With `on_recall` it keeps them."""
+
+    def __init__(
+        self,
+        on_damage: Callable[[Sequence[str]], object] = lambda extents: None,
+        on_recall: Callable[[Sequence[str], bool], object] | None = None,
+        connect: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.keeps = on_recall is not None
+        self.find_keeper = connect  # type: ignore[method-assign]
+        self._on_damage = on_damage
+        self._on_recall = on_recall
+
+    def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+        assert self._on_recall is not None
+        self._on_recall(extents, is_overdue)
+
+    def note_damage(self, extents: Sequence[str]) -> None:
+        self._on_damage(extents)
 
 
 def fail_with(error: Exception) -> Callable[[], None]:

@@ -27,6 +27,7 @@ class Waiting:
     def __init__(self, clock: Clock, on_wait: list[Any]) -> None:
         self._clock = clock
         self._on_wait = on_wait
+        self.holders = self
         self.waited_s = 0.0
 
     def wait_until_known(self, ids: Any, timeout_s: float) -> bool:

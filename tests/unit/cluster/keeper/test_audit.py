@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class Node:
         self.damaged: list[str] = []
         self.pauses_s: list[float] = []
         self.during_pause: Any = lambda: None
-        self.audit = Audit(lambda: list(self.extents), self.extents.get, self._note, bytes_per_s, clock=lambda: 0.0)
+        self.residents: Any = SimpleNamespace(ids=lambda: list(self.extents), held=self.extents.get)
+        self.audit = Audit(self, bytes_per_s, clock=lambda: 0.0)
         self.audit._closed.wait = self._pause  # type: ignore[method-assign]
 
     def put(self, id_: str, nbytes: int) -> HeldExtent:
@@ -33,7 +35,7 @@ class Node:
         self.extents[id_] = HeldExtent(ref, None, view, "storage")
         return self.extents[id_]
 
-    def _note(self, held: HeldExtent) -> None:
+    def note_damage(self, held: HeldExtent) -> None:
         self.damaged.append(held.extent.id)
 
     def _pause(self, seconds: float) -> bool:

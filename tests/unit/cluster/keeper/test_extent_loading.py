@@ -30,6 +30,7 @@ from weights.records.errors import BudgetExceeded, ExtentCorrupt
 from weights.records.manifest import ExtentRef
 
 NBYTES = 10_000
+NO_FOLDER = Path("/nowhere/packs")
 HERE = PeerAddress("127.0.0.1", 1)
 HAS_IT = Located(offers={"e": [PeerOffer(HERE, "other")]})
 READS_IT = Located(reading={"e": "other"})
@@ -341,9 +342,7 @@ def test_threads_that_wait_for_one_extent_load_the_others(reader: SlowReader, pe
 
 
 def test_a_node_without_the_stores_folder_asks_others_to_read(extent, reader, clock, data: bytes, peers) -> None:
-    loader = ExtentLoader(
-        reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), has_storage=lambda: False
-    )
+    loader = ExtentLoader(reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), packs=NO_FOLDER)
     offer = Located(offers={extent.id: [PeerOffer(PeerAddress("other", 1), "other")]})
     assert load(loader, extent, peers, Located(), None, Located(reading={extent.id: "other"}), offer) == (data, "peer")
     assert [(asked.unreadable, asked.max_claims) for asked in peers.questions] == [((extent,), 0)] * 4
@@ -357,7 +356,7 @@ def test_what_nobody_reads_for_it_ends_with_the_reason(extent, reader, clock, pe
         clock=clock,
         pause=clock.pause,
         chance=random.Random(1),
-        has_storage=lambda: False,
+        packs=NO_FOLDER,
         node="10.0.0.3",
     )
     peers.located = [Located()]
@@ -374,9 +373,7 @@ def test_what_nobody_reads_for_it_ends_with_the_reason(extent, reader, clock, pe
 def test_what_was_given_up_while_a_thread_was_about_to_ask_for_it_stops_no_other_question(
     extent, reader, clock, data: bytes, peers: FakePeers
 ) -> None:
-    loader = ExtentLoader(
-        reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), has_storage=lambda: False
-    )
+    loader = ExtentLoader(reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), packs=NO_FOLDER)
     loader.expect([extent], Stages())
     step = loader._next()
     assert isinstance(step, AskRegistry)

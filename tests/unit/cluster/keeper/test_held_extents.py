@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ def changes() -> list[tuple[list[str], list[str]]]:
 
 @pytest.fixture
 def held(clock: Clock, changes: list[Any]) -> HeldExtents:
-    return HeldExtents(300, clock=clock, on_change=lambda added, removed: changes.append((list(added), list(removed))))
+    told = SimpleNamespace(changed=lambda added, removed: changes.append((list(added), list(removed))))
+    return HeldExtents(300, clock=clock, neighbours=told)
 
 
 @pytest.fixture
@@ -65,18 +67,18 @@ def acquire(held: HeldExtents, ids: str, holder: str) -> dict[str, Any]:
 
 
 def give(held: HeldExtents, ids: str, holder: str) -> None:
-    held.release(list(ids), holder)
+    held.holders.release(list(ids), holder)
 
 
 def resident(held: HeldExtents) -> str:
-    return "".join(sorted(held.ids()))
+    return "".join(sorted(held.residents.ids()))
 
 
 def waiting(held: HeldExtents, pool: ThreadPoolExecutor, ids: str, holder: str) -> Future[Any]:
     """A request that waits in the queue by the time this returns."""
-    before = held.num_waiting
+    before = held.residents.num_waiting
     future = pool.submit(acquire, held, ids, holder)
-    wait_until(lambda: held.num_waiting == before + 1)
+    wait_until(lambda: held.residents.num_waiting == before + 1)
     return future
 
 
@@ -86,7 +88,7 @@ def test_what_loading_needs_is_told_once(held: HeldExtents) -> None:
     load(held, first)
     load(held, second)
     assert held.settle(second, "w") == {"b": "ref-b", "c": "ref-c"}
-    assert {found.id: found.holders for found in held.residents()} == {
+    assert {found.id: found.holders for found in held.residents.described()} == {
         "a": {"v": 1},
         "b": {"v": 1, "w": 1},
         "c": {"w": 1},
@@ -99,19 +101,19 @@ def test_a_failure_reaches_all_who_wait_and_leaves_no_lease(held: HeldExtents, c
     for claim, holder in zip(claims, "vw", strict=True):
         with pytest.raises(ExtentCorrupt, match="other bytes"):
             held.settle(claim, holder)
-    assert held.bytes_by_holder() == {}
+    assert held.residents.bytes_by_holder() == {}
     assert changes == [([], ["a"])]
     acquire(held, "a", "v")
-    assert held.bytes_by_holder() == {"v": 100}
+    assert held.residents.bytes_by_holder() == {"v": 100}
 
 
 def test_room_that_is_leased_is_waited_for(held: HeldExtents, pool: ThreadPoolExecutor) -> None:
     acquire(held, "ab", "v")
     future = waiting(held, pool, "cd", "w")
-    assert (held.wanted_bytes, future.done()) == (100, False)
+    assert (held.residents.wanted_bytes, future.done()) == (100, False)
     give(held, "a", "v")
     assert future.result(WAIT_S) == {"c": "ref-c", "d": "ref-d"}
-    assert (resident(held), held.wanted_bytes) == ("bcd", 0)
+    assert (resident(held), held.residents.wanted_bytes) == ("bcd", 0)
 
 
 def test_the_wait_ends_with_who_has_the_room(clock: Clock) -> None:
@@ -128,7 +130,7 @@ def test_the_wait_ends_with_who_has_the_room(clock: Clock) -> None:
         "pinned: 100 bytes",
     ):
         assert words in str(caught.value)
-    assert (held.num_waiting, resident(held)) == (0, "ab")
+    assert (held.residents.num_waiting, resident(held)) == (0, "ab")
 
 
 def test_the_wait_is_bounded_by_the_clock(held: HeldExtents, clock: Clock, pool: ThreadPoolExecutor) -> None:
@@ -154,7 +156,7 @@ def test_two_models_that_do_not_fit_together_take_turns(pool: ThreadPoolExecutor
 
     turns = [pool.submit(work, ids, f"{ids}-{number}") for ids in ("abc", "xyz") for number in range(3)]
     assert [future.result(WAIT_S) for future in turns] == [50] * 6
-    assert held.bytes_by_holder() == {}
+    assert held.residents.bytes_by_holder() == {}
 
 
 def test_the_budget_shrinks_as_far_as_it_may_and_later_the_rest(held: HeldExtents, changes: list[Any]) -> None:
@@ -165,7 +167,7 @@ def test_the_budget_shrinks_as_far_as_it_may_and_later_the_rest(held: HeldExtent
     give(held, "b", "v")
     assert resident(held) == "c"
     give(held, "c", "v")
-    assert (resident(held), held.num_evicted) == ("c", 2)
+    assert (resident(held), held.residents.num_evicted) == ("c", 2)
     assert changes[-2:] == [([], ["a"]), ([], ["b"])]
 
 
@@ -186,11 +188,11 @@ def test_pinned_extents_stay_until_they_are_unpinned(held: HeldExtents) -> None:
     assert held.drop(list("acd")) == []
     held.set_pins([])
     assert held.drop(list("aacd")) == ["a"]
-    assert {found.id: found.pinned for found in held.residents()} == {"c": False, "d": False}
+    assert {found.id: found.pinned for found in held.residents.described()} == {"c": False, "d": False}
 
 
 def test_what_is_quick_to_get_again_goes_first(clock: Clock) -> None:
-    held = HeldExtents(300, clock=clock, reload_rate={"storage": 1e-8, "peer": 1e-9}.get)
+    held = HeldExtents(300, clock=clock, rates=SimpleNamespace(reload_rate={"storage": 1e-8, "peer": 1e-9}.get))
     for id_ in "abc":
         claim = held.claim(extents(id_), "v")
         held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage" if id_ == "a" else "peer")
@@ -213,7 +215,7 @@ def test_prefetch_takes_only_room_of_what_is_worth_less(held: HeldExtents, clock
     for found in take:
         held.loaded(found.id, "ref", np.zeros(100, np.uint8), "storage")
     assert held.settle(claim, "w") == {"x": "ref"}
-    assert held.bytes_by_holder() == {"v": 100, "w": 100}
+    assert held.residents.bytes_by_holder() == {"v": 100, "w": 100}
 
 
 def test_prefetch_does_not_take_the_room_that_somebody_waits_for(held: HeldExtents, pool: ThreadPoolExecutor) -> None:
@@ -228,17 +230,17 @@ def test_the_leases_of_the_dead_end_also_those_just_given(held: HeldExtents, poo
     acquire(held, "ab", "dead")
     loading = held.claim(extents("c"), "dead")
     future = waiting(held, pool, "xyz", "alive")
-    held.end_holder("dead")
+    held.holders.end("dead")
     load(held, loading)
     held.settle(loading, "dead")
     assert future.result(WAIT_S)
     assert acquire(held, "x", "dead")  # its call was still on the way
-    assert held.bytes_by_holder() == {"alive": 300}
+    assert held.residents.bytes_by_holder() == {"alive": 300}
 
 
 def test_a_damaged_extent_is_replaced_and_its_room_is_counted_while_leased(held: HeldExtents) -> None:
     acquire(held, "ab", "v")
-    damaged = held.held("a")
+    damaged = held.residents.held("a")
     assert damaged is not None
     assert held.invalidate("a", damaged.view)
     assert not held.invalidate("a", damaged.view)
@@ -250,7 +252,7 @@ def test_a_damaged_extent_is_replaced_and_its_room_is_counted_while_leased(held:
     with pytest.raises(BudgetExceeded):
         HeldExtents.claim(_impatient(held), extents("c"), "w")
     give(held, "a", "v")  # of the damaged copy
-    assert held.bytes_by_holder() == {"v": 200}
+    assert held.residents.bytes_by_holder() == {"v": 200}
     acquire(held, "c", "w")
     assert resident(held) == "abc"
 
@@ -263,10 +265,10 @@ def _impatient(held: HeldExtents) -> HeldExtents:
 def test_adopted_extents_keep_their_leases_whatever_the_budget(held: HeldExtents) -> None:
     held.set_budget(100)
     for id_ in "ab":
-        assert not held.lease_same(id_, f"ref-{id_}", "v", 2)
-        assert held.adopt(copy_of(id_), "v", 2)
-        assert held.lease_same(id_, f"ref-{id_}", "w", 1)
-    assert {found.id: (found.source, found.holders) for found in held.residents()} == {
+        assert not held.holders.lease_same(id_, f"ref-{id_}", "v", 2)
+        assert held.holders.adopt(copy_of(id_), "v", 2)
+        assert held.holders.lease_same(id_, f"ref-{id_}", "w", 1)
+    assert {found.id: (found.source, found.holders) for found in held.residents.described()} == {
         "a": ("adopted", {"v": 2, "w": 1}),
         "b": ("adopted", {"v": 2, "w": 1}),
     }
@@ -274,12 +276,12 @@ def test_adopted_extents_keep_their_leases_whatever_the_budget(held: HeldExtents
     for holder, count in {"v": 2, "w": 1, "x": 1}.items():
         for _ in range(count):
             give(held, "ab", holder)
-    assert len(held.ids()) == 1
+    assert len(held.residents.ids()) == 1
 
 
 def test_offers_are_waited_for_and_no_longer_than_given(held: HeldExtents, pool: ThreadPoolExecutor) -> None:
     future = pool.submit(held.wait_until_known, ["a"], WAIT_S)
-    held.adopt(copy_of("a"), "v", 1)
+    held.holders.adopt(copy_of("a"), "v", 1)
     future.result(WAIT_S)
     held.wait_until_known(["b"], 0.01)
     assert resident(held) == "a"
@@ -295,30 +297,30 @@ def test_shedding_frees_at_least_so_much_of_what_may_go(held: HeldExtents) -> No
 
 def test_what_is_mapped_beside_what_is_here_counts_until_it_is_given_back(held: HeldExtents) -> None:
     acquire(held, "a", "v")
-    assert not held.adopt(copy_of("a", "another"), "w", 2)
-    assert held.bytes_by_holder() == {"v": 100, "w": 100}
+    assert not held.holders.adopt(copy_of("a", "another"), "w", 2)
+    assert held.residents.bytes_by_holder() == {"v": 100, "w": 100}
     with pytest.raises(BudgetExceeded):
         _impatient(held).claim(extents("bc"), "x")
     acquire(held, "a", "w")
     give(held, "a", "w")
     give(held, "a", "w")  # both of the copy that it came with
-    assert held.bytes_by_holder() == {"v": 100, "w": 100}
+    assert held.residents.bytes_by_holder() == {"v": 100, "w": 100}
     assert acquire(held, "bc", "x")
     assert resident(held) == "abc"
 
 
 def test_the_dead_get_leases_again_when_they_are_heard_of(held: HeldExtents) -> None:
-    epoch = held.greet("v")
-    assert held.claim([], "v").epoch == held.epoch("v") == epoch
-    held.end_holder("v")
-    assert held.claim([], "v").epoch == held.epoch("v") == 0
-    assert held.greet("v") == held.epoch("v") != epoch
+    epoch = held.holders.greet("v")
+    assert held.claim([], "v").epoch == held.holders.epoch("v") == epoch
+    held.holders.end("v")
+    assert held.claim([], "v").epoch == held.holders.epoch("v") == 0
+    assert held.holders.greet("v") == held.holders.epoch("v") != epoch
     acquire(held, "a", "v")
-    held.release(["a"], "v", epoch)  # of before
-    assert held.bytes_by_holder() == {"v": 100}
-    held.release(["a"], "v", held.epoch("v"))
-    assert held.bytes_by_holder() == {}
-    assert held.greet("v") == held.epoch("v")
+    held.holders.release(["a"], "v", epoch)  # of before
+    assert held.residents.bytes_by_holder() == {"v": 100}
+    held.holders.release(["a"], "v", held.holders.epoch("v"))
+    assert held.residents.bytes_by_holder() == {}
+    assert held.holders.greet("v") == held.holders.epoch("v")
 
 
 def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldExtents) -> None:
@@ -332,7 +334,7 @@ def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldEx
         held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage")
     held._give_back(first, "v")  # once more than it has: nobody else's goes
     assert held.settle(second, "w") == {"a": "ref-a"}
-    assert held.bytes_by_holder() == {"w": 100}
+    assert held.residents.bytes_by_holder() == {"w": 100}
 
 
 def filled(num_extents: int, num_leased: int = 50) -> HeldExtents:
@@ -344,7 +346,7 @@ def filled(num_extents: int, num_leased: int = 50) -> HeldExtents:
         claim = held.claim([extent(id_) for id_ in ids[start : start + 100]], f"holder {start}")
         load(held, claim)
         held.settle(claim, f"holder {start}")
-        held.release(ids[start : start + 100], f"holder {start}")
+        held.holders.release(ids[start : start + 100], f"holder {start}")
         clock.now_s += 1.0
     for id_ in ids[:num_leased]:
         acquire_one(held, id_, "v")
@@ -372,23 +374,23 @@ def refuse(held: HeldExtents) -> None:
 
 
 WORK: dict[str, Callable[[HeldExtents], object]] = {
-    "a release": lambda held: held.release(["3"], "v"),
-    "a release of many": lambda held: held.release([str(number) for number in range(20)], "v"),
-    "an unknown release": lambda held: held.release(["unknown"], "stranger"),
+    "a release": lambda held: held.holders.release(["3"], "v"),
+    "a release of many": lambda held: held.holders.release([str(number) for number in range(20)], "v"),
+    "an unknown release": lambda held: held.holders.release(["unknown"], "stranger"),
     "what is here": lambda held: acquire_one(held, "200", "w"),
     "what needs room": make_room,
     "a refusal": refuse,
     "a prefetch": lambda held: held.prefetch([extent(f"next-{number}") for number in range(20)]),
-    "a death": lambda held: held.end_holder("v"),
-    "a heartbeat": lambda held: (held.greet("v"), held.wanted_bytes),
-    "figures": lambda held: (held.totals(), held.bytes_by_holder(), held.num_waiting),
-    "who has what": lambda held: held.holders_text(),
+    "a death": lambda held: held.holders.end("v"),
+    "a heartbeat": lambda held: (held.holders.greet("v"), held.residents.wanted_bytes),
+    "figures": lambda held: (held.residents.totals(), held.residents.bytes_by_holder(), held.residents.num_waiting),
+    "who has what": lambda held: held.residents.holders_text(),
     "a drop": lambda held: held.drop(["3", "60", "200"]),
-    "what is here of some": lambda held: held.residents(["3", "60", "200", "unknown"]),
-    "a smaller budget": lambda held: held.set_budget(held.budget_bytes - 1000),
-    "a larger budget": lambda held: held.set_budget(held.budget_bytes + 1000),
+    "what is here of some": lambda held: held.residents.described(["3", "60", "200", "unknown"]),
+    "a smaller budget": lambda held: held.set_budget(held.residents.budget_bytes - 1000),
+    "a larger budget": lambda held: held.set_budget(held.residents.budget_bytes + 1000),
     "shedding": lambda held: held.shed(1000),
-    "an invalidated copy": lambda held: held.invalidate("3", held.held("3").view),  # type: ignore[union-attr]
+    "an invalidated copy": lambda held: held.invalidate("3", held.residents.held("3").view),  # type: ignore[union-attr]
     "a pin": lambda held: held.set_pins([str(number) for number in range(50, 99)]),
 }
 

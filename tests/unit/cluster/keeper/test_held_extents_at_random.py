@@ -17,7 +17,7 @@ from cluster.keeper.records import Claim, HeldExtent
 from weights.records.errors import BudgetExceeded, ExtentCorrupt
 from weights.records.manifest import ExtentRef
 from weights.residency.admission import PATIENCE_S
-from weights.residency.entry_table import Entry
+from weights.residency.contents import Entry
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 EXTENTS = {
@@ -59,7 +59,7 @@ class Books(RuleBasedStateMachine):
         if not hasattr(self, "held"):
             return
         self.now_s += 1e7
-        self.held.release([], "")  # wakes those who wait
+        self.held.holders.release([], "")  # wakes those who wait
         for asked in self.waiting:
             assert isinstance(asked.future.exception(WAIT_S), BudgetExceeded | None)
         self.threads.shutdown()
@@ -82,17 +82,17 @@ class Books(RuleBasedStateMachine):
         assert (given is not None) == (here.issuperset(ids) and not self.waiting)
         if given is not None:
             refs, epoch = given
-            assert (refs.keys(), epoch) == (set(ids), self.held.epoch(holder))
+            assert (refs.keys(), epoch) == (set(ids), self.held.holders.epoch(holder))
             self.leases.update((holder, id_) for id_ in ids if epoch)
 
     @rule(id_=st.sampled_from("abcdef"))
     def arrive(self, id_: str) -> None:
-        if id_ in self.held._coming:
+        if id_ in self.held._book.coming:
             self.held.loaded(id_, self._ref(id_), np.zeros(SIZES[id_], np.uint8), "storage")
 
     @rule(id_=st.sampled_from("abcdef"))
     def fail(self, id_: str) -> None:
-        if id_ not in self.held._coming:
+        if id_ not in self.held._book.coming:
             return
         coming = self.held._table.entries[id_]
         self._collect()
@@ -106,19 +106,19 @@ class Books(RuleBasedStateMachine):
         """Give back some of what was given to it, and nothing that it is waiting for; sometimes once too often."""
         loading = {id_ for asked in self.loading if asked.holder == holder for id_ in asked.ids}
         ids = [id_ for id_ in ids if id_ not in loading]
-        self.held.release(ids, holder)
+        self.held.holders.release(ids, holder)
         for id_ in ids:
             self.leases[holder, id_] = max(0, self.leases[holder, id_] - 1)
 
     @rule(holder=holders)
     def die(self, holder: str) -> None:
-        self.held.end_holder(holder)
+        self.held.holders.end(holder)
         self.ended.add(holder)
         self._forget_leases(holder)
 
     @rule(holder=holders)
     def greet(self, holder: str) -> None:
-        assert self.held.greet(holder) == self.held.epoch(holder) > 0
+        assert self.held.holders.greet(holder) == self.held.holders.epoch(holder) > 0
         self.ended.discard(holder)
 
     @rule(ids=some_ids)
@@ -135,21 +135,21 @@ class Books(RuleBasedStateMachine):
     def prefetch(self, ids: list[str]) -> None:
         before = self._used_bytes()
         taken = self.held.prefetch([EXTENTS[id_] for id_ in ids])
-        assert not (taken and before > self.held.budget_bytes)
+        assert not (taken and before > self.held.residents.budget_bytes)
 
     @rule(id_=st.sampled_from("abcdef"))
     def invalidate(self, id_: str) -> None:
-        if (found := self.held.held(id_)) is not None:
+        if (found := self.held.residents.held(id_)) is not None:
             assert self.held.invalidate(id_, found.view)
             assert not self.held.invalidate(id_, found.view)
 
     @rule(id_=st.sampled_from("abcdef"), holder=holders, count=st.integers(1, 2), same=st.booleans())
     def adopt(self, id_: str, holder: str, count: int, same: bool) -> None:
-        here = self.held.held(id_)
+        here = self.held.residents.held(id_)
         ref = here.ref if here and same else self._ref(id_)
         before = self.held._table.entries.get(id_)
         copy = HeldExtent(EXTENTS[id_], ref, np.zeros(SIZES[id_], np.uint8), "adopted")
-        assert self.held.adopt(copy, holder, count) == (before is None)
+        assert self.held.holders.adopt(copy, holder, count) == (before is None)
         self.used_bytes += SIZES[id_]  # it is in memory already
         if holder not in self.ended:
             self.leases[holder, id_] += count
@@ -173,7 +173,7 @@ class Books(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((-5.0, 0.1, PATIENCE_S, 700.0)))
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
-        self.held.release([], "")  # time alone wakes nobody before its wait is over
+        self.held.holders.release([], "")  # time alone wakes nobody before its wait is over
 
     # what holds
 
@@ -186,7 +186,7 @@ class Books(RuleBasedStateMachine):
             self._check_budget()
 
     def _check_totals(self) -> None:
-        totals, table = self.held.totals(), self.held._table
+        totals, table = self.held.residents.totals(), self.held._table
         assert totals.num_extents == len(self._here())
         assert totals.resident_bytes == _bytes(self._here())
         assert totals.leased_bytes == _bytes([found for found in self._here() if found.is_leased])
@@ -197,13 +197,13 @@ class Books(RuleBasedStateMachine):
         by_holder: Counter[str] = Counter()
         for entry in self._entries():
             by_holder.update(dict.fromkeys(entry.held, entry.nbytes))
-        assert self.held.bytes_by_holder() == dict(by_holder)
+        assert self.held.residents.bytes_by_holder() == dict(by_holder)
 
     def _check_budget(self) -> None:
         """Nobody was let in over it, and what may go does until it is kept."""
         used_bytes = self._used_bytes()
-        assert used_bytes <= max(self.held.budget_bytes, self.used_bytes)
-        assert used_bytes <= self.held.budget_bytes or not any(map(self._may_go, self._here()))
+        assert used_bytes <= max(self.held.residents.budget_bytes, self.used_bytes)
+        assert used_bytes <= self.held.residents.budget_bytes or not any(map(self._may_go, self._here()))
         self.used_bytes = used_bytes
 
     def _check_leases(self) -> None:
@@ -213,7 +213,7 @@ class Books(RuleBasedStateMachine):
             found.update({(holder, entry.key): count for holder, count in entry.held.items()})
         loading: Counter[tuple[str, str]] = Counter()
         for asked in self.loading:
-            if asked.future.result().epoch == self.held.epoch(asked.holder) > 0:
+            if asked.future.result().epoch == self.held.holders.epoch(asked.holder) > 0:
                 loading.update((asked.holder, id_) for id_ in asked.ids)
         assert found == +(self.leases + loading)
 
@@ -240,7 +240,7 @@ class Books(RuleBasedStateMachine):
         kept = [entry for entry in self._entries() if entry not in self._here() or not self._may_go(entry)]
         spared = [found for found in self._here() if self._may_go(found) and found.key in asked.ids]
         needed_bytes = _bytes(kept) + _bytes(spared) + sum(SIZES[id_] for id_ in missing)
-        return asked is first and needed_bytes <= self.held.budget_bytes
+        return asked is first and needed_bytes <= self.held.residents.budget_bytes
 
     def _collect(self) -> None:
         """Wait until nobody waits who may go; note what they were given, or why not."""
@@ -261,12 +261,12 @@ class Books(RuleBasedStateMachine):
             if all(arrival.done() for arrival in claim.arrivals):
                 self.loading.remove(asked)
                 assert self.held.settle(claim, asked.holder).keys() == set(asked.ids)
-                if claim.epoch == self.held.epoch(asked.holder) > 0:
+                if claim.epoch == self.held.holders.epoch(asked.holder) > 0:
                     self.leases.update((asked.holder, id_) for id_ in asked.ids)
 
     def _is_known_who_waits(self) -> bool:
         """Nobody is on the way into the queue, or out of it."""
-        return sum(not asked.future.done() for asked in self.waiting) == self.held.num_waiting
+        return sum(not asked.future.done() for asked in self.waiting) == self.held.residents.num_waiting
 
     def _forget_leases(self, holder: str) -> None:
         for id_ in SIZES:

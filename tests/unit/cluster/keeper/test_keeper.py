@@ -21,7 +21,7 @@ import ray
 import xxhash
 from kit.seeding import seeded_random
 from kit.waiting import wait_until
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, User, ray_get
 
 from cluster.keeper import holder_watch
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
@@ -589,7 +589,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayExtents]:
     monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 3600.0)
 
     def make(node: NodeKeeper, holder: str = "r", **options: Any) -> RayExtents:
-        return RayExtents(ActorHandle(node), holder, **options)
+        return RayExtents(ActorHandle(node), holder, User(**options))
 
     return make
 
@@ -623,7 +623,7 @@ def test_a_damaged_offer_is_told_to_who_made_it_and_counts_until_it_is_given_bac
     """A keeper that dies between the write and its finding has nobody else to find it."""
     before, node, told = keeper(), keeper(), []
     handle = ActorHandle(before)
-    holder = RayExtents(handle, "r", on_damage=told.extend)
+    holder = RayExtents(handle, "r", User(told.extend))
     replica(before)
     holder.fetch([extents["a"], extents["b"]])["a"][50] ^= 1
     handle.actor = node
@@ -641,7 +641,7 @@ def test_what_is_mapped_beside_a_fresh_copy_is_looked_at_as_well(keeper, extents
     before, node = keeper(), keeper()
     handle, told = ActorHandle(before), {"v": [], "w": []}
     replica(before)
-    holders = {name: RayExtents(handle, name, on_damage=heard.extend) for name, heard in told.items()}
+    holders = {name: RayExtents(handle, name, User(heard.extend)) for name, heard in told.items()}
     for holder in holders.values():
         view = holder.fetch([extents["a"]])["a"]
     view[50] ^= 1
@@ -656,10 +656,12 @@ def test_what_is_mapped_beside_a_fresh_copy_is_looked_at_as_well(keeper, extents
 
 def test_who_was_taken_for_dead_gets_its_leases_back(keeper, extents, replica, reads: Reads, monkeypatch) -> None:
     now_s = [0.0]
-    watch = holder_watch.HolderWatch(lambda holder: node.memory.held.end_holder(holder), 3600.0, 60.0, lambda: now_s[0])
+    watch = holder_watch.HolderWatch(
+        lambda holder: node.memory.held.holders.end(holder), 3600.0, 60.0, lambda: now_s[0]
+    )
     node = keeper()
-    node.memory.held.watch.close()
-    node.memory.held.watch = watch
+    node.memory.held.holders.watch.close()
+    node.memory.held.holders.watch = watch
     # In a container of its own: its process cannot be seen.
     monkeypatch.setattr(ProcessMark, "seen", lambda _: None)
     paused, other = replica(node, "paused"), replica(node, "other")
@@ -686,7 +688,7 @@ def test_the_first_call_of_who_was_taken_for_dead_is_leased_too(keeper, extents,
     node = keeper()
     holder = replica(node)
     holder.fetch([extents["a"]])
-    node.memory.held.end_holder("r")
+    node.memory.held.holders.end("r")
     holder.fetch([extents["b"]])
     assert {found.id: found.holders for found in node.residents()} == {"a": {"r": 1}, "b": {"r": 1}}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 from kit.waiting import wait_until
-from unit.cluster.keeper.local_keeper import Ref, fail_with, ray_get
+from unit.cluster.keeper.local_keeper import Ref, User, fail_with, ray_get
 
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, RecallAnswer
@@ -143,7 +143,7 @@ def test_a_keeper_in_place_of_one_that_is_gone_for_good_is_found_and_told(keeper
             raise taken
         return taken
 
-    replica = RayExtents(keeper, "r", connect=connect)
+    replica = RayExtents(keeper, "r", User(connect=connect))
     replica.fetch(extents("a"))
     for method in ("hello", "acquire"):
         setattr(keeper, f"on_{method}", lambda *_: fail_with(ray.exceptions.ActorDiedError())())
@@ -293,7 +293,7 @@ def test_recalls_are_heard_of_a_keeper_that_was_replaced_though_nobody_says_that
         return Recall()
 
     keeper.on_next_recall = next_recall  # type: ignore[attr-defined]
-    replica = RayExtents(keeper, "r", on_recall=lambda *_: recalled.set())
+    replica = RayExtents(keeper, "r", User(on_recall=lambda *_: recalled.set()))
     replica.fetch(extents("a"))  # begins to listen
     waited = lost_answers(keeper, monkeypatch, {"next_recall"})
     has_met.set()
@@ -301,3 +301,51 @@ def test_recalls_are_heard_of_a_keeper_that_was_replaced_though_nobody_says_that
     replica.beat()
     assert recalled.wait(WAIT_S)
     replica.close()
+
+
+def test_a_meeting_with_a_keeper_that_is_replaced_meanwhile_ends_though_nobody_says_that_it_died(
+    keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+    keeper.die()
+    waited = lost_answers(keeper, monkeypatch, {"adopt"})
+    replica.beat()
+    assert waited == ["adopt"]
+    assert keeper.leases == {}
+    replica.beat()
+    assert keeper.leases == {"a": 1}
+    keeper.die()
+    lost_answers(keeper, monkeypatch, {"hello"})
+    assert list(replica.fetch(extents("b"))) == ["b"]  # it meets the keeper that has answered, and then another one
+    assert keeper.leases == {"a": 1, "b": 1}
+
+
+def test_a_keeper_that_is_slow_to_adopt_is_waited_for_and_adopts_once(
+    keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+    num_late = {str: 3, Greeting: 2}  # so many looks come before the answers to `adopt`, and to `hello` meanwhile
+    get = ray.get
+
+    def get_late(found: Any, timeout: float | None = None) -> Any:
+        answer = get(found, timeout=timeout)
+        if num_late.get(type(answer)) and (isinstance(answer, str) or not replica.generation):
+            assert timeout is not None, "an unbounded wait"
+            num_late[type(answer)] -= 1
+            raise ray.exceptions.GetTimeoutError
+        return answer
+
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", get_late)
+    keeper.die()
+    replica.beat()
+    assert num_late == {str: 0, Greeting: 0}
+    assert keeper.adopted == [{}, {"a": 1}]
+    assert keeper.leases == {"a": 1}
+    monkeypatch.setattr("cluster.keeper.ray_extents.RETRY_FOR_S", -1.0)
+    num_late |= {str: 9, Greeting: 9}
+    keeper.die()
+    replica.beat()  # one that says nothing is not waited for without end
+    assert num_late == {str: 8, Greeting: 8}
+    assert replica.generation == ""

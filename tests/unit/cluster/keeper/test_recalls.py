@@ -18,7 +18,7 @@ import pytest
 import xxhash
 from kit.seeding import seeded_random
 from kit.waiting import wait_until
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
@@ -62,7 +62,7 @@ class Replica:
 
     def __init__(self, node: NodeKeeper, extents: dict[str, ExtentRef], holder: str) -> None:
         self.handle = ActorHandle(node)
-        self.client = RayExtents(self.handle, holder, on_damage=self.on_damage, on_recall=self.on_recall)
+        self.client = RayExtents(self.handle, holder, User(self.on_damage, self.on_recall))
         self.recalls: list[tuple[tuple[str, ...], bool]] = []
         self.damaged: list[str] = []
         self.gate = threading.Event()
@@ -106,7 +106,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def listening(node: NodeKeeper, *holders: str) -> None:
-    wait_until(lambda: all(holder in node.memory.held._recalls for holder in holders))
+    wait_until(lambda: all(holder in node.memory.held._book.recalls for holder in holders))
 
 
 def resident(node: NodeKeeper) -> str:
@@ -231,12 +231,12 @@ def test_who_lives_and_does_not_answer_keeps_its_memory(node, replica, pool) -> 
     listening(node, "silent")
     silent.gate.clear()
     waiting = pool.submit(other.use, "de")
-    wait_until(lambda: node.memory.held._recalls._lines["silent"].is_timed_out)
+    wait_until(lambda: node.memory.held._book.recalls._lines["silent"].is_timed_out)
     assert not waiting.done()
     assert node.stats().holders == {"silent": 300}
     silent.gate.set()
     assert set(waiting.result(WAIT_S)) == {"d", "e"}
-    assert node.memory.held.used_bytes == BUDGET_BYTES
+    assert node.memory.held.residents.used_bytes == BUDGET_BYTES
     silent.use("a")
     listening(node, "silent", "other")
     assert node.stats().holders == {"silent": 100, "other": 200}
@@ -269,7 +269,7 @@ def test_who_has_died_does_not_answer_and_keeps_nothing(node, replica) -> None:
         process.kill()
     other.use("de")
     assert "dead" not in node.stats().holders
-    assert node.memory.held.used_bytes <= BUDGET_BYTES
+    assert node.memory.held.residents.used_bytes <= BUDGET_BYTES
     dead.gate.set()
 
 
@@ -295,9 +295,9 @@ def test_what_a_replica_is_still_getting_is_not_called_back(node, replica, pool,
         read_into(extent, *rest)
 
     monkeypatch.setattr(node.reading.loader._reader, "read_into", read_late)
-    take_recall = node.memory.held._recalls.take_recall
+    take_recall = node.memory.held._book.recalls.take_recall
     monkeypatch.setattr(
-        node.memory.held._recalls, "take_recall", lambda *poll: polls.append(take_recall(*poll)) or polls[-1]
+        node.memory.held._book.recalls, "take_recall", lambda *poll: polls.append(take_recall(*poll)) or polls[-1]
     )
     one.use("c")
     one.leave("c")
@@ -334,23 +334,23 @@ def test_what_a_replica_says_nothing_of_is_not_asked_for_again_at_once(node, ext
 
 
 def test_a_dead_holder_ends_its_poll(node, replica) -> None:
-    node.memory.held.end_holder("never heard of")
+    node.memory.held.holders.end("never heard of")
     polling: Future[Recall] = Future()
     threading.Thread(
-        target=lambda: polling.set_result(node.memory.held.next_recall("dies", None, None, WAIT_S)), daemon=True
+        target=lambda: polling.set_result(node.memory.held.holders.next_recall("dies", None, None, WAIT_S)), daemon=True
     ).start()
     listening(node, "dies")
-    node.memory.held.end_holder("dies")
+    node.memory.held.holders.end("dies")
     assert polling.result(WAIT_S) == Recall()
-    assert "dies" not in node.memory.held._recalls
+    assert "dies" not in node.memory.held._book.recalls
 
 
 def test_a_newer_poll_ends_the_one_before(node) -> None:
     polls: list[Recall] = []
-    first = threading.Thread(target=lambda: polls.append(node.memory.held.next_recall("r", None, None, WAIT_S)))
+    first = threading.Thread(target=lambda: polls.append(node.memory.held.holders.next_recall("r", None, None, WAIT_S)))
     first.start()
     listening(node, "r")
-    node.memory.held.next_recall("r", None, None, 0.01)
+    node.memory.held.holders.next_recall("r", None, None, 0.01)
     first.join(WAIT_S)
     assert polls == [Recall()]
 
@@ -361,7 +361,7 @@ def test_an_answer_of_another_life_changes_nothing(node, replica, extents) -> No
     answer = RecallAnswer(("a", "b"), "another-1")
     epoch = node._epoch(answer.generation)
     assert epoch is None
-    node.memory.held.next_recall("one", answer, epoch, 0.0)
+    node.memory.held.holders.next_recall("one", answer, epoch, 0.0)
     assert node.stats().holders == {"one": 200}
 
 
@@ -422,7 +422,7 @@ def test_what_was_called_back_is_free_without_a_collection(node, replica) -> Non
     gc.collect()
     gc.disable()
     try:
-        gone = [weakref.ref(node.memory.held.held(id_).ref.array) for id_ in "abc"]  # type: ignore[union-attr]
+        gone = [weakref.ref(node.memory.held.residents.held(id_).ref.array) for id_ in "abc"]  # type: ignore[union-attr]
         two.use("def")
         wait_until(lambda: not any(ref() is not None for ref in gone))
     finally:
@@ -440,7 +440,7 @@ def test_many_switches_of_two_replicas_never_exceed_the_budget_and_end(node, rep
             start_s = time.monotonic()
             client.use(ids)
             longest_s[0] = max(longest_s[0], time.monotonic() - start_s)
-            used = node.memory.held.used_bytes
+            used = node.memory.held.residents.used_bytes
             if used > BUDGET_BYTES:
                 over.append(used)
             client.leave(ids)
@@ -485,7 +485,7 @@ def test_an_empty_extent_is_held_called_back_and_gone_like_any_other(node, repli
     one.leave("0")
     for id_ in "abc":  # nothing else is from storage
         data = np.fromfile(tmp_path / id_, np.uint8)
-        node.memory.held.adopt(HeldExtent(extents[id_], Ref(data), data, "adopted"), "one", 1)
+        node.memory.held.holders.adopt(HeldExtent(extents[id_], Ref(data), data, "adopted"), "one", 1)
     node.release(["a", "b", "c"], "one")
     listening(node, "one")
     two.use("de0")

@@ -76,7 +76,7 @@ def test_storage_is_spared_whatever_its_speed(storage_gbps: float) -> None:
 def test_a_cluster_that_has_measured_its_storage_as_fast_as_a_link_reads_it_once_all_the_same() -> None:
     cluster = SimulatedStart(32, 40, seed=2)
     for node in cluster.nodes.values():
-        node.queue.storage = node.queue.storage.observe(10**9, 10**9 / node.down)
+        node.queue.sources.storage = node.queue.sources.storage.observe(10**9, 10**9 / node.down)
     cluster.want(list(cluster.nodes.values()))
     cluster.run()
     assert cluster.storage_ratio <= MAX_STORAGE_RATIO

@@ -12,7 +12,6 @@ from kit.seeding import seeded_random
 from cluster.peers.fetch_queue import (
     GIVE_UP_S,
     MAX_FETCHES,
-    MAX_PEERS,
     WINDOW,
     AskRegistry,
     Fetch,
@@ -23,6 +22,7 @@ from cluster.peers.fetch_queue import (
     Read,
     Wait,
 )
+from cluster.peers.known_sources import MAX_PEERS
 from cluster.peers.protocol import PeerAddress
 from cluster.peers.sources import (
     AVOID_S,
@@ -301,7 +301,7 @@ def test_of_many_holders_others_are_asked_after_the_first_failed_but_not_for_eve
     assert len(many) == MAX_OFFERS
     found = queue("a")
     for node in many:
-        found.peers[at(node)] = PeerRecord().failed(0.0)
+        found.sources.peers[at(node)] = PeerRecord().failed(0.0)
     ask(found, Located(offers={"a": offers(many)}))
     wait = found.next_step(now_s)
     assert isinstance(wait, Wait)
@@ -330,7 +330,7 @@ def test_peers_that_have_it_and_never_give_it_are_waited_for_with_patience() -> 
 
 def test_clearly_faster_storage_is_read_although_another_node_reads_already() -> None:
     found = queue("a", "b")
-    found.storage = BandwidthEstimate(3e9, 1.0)
+    found.sources.storage = BandwidthEstimate(3e9, 1.0)
     ask(found, Located(offers={"a": offers("x")}, reading={"b": "other"}))
     assert step_id(found.next_step(0.0)) == "a"  # nothing is known of the peer: it is tried
     found.end_fetch("a", FetchOutcome([PeerShare(at("x"), NBYTES, NBYTES / 1e9)]), 0.1)
@@ -345,8 +345,8 @@ def test_a_transfer_is_counted_as_if_it_had_been_alone_with_its_link() -> None:
     found.end_fetch("a", FetchOutcome([PeerShare(at("x"), NBYTES, 0.2, load=1.0)]), 0.2)
     found.end_fetch("b", FetchOutcome([PeerShare(at("y"), NBYTES, 0.2, load=4.0)]), 0.2)
     # The first began alone and ended with another; the second shared the other's link with four.
-    assert found.peers[at("x")].gbps(0.2) == pytest.approx(1.5 * 0.5)
-    assert found.peers[at("y")].gbps(0.2) == pytest.approx(4 * 0.5)
+    assert found.sources.peers[at("x")].gbps(0.2) == pytest.approx(1.5 * 0.5)
+    assert found.sources.peers[at("y")].gbps(0.2) == pytest.approx(4 * 0.5)
 
 
 def test_the_records_of_peers_are_bounded() -> None:
@@ -357,5 +357,5 @@ def test_the_records_of_peers_are_bounded() -> None:
         ask(found, Located(offers={"a": [PeerOffer(PeerAddress("10.0.0.1", number), "x")]}), now_s)
         assert step_id(found.next_step(now_s)) == "a"
         found.end_fetch("a", FetchOutcome([PeerShare(PeerAddress("10.0.0.1", number), NBYTES, 0.1)]), now_s)
-    assert len(found.peers) <= MAX_PEERS + 1
+    assert len(found.sources.peers) <= MAX_PEERS + 1
     assert not found._sizes

@@ -57,13 +57,13 @@ async def test_without_decisions_the_mailboxes_of_ingresses_that_are_gone_go_too
     await controller.report("stays", AdmissionSnapshot())
     for number in range(5):
         await controller.receive(f"gone-{number}", "x", 0.0)
-    await until(lambda: set(controller._mailboxes) == {"stays"})
+    await until(lambda: set(controller._mailboxes._mails) == {"stays"})
 
 
 async def test_overrides_whose_answer_is_lost_are_asked_for_again(controller: Controller) -> None:
     registry = Registry()
-    controller._registry.call_registry = registry.call  # type: ignore[method-assign, assignment]
-    controller._overrides = Overrides()
+    controller._registry._snapshot.call_registry = registry.call  # type: ignore[method-assign, assignment]
+    controller._registry.overrides = Overrides()
     registry.loses = True
     with pytest.raises(ConnectionError, match="the answer is lost"):
         await controller.change(OverrideChange("freeze", True))
@@ -71,6 +71,6 @@ async def test_overrides_whose_answer_is_lost_are_asked_for_again(controller: Co
     with pytest.raises(OverrideRefused, match="the registry is restarting"):
         await controller.change(OverrideChange("freeze", False))
     registry.loses = False
-    controller._overrides = await registry.call(WeightRegistry.overrides)
+    controller._registry.overrides = await registry.call(WeightRegistry.overrides)
     assert not (await controller.change(OverrideChange("freeze", False))).is_frozen
     assert not registry.overrides.is_frozen

@@ -170,7 +170,7 @@ async def queue(actors: Actors, late: list[float]) -> AsyncIterator[Dispatcher]:
 @pytest.fixture
 async def models(actors: Actors) -> AsyncIterator[Models]:
     found = Models()
-    found.link = ControllerLink("w", lambda: actors, found.report, found.apply, found.changed, 0.05)
+    found.link = ControllerLink("w", lambda: actors, found, 0.05)
     found.link.start()
     yield found
     found.link.close()
@@ -269,7 +269,7 @@ async def test_who_is_at_rest_reports_no_more_than_changes_and_lives_by_listenin
     began = {name: seen_s for found in seen for name, seen_s in found.items()}
     await until(lambda: all(seen_s > began[name] + STALE_S for found in seen for name, seen_s in found.items()))
     assert reports == []
-    monkeypatch.setattr(models.link, "_apply", lambda orders: None)  # nothing changes the state but this test
+    monkeypatch.setattr(models, "apply", lambda orders: None)  # nothing changes the state but this test
     models.state = replace(models.state, budget_bytes=13)
     await until(lambda: reports)
     assert [one.budget_bytes for one in reports] == [13]
@@ -306,7 +306,7 @@ async def test_a_report_under_way_while_its_controller_ends_is_made_again(monkey
 
     actor = SimpleNamespace(report=SimpleNamespace(remote=report), receive=SimpleNamespace(remote=receive))
     models = Models()
-    link = ControllerLink("w", lambda: actor, models.report, models.apply, models.changed, 0.01)
+    link = ControllerLink("w", lambda: actor, models, 0.01)
     link.start()
     try:
         await until(lambda: calls["report"] == calls["receive"] == 1)
@@ -335,7 +335,7 @@ async def test_a_controller_that_was_replaced_between_two_calls_hears_as_well(mo
 
     actor = SimpleNamespace(report=SimpleNamespace(remote=report), receive=SimpleNamespace(remote=receive))
     models = Models()
-    link = ControllerLink("w", lambda: actor, models.report, models.apply, models.changed, 0.01)
+    link = ControllerLink("w", lambda: actor, models, 0.01)
     link.start()
     try:
         await until(lambda: calls["report"] == 1 and calls["receive"] == 2)

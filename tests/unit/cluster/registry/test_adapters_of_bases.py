@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.tiny_models import save_controlnet
+from kit.tiny.parts import save_controlnet
 from kit.waiting import until
 from safetensors.torch import save_file
+from unit.cluster.registry.model_sources import Sources
 
 from cluster.records.errors import ModelUnservable
 from cluster.registry.importing import ImportProcess, ImportSettings
@@ -89,7 +90,7 @@ async def test_an_adapter_waits_for_its_base_and_is_not_served_from_the_store_fo
         "waiting": AdapterConfig(id="waiting", path=write(TEXT // 2), base=("base",)),
         "base": ModelConfig(id="base", path=tmp_path / "sdxl"),
     }
-    models = ServedModels(entries, store, Registrations(tmp_path / "one"), process.import_model, epoch="e")
+    models = ServedModels(entries, store, Registrations(tmp_path / "one"), Sources(process.import_model), epoch="e")
     await models.begin_imports()
     found = await models.find_model("waiting")
     assert (found.state, found.kind) == ("unavailable", None)
@@ -129,7 +130,7 @@ async def test_a_controlnet_follows_its_model_to_another_dtype(
 ) -> None:
     changing = SDXL.model_copy(update={"id": "changing"})
     entries = {"changing": changing, "following": AdapterConfig(id="following", path=outline, base=("changing",))}
-    models = ServedModels(entries, store, Registrations(tmp_path / "one"), process.import_model, epoch="e")
+    models = ServedModels(entries, store, Registrations(tmp_path / "one"), Sources(process.import_model), epoch="e")
     await models.begin_imports()
     before = await models.find_model("following")
     assert types_of(store, "following") == {"BF16"}

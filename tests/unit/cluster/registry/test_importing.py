@@ -17,6 +17,7 @@ import psutil
 import pytest
 from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
+from unit.cluster.registry.model_sources import Sources
 
 from cluster.records.errors import ImportFailed, ModelUnservable, WeightsUnavailable
 from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_checkpoint, owned_program
@@ -224,7 +225,7 @@ async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_
         return process.import_model(hostile(GIL_HELD) if wanted.id == "bad" else wanted)
 
     store = WeightStore(tmp_path / "store")
-    models = ServedModels({"m": entry, "bad": bad}, store, Registrations(tmp_path / "r"), take_in, "e")
+    models = ServedModels({"m": entry, "bad": bad}, store, Registrations(tmp_path / "r"), Sources(take_in), "e")
     await models.begin_imports()
     assert (await models.find_model("m")).state == "ready"
     waiting, num_turns = asyncio.ensure_future(models.find_model("bad")), 0

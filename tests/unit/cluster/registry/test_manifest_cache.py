@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from unit.cluster.registry.model_sources import Sources
 
 from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ManifestCache
@@ -81,7 +82,11 @@ async def test_the_registry_hands_out_the_new_places_and_pins_the_new_extents(
 ) -> None:
     entry = write_checkpoint(tmp_path / "m")
     models = ServedModels(
-        {"m": entry}, store, Registrations(tmp_path / "r"), lambda found: import_checkpoint(store, found), "epoch"
+        {"m": entry},
+        store,
+        Registrations(tmp_path / "r"),
+        Sources(lambda found: import_checkpoint(store, found)),
+        "epoch",
     )
     await models.begin_imports()
     await models.find_model("m")
@@ -89,7 +94,7 @@ async def test_the_registry_hands_out_the_new_places_and_pins_the_new_extents(
     convert(store, "m", "separate")
     after = await models.manifest("m", before.fingerprint)
     assert packs_of(after) != packs_of(before)
-    assert models.extents()["m"] == tuple(after.extents)
+    assert models.extents.by_model["m"] == tuple(after.extents)
 
 
 async def test_a_version_that_the_store_has_replaced_or_lost_is_kept(

@@ -138,8 +138,7 @@ def start(
             "c:0",
             KeeperSettings(),
             clock=lambda: done.now_s,
-            extents_of=lambda: models,
-            is_known=known.__contains__,
+            models=SimpleNamespace(by_model=models, is_known=known.__contains__),
             draining_nodes=lambda: done.draining,
         )
         for node_id in nodes:

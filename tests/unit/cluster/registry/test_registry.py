@@ -402,7 +402,7 @@ async def test_a_config_that_was_applied_by_half_is_not_taken_for_done(
     await models._keepers.set_pinned("far", True)
     fields = first.model_dump(mode="json") | {"models": [{"id": "new", "path": checkpoint}]}
     wanted = ClusterConfig.model_validate(fields)
-    sound = models._models._registrations.remove
+    sound = models._models._known._registrations.remove
 
     def remove(id_: str) -> None:
         if id_ == "new":
@@ -410,7 +410,7 @@ async def test_a_config_that_was_applied_by_half_is_not_taken_for_done(
         sound(id_)
 
     with monkeypatch.context() as broken:
-        broken.setattr(models._models._registrations, "remove", remove)
+        broken.setattr(models._models._known._registrations, "remove", remove)
         with pytest.raises(OSError, match="Stale"):
             await models.configure(wanted)
     assert (await models.config()).entries == {}
@@ -464,19 +464,18 @@ async def test_a_control_plane_ends_with_the_last_of_the_replicas_that_asked_it(
     tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr("cluster.registry.actor.end_control_plane", lambda config: ended.append(config.name))
+    monkeypatch.setattr("cluster.registry.node_rounds.end_control_plane", lambda config: ended.append(config.name))
     models = await registry(tmp_path, checkpoint, endpoint)
-    config = ClusterConfig.model_validate({"name": "one", "models": [{"id": "m", "path": "/m"}]})
     monkeypatch.setattr(models._keepers, "keeper", lambda node_id: f"keeper of {node_id}")
     await models.watch(0, "", 20)  # the controller
-    models._end_after_users(config, [])
+    models._nodes.end_after_users([])
     assert models._users.names == frozenset()
     await models.watch(0, "", 20, "ingress")
     assert await models.keeper("n", "worker") == "keeper of n"
-    models._end_after_users(config, models._users.names - {"worker"})
+    models._nodes.end_after_users(models._users.names - {"worker"})
     models._keepers._silent.add("n")
-    models._end_after_users(config, models._users.names)
+    models._nodes.end_after_users(models._users.names)
     assert ended == []
     models._keepers._silent.clear()
-    models._end_after_users(config, [])
-    assert ended == ["one"]
+    models._nodes.end_after_users([])
+    assert ended == ["atelier"]

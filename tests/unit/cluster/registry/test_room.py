@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from unit.cluster.registry.model_sources import Sources
 
 from cluster.records.errors import ModelTooLarge
 from cluster.registry.importing import import_checkpoint
@@ -45,7 +46,7 @@ async def served(config: ClusterConfig, tmp_path: Path) -> ServedModels:
         config.entries,
         store,
         Registrations(tmp_path / "registrations"),
-        lambda entry: import_checkpoint(store, entry, needs_of=needs_of_manifest),
+        Sources(lambda entry: import_checkpoint(store, entry, needs_of=needs_of_manifest)),
         "e",
         room=Room.of(config),
     )

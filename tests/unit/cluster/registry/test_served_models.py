@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from kit.waiting import until
 from safetensors.numpy import save_file
+from unit.cluster.registry.model_sources import Sources
 from unit.counting import operations
 
 from cluster.records.errors import (
@@ -27,6 +28,7 @@ from cluster.records.errors import (
 from cluster.registry.directory import Entry, ModelRecord
 from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ModelSummary
+from cluster.registry.publishing import Publishing
 from cluster.registry.registrations import Registration, Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
@@ -64,9 +66,8 @@ class Life:
             entries,
             self.store,
             Registrations(self.folder),
-            import_checkpoint or self.import_checkpoint,
+            Sources(import_checkpoint or self.import_checkpoint, forget_source=self.forgotten.append),
             epoch="e",
-            forget_source=self.forgotten.append,
         )
         await models.begin_imports()
         return models
@@ -121,7 +122,7 @@ async def test_a_changed_checkpoint_is_another_version_and_the_one_before_serves
 ) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
     before = await models.find_model("m")
-    models._import_model = gate = Gate(life.import_checkpoint)
+    models._sources.import_model = gate = Gate(life.import_checkpoint)
     checkpoint(tmp_path / "c", seed=1)
     updating = await models.register(model(tmp_path / "c"), wait=False)
     assert (updating.state, updating.fingerprint, updating.kind) == ("updating", before.fingerprint, "llm")
@@ -209,21 +210,21 @@ async def test_a_model_removed_while_the_store_is_searched_for_it_does_not_come_
     await (await life.begin()).register(model(tmp_path / "c"))
     if is_stored:
         (tmp_path / "c").rename(tmp_path / "gone")
-    search, began, go_on = ServedModels._find_stored, threading.Event(), threading.Event()
+    search, began, go_on = Publishing._find_stored, threading.Event(), threading.Event()
 
-    def search_when_told(self: ServedModels, entry: Entry) -> ModelSummary | None:
+    def search_when_told(self: Publishing, entry: Entry) -> ModelSummary | None:
         began.set()
         assert go_on.wait(20)
         return search(self, entry)
 
-    monkeypatch.setattr(ServedModels, "_find_stored", search_when_told)
+    monkeypatch.setattr(Publishing, "_find_stored", search_when_told)
     models = await life.begin()
     await asyncio.to_thread(began.wait, 20)
-    coming = models._tasks["m"]
+    coming = models._publishing.tasks["m"]
     await models.unregister("m")
     go_on.set()
     await coming
-    assert (len(models.directory), models.extents()) == (0, {})
+    assert (len(models.directory), models.extents.by_model) == (0, {})
 
 
 async def test_adapters_without_their_base_are_named_and_go_on(life: Life, tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ async def test_a_registration_that_the_disk_does_not_let_go_stops_nothing_else(
     await models.register(model(checkpoint(tmp_path / "d", seed=2)))
     await models.register(model(checkpoint(tmp_path / "e", seed=3), "own"))
     await models.register(configured)  # and there is no file any more
-    models._import_model = gate = Gate(life.import_checkpoint)
+    models._sources.import_model = gate = Gate(life.import_checkpoint)
     updating = asyncio.ensure_future(models.register(model(tmp_path / "nowhere")))
     await until(gate.began.is_set)
 
@@ -394,7 +395,7 @@ async def test_a_config_that_was_taken_in_by_half_is_taken_in_wholly_by_the_next
     a, b, c, d, other = (model(path, id_) for path, id_ in zip(paths, "abcda", strict=True))
     models = await life.begin(a, b)
     await models.register(other)  # overrules the config's entry: there is a file to remove
-    sound, refused = models._registrations.remove, {"b", "c"}
+    sound, refused = models._known._registrations.remove, {"b", "c"}
 
     def remove(id_: str) -> None:
         if id_ in refused:
@@ -402,7 +403,7 @@ async def test_a_config_that_was_taken_in_by_half_is_taken_in_wholly_by_the_next
             raise OSError(116, "Stale file handle")
         sound(id_)
 
-    models._registrations.remove = remove  # type: ignore[method-assign]
+    models._known._registrations.remove = remove  # type: ignore[method-assign]
     new = {one.id: one for one in (c, d)}
     for done in ({"b"}, set[str]()):
         with pytest.raises(OSError, match="Stale"):
@@ -507,10 +508,10 @@ async def test_a_model_is_unavailable_when_every_replica_has_failed_with_it(life
     models = await life.begin(model(checkpoint(tmp_path / "c")))
     version = (await models.find_model("m")).fingerprint
     one, two, other = (f"SERVE_REPLICA::app#{name}" for name in ("worker#1", "worker#2", "text_encoder#1"))
-    models.follow_replicas([one, two, other])
+    models.loads.follow_replicas([one, two, other])
 
     async def report(replica: str, error: str | None, of: str = version) -> tuple[str, str]:
-        await models.report_attach("m", of, replica, "0123456789abcdef", error)
+        await models.loads.report_attach("m", of, replica, "0123456789abcdef", error)
         return record(models).state, record(models).error
 
     assert await report(one, "tensor w is torn") == ("ready", "")
@@ -522,22 +523,22 @@ async def test_a_model_is_unavailable_when_every_replica_has_failed_with_it(life
     assert await report(two, None) == ("ready", "")
     assert await report(two, "no such file", of="an older version") == ("ready", "")
     assert (await report(one, "torn"), (await report(two, "torn"))[0]) == (("ready", ""), "unavailable")
-    models.follow_replicas([one, other, f"{two}-after"])
+    models.loads.follow_replicas([one, other, f"{two}-after"])
     assert record(models).state == "ready"  # the one that replaces it may load it
-    models.follow_replicas([one, other])
+    models.loads.follow_replicas([one, other])
     assert (await report(one, "torn"))[0] == "unavailable"
-    await models.report_attach("nobody", version, one, "node", "x")
+    await models.loads.report_attach("nobody", version, one, "node", "x")
 
 
 async def test_a_failed_load_hides_no_update_and_a_new_version_begins_anew(life: Life, tmp_path: Path) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
     version = (await models.find_model("m")).fingerprint
-    await models.report_attach("m", version, "app#worker#1", "node", "torn")
+    await models.loads.report_attach("m", version, "app#worker#1", "node", "torn")
     assert record(models).state == "unavailable"
     await models.register(model(checkpoint(tmp_path / "d", seed=1)))
     assert record(models).fingerprint != version
     assert (record(models).state, record(models).error) == ("ready", "")
-    await models.report_attach("m", version, "app#worker#1", "node", "torn")
+    await models.loads.report_attach("m", version, "app#worker#1", "node", "torn")
     assert record(models).state == "ready"
 
 
@@ -602,10 +603,10 @@ async def test_a_url_is_forgotten_with_the_last_model_from_there(life: Life, tmp
     assert life.forgotten == ["s3://bucket/a"]
     await models.unregister("x")
     assert life.forgotten == ["s3://bucket/a"]  # a configured model is from where that one was
-    models._import_model = gate
+    models._sources.import_model = gate
     await models.register(model("s3://bucket/c", "late"), wait=False)
     await asyncio.to_thread(gate.began.wait, 20)
-    downloading = models._tasks["late"]
+    downloading = models._publishing.tasks["late"]
     await models.unregister("late")
     gate.open.set()
     await downloading

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
+from unit.cluster.registry.model_sources import Sources
 
 from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import SummaryFiles
@@ -68,7 +69,9 @@ async def test_a_registry_that_starts_again_opens_no_manifest_until_one_is_asked
 
     async def begin() -> ServedModels:
         registrations = Registrations(tmp_path / "r")
-        models = ServedModels(entries, store, registrations, lambda entry: import_checkpoint(store, entry), "e")
+        models = ServedModels(
+            entries, store, registrations, Sources(lambda entry: import_checkpoint(store, entry)), "e"
+        )
         await models.begin_imports()
         assert {(await models.find_model(id_)).state for id_ in entries} == {"ready"}
         return models
@@ -77,7 +80,7 @@ async def test_a_registry_that_starts_again_opens_no_manifest_until_one_is_asked
     opened.clear()
     models = await begin()
     assert [(found.id, found.nbytes) for found in models.directory] == [(f.id, f.nbytes) for f in before.directory]
-    assert models.extents() == before.extents()
+    assert models.extents.by_model == before.extents.by_model
     assert opened == []
     await models.manifest("m3")
     await models.manifest("m3")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
+from unit.cluster.registry.model_sources import Sources
 from unit.counting import operations
 
 from cluster.registry.directory import Entry
@@ -43,7 +44,7 @@ async def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel
         return import_checkpoint(store, entry)
 
     served = ServedModels(
-        {entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), import_or_fail, "e"
+        {entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), Sources(import_or_fail), "e"
     )
     await served.begin_imports()
     for entry in entries:
@@ -59,49 +60,49 @@ def state(models: ServedModels, id_: str) -> str:
 
 async def test_only_a_ready_model_can_be_unloaded_and_loaded_again(models: ServedModels) -> None:
     revision = models.directory.revision
-    models.set_loaded("a", True)  # it is
-    models.set_loaded("broken", False)
-    models.set_loaded("broken", True)
-    models.set_loaded("unheard-of", False)
+    models.directory.set_loaded("a", True)  # it is
+    models.directory.set_loaded("broken", False)
+    models.directory.set_loaded("broken", True)
+    models.directory.set_loaded("unheard-of", False)
     assert models.directory.revision == revision
-    models.set_loaded("a", False)
+    models.directory.set_loaded("a", False)
     assert state(models, "a") == "unloaded"
     assert models.directory.revision == revision + 1
-    models.set_loaded("a", False)
+    models.directory.set_loaded("a", False)
     assert models.directory.revision == revision + 1  # watchers are told of changes only
-    models.set_loaded("a", True)
+    models.directory.set_loaded("a", True)
     assert (state(models, "a"), state(models, "broken")) == ("ready", "unavailable")
 
 
 async def test_an_unloaded_model_still_serves(models: ServedModels) -> None:
-    models.set_loaded("a", False)
+    models.directory.set_loaded("a", False)
     assert (await models.manifest("a")).model == "a"
 
 
 async def test_shared_extents_go_with_the_last_model_that_has_them(models: ServedModels) -> None:
-    extents = models.extents()
+    extents = models.extents.by_model
     assert extents["a"] == extents["b"]
-    assert models.extents_of_no_other("own") == list(extents["own"])
-    assert models.extents_of_no_other("a") == models.extents_of_no_other("b") == []
-    models.set_loaded("a", False)
-    assert models.extents_of_no_other("b") == list(extents["b"])
-    assert models.extents_of_no_other("a") == []  # the other one is loaded
-    models.set_loaded("a", True)
-    assert models.extents_of_no_other("b") == []
-    assert models.extents_of_no_other("unheard-of") == models.extents_of_no_other("broken") == []
+    assert models.extents.of_no_other("own") == list(extents["own"])
+    assert models.extents.of_no_other("a") == models.extents.of_no_other("b") == []
+    models.directory.set_loaded("a", False)
+    assert models.extents.of_no_other("b") == list(extents["b"])
+    assert models.extents.of_no_other("a") == []  # the other one is loaded
+    models.directory.set_loaded("a", True)
+    assert models.extents.of_no_other("b") == []
+    assert models.extents.of_no_other("unheard-of") == models.extents.of_no_other("broken") == []
 
 
 async def test_an_updated_model_shares_what_its_new_version_has(models: ServedModels, tmp_path: Path) -> None:
-    shared, own = models.extents()["a"], models.extents()["own"]
+    shared, own = models.extents.by_model["a"], models.extents.by_model["own"]
     write_over = seeded_rng().random(50).astype(np.float32)
     save_file({"w": write_over}, tmp_path / "b" / "model.safetensors")
     await models.register(ModelConfig(id="b", path=tmp_path / "b"))
-    assert models.extents_of_no_other("a") == list(shared)
-    assert models.extents_of_no_other("b") == list(models.extents()["b"]) != list(shared)
+    assert models.extents.of_no_other("a") == list(shared)
+    assert models.extents.of_no_other("b") == list(models.extents.by_model["b"]) != list(shared)
     await models.register(ModelConfig(id="more", path=tmp_path / "own"))
-    assert models.extents_of_no_other("own") == []
+    assert models.extents.of_no_other("own") == []
     await models.unregister("more")
-    assert models.extents_of_no_other("own") == list(own)
+    assert models.extents.of_no_other("own") == list(own)
 
 
 def test_what_it_costs_does_not_grow_with_the_number_of_models(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_what_it_costs_does_not_grow_with_the_number_of_models(tmp_path: Path) -
 
         async def start() -> ServedModels:
             entries = {f"m{number}": ModelConfig(id=f"m{number}", path=tmp_path) for number in range(num_models)}
-            served = ServedModels(entries, store, Registrations(tmp_path / "r"), import_checkpoint, "e")
+            served = ServedModels(entries, store, Registrations(tmp_path / "r"), Sources(import_checkpoint), "e")
             await served.begin_imports()
             for id_ in entries:
                 await served.find_model(id_)
@@ -125,7 +126,7 @@ def test_what_it_costs_does_not_grow_with_the_number_of_models(tmp_path: Path) -
 
         served = asyncio.run(start())
         found: list[str] = []
-        counted = operations(lambda: found.extend(served.extents_of_no_other("m3")))
+        counted = operations(lambda: found.extend(served.extents.of_no_other("m3")))
         assert found == [f"m3-{number}" for number in range(20)]
         return counted
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deployments.bench.figures import Parts, percentile, private_bytes, pss_bytes, summary
+from infra.bench.command.figures import Parts, percentile, private_bytes, pss_bytes, summary
 
 MAPS = """\
 7f0000000000-7f0000200000 rw-s 00000000 00:1a 7                          /dev/shm/plasmaAbc (deleted)

@@ -11,9 +11,9 @@ import pytest
 from fuzz.model_parsers import bpe_metadata, valid_gguf_model
 from typer.testing import CliRunner
 
-from deployments.bench import peers
-from deployments.bench.llm import BenchSettings, Case, _open_model, formatted, measure_llm
-from deployments.cli.bench import app
+from infra.bench.command import peers
+from infra.bench.command.app import app
+from infra.bench.command.llm import BenchSettings, Case, _open_model, formatted, measure_llm
 
 # `test::get_fields` of llama-bench.cpp, and `use_mmap`, which compare-llama-bench.py asks for.
 LLAMA_BENCH = [

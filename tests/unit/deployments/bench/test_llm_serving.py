@@ -6,8 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from deployments.bench.llm_serving import RequestTimes, Serving, serve_arrivals, serving_figures, stream_beside_prompts
 from deployments.engines.records.protocol import TextDelta, TextRequest
+from infra.bench.command.llm_serving import (
+    RequestTimes,
+    Serving,
+    serve_arrivals,
+    serving_figures,
+    stream_beside_prompts,
+)
 
 
 class SteadyEngine:

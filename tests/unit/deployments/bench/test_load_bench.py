@@ -11,8 +11,8 @@ import torch
 from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 
-from deployments.bench import load_peers
-from deployments.bench.load import MODES, _copy_for, _draw_orders, _Loaded, _read_raw, _take_turns
+from infra.bench.command import load_peers
+from infra.bench.command.load import MODES, _copy_for, _draw_orders, _Loaded, _read_raw, _take_turns
 
 NAMES = ["raw", "ours", "other", "third"]
 

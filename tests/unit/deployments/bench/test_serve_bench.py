@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.loading import load_cluster_config
-from deployments.bench.serve import _fresh_prompts, _fresh_questions, _line, _stock_models, _TimedAnswer
+from infra.bench.command.serve import _fresh_prompts, _fresh_questions, _line, _stock_models, _TimedAnswer
 
 DEMO = Path(__file__).parents[4] / "configs/clusters/demo.yaml"
 MAX_ROUNDS = 80  # of the command line

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deployments.bench import switch
-from deployments.bench.switch import LEGS, print_switch_figures
-from deployments.bench.switch_simulated import SWITCHES, WAYS
+from infra.bench.command import switch
+from infra.bench.command.switch import LEGS, print_switch_figures
+from infra.bench.command.switch_simulated import SWITCHES, WAYS
 
 TIMES = {"p50": 523.45, "p95": 1234.56, "low": 212.34, "high": 1234.56, "n": 20}
 SAME = {"bytes_moved": 0, "ms": TIMES}

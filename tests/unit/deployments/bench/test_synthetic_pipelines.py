@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
-from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, Scale, write_pipelines
+from infra.bench.command.synthetic import ALIAS, FLUX, SDXL, TUNED, Scale, write_pipelines
 from weights.operations.externalize import externalize
 from weights.storage.store import WeightStore
 

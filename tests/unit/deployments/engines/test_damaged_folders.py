@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from kit.tiny.pipelines import make
 from safetensors.torch import load_file, save_file
-from unit.deployments.engines.stock.tiny_pipelines import make
 
 from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families import family_of

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from kit.tiny.parts import byte_tokenizer
 from safetensors.torch import save_file
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer
 
 from deployments.engines.llm.models.gguf_config import BLOCK_KINDS, CLASS_NAMES, FLOAT_KINDS
 from deployments.engines.llm.models.registry import ARCHITECTURES, load_config
@@ -67,8 +67,15 @@ def write_gguf(
     writer.add_tokenizer_model(tokenizer.get("model", "gpt2"))
     writer.add_tokenizer_pre(tokenizer.get("pre", "qwen2"))
     writer.add_token_list(["a", "b"])
-    for name in ("token_embd", "output_norm", "blk.0.attn_q"):
-        writer.add_tensor(f"{name}.weight", np.zeros((32,) if "norm" in name else (32, 32), np.float32))
+    layer = ["attn_norm", "ffn_norm", *(f"attn_{part}" for part in ("q", "k", "v", "output"))]
+    layer += [f"ffn_{part}" for part in ("gate", "up", "down")]
+    if packed is not None:
+        layer.remove("attn_k")
+    for name in ("token_embd", "output_norm", *(f"blk.0.{part}" for part in layer)):
+        rows = 2 if name == "token_embd" else 32
+        writer.add_tensor(f"{name}.weight", np.zeros((32,) if "norm" in name else (rows, 32), np.float32))
+    for part in "qkv":
+        writer.add_tensor(f"blk.0.attn_{part}.bias", np.zeros(32, np.float32))
     if packed is not None:
         nbytes = gguf.GGML_QUANT_SIZES[packed][1]
         writer.add_tensor("blk.0.attn_k.weight", np.zeros((2, nbytes), np.uint8), raw_dtype=packed)

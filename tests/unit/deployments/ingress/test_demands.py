@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from configs.cluster import ClusterConfig
+from configs.options import Acceleration
 from deployments.ingress.messages.terms import Terms, demand_of
 from deployments.records import ClipRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
 
+SKIPPING = ImageRequest(
+    model="m", prompt="x", width=16, height=8, num_inference_steps=12, acceleration=Acceleration(interval=3)
+)
 REQUESTS = (
     (ImageRequest(model="m", prompt="x", n=2), 2 / 16),
     (CompletionRequest(model="m", prompt="x"), 1 / 64),
@@ -39,6 +43,7 @@ def test_as_many_start_at_once_as_serve_lets_in(request_: Any, share: float, mos
     [
         (ImageRequest(model="m", prompt="x", n=2, width=16, height=8, num_inference_steps=5), False, 16 * 8 * 2 * 5),
         (ImageRequest(model="m", prompt="x", n=2, width=16, height=8, num_inference_steps=5), True, 2 * 5),
+        (SKIPPING, False, 16 * 8 * 6),  # of its 12 steps: 0, 1, 2, 4, 7, 10
         (ImageRequest(model="m", prompt="x", n=2, num_inference_steps=5), True, 2 * 5),
         (ClipRequest(model="m", prompt="x", width=16, height=8, num_inference_steps=5), True, 5),
     ],

@@ -78,4 +78,4 @@ async def test_it_is_listed_so_and_never_as_ready_soon(small: Served) -> None:
     assert {(one["state"], one["error"], one.get("ready_in_s")) for one in listed if one["kind"] != "pipeline"} == {
         ("does_not_fit", NUMBERS, None)
     }
-    assert (await small.service.health()).num_ready == 0
+    assert (await small.service.listing.health()).num_ready == 0

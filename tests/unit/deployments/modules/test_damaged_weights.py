@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
-from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records.errors import ModelUnavailable
 from weights.loading.loader import load_from_store
@@ -56,7 +57,7 @@ class Node:
         """Write into the largest tensor of the component that is in shared memory. Returns the tensor's name."""
         refs = self.store.manifest(model).components[component].tensors
         name = max(refs, key=lambda name: refs[name].nbytes)
-        held = self.keeper.memory.held.held(refs[name].extent)
+        held = self.keeper.memory.held.residents.held(refs[name].extent)
         assert held is not None
         held.view[refs[name].offset + refs[name].nbytes // 2 + 3] ^= 0x7F
         return name
@@ -75,14 +76,14 @@ class Replica(ModuleCache):
         self.provider = RayExtents(
             ActorHandle(node.keeper),
             name,
-            on_damage=lambda extents: loop.call_soon_threadsafe(self.invalidate, extents),
+            User(lambda extents: loop.call_soon_threadsafe(self.invalidate, extents)),
         )
         super().__init__(
             self._manifest_of,
             self.provider,
             node.store.models,
             ModuleBudget(budget_bytes, device),
-            ComponentFactory(self.builder, self.builder.retire),
+            self.builder,
         )
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:
@@ -157,13 +158,13 @@ async def test_a_request_that_runs_on_damaged_weights_is_told_and_the_next_is_no
             # Nobody took the weights away from the one that runs.
             for parameter, was in zip(running.modules["transformer"].parameters(), before, strict=True):
                 assert torch.equal(parameter, was)
-            assert [entry.key for entry in replica._modules._table.detached] == [damaged_key]
+            assert [entry.key for entry in replica._modules.table.detached] == [damaged_key]
             shown = [entry["damaged"] for entry in replica.describe()["modules"] if entry["leases"]]
             assert sorted(shown) == [False, True]
 
     with pytest.raises(ModelUnavailable, match=r"'digits-flux' \(transformer\) were damaged .* withheld; try again"):
         await run()
-    assert replica._modules._table.detached == []
+    assert replica._modules.table.detached == []
     assert node.keeper.stats().leased_bytes == (node.keeper.stats().resident_bytes if device == "cpu" else 0)
     assert await replica.use()
 
@@ -173,7 +174,7 @@ async def test_what_a_device_was_given_of_a_damaged_copy_is_uploaded_again(node:
     await node.replica("cpu", "other").use()
     name = node.damage()  # before the upload
     assert not replica.is_sound(await replica.use())
-    assert node.keeper.memory.held.bytes_by_holder().keys() == {"other"}
+    assert node.keeper.memory.held.residents.bytes_by_holder().keys() == {"other"}
     refs = node.store.manifest(MODEL).components["transformer"].tensors
     beside = {ref.sha256: ref.nbytes for ref in refs.values() if ref.extent == refs[name].extent}
     node.find()
@@ -188,14 +189,14 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
     for device in DEVICES:
         replica = node.replica(device, f"during-{device}")
         reached, go_on = threading.Event(), threading.Event()
-        build = replica._filler._build
+        build = replica._filler._builder
 
         def slow(*arguments: Any, build: Callable[..., Any] = build, go: Any = (reached, go_on)) -> Any:
             go[0].set()
             assert go[1].wait(WAIT_S)
             return build(*arguments)
 
-        replica._filler._build = slow
+        replica._filler._builder = slow
         using = asyncio.ensure_future(replica.use())
         assert await asyncio.to_thread(reached.wait, WAIT_S)
         node.damage()
@@ -204,7 +205,7 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
         go_on.set()
         lease = await asyncio.wait_for(using, WAIT_S)
         assert replica.is_sound(lease)
-        assert replica._modules._table.detached == []
+        assert replica._modules.table.detached == []
 
 
 async def test_an_invalidated_module_counts_as_long_as_it_is_used(node: Node) -> None:
@@ -231,15 +232,15 @@ async def test_an_invalidated_module_counts_as_long_as_it_is_used(node: Node) ->
 async def test_a_building_that_fails_after_its_weights_were_damaged_takes_nothing_of_the_next(node: Node) -> None:
     replica = node.replica("cpu")
     reached, go_on = threading.Event(), threading.Event()
-    build = replica._filler._build
+    build = replica._filler._builder
 
     def fails_once(*arguments: Any) -> Any:
-        replica._filler._build = build
+        replica._filler._builder = build
         reached.set()
         assert go_on.wait(WAIT_S)
         raise ValueError("cannot be built")
 
-    replica._filler._build = fails_once
+    replica._filler._builder = fails_once
     failing = asyncio.ensure_future(replica.use())
     assert await asyncio.to_thread(reached.wait, WAIT_S)
     node.damage()

@@ -140,7 +140,7 @@ async def test_encoders_are_rebound_only_when_nobody_computes(store: WeightStore
     encoder = lease.modules["text_encoder"]
     encoder.num_computing += 1
     expected = encoder.encoder.encode([encoder.encoder.tokenize(["a handwritten one"])[0]])[0]["pooled"]
-    host._modules._table.evict([host._modules._table.entries[encoder.module_key]])
+    host._modules.table.evict([host._modules.table.entries[encoder.module_key]])
     again = (await host.use("digits-flux", is_text_encoder)).modules["text_encoder"]
     assert again.encoder.module is not encoder.encoder.module
     found = encoder.encoder.encode([encoder.encoder.tokenize(["a handwritten one"])[0]])[0]["pooled"]
@@ -232,7 +232,7 @@ async def test_text_is_the_same_token_by_token(store: WeightStore) -> None:
     tokens: list[list[int]] = []
     for device in ("cpu", "cpu-private"):
         engine = (await Host(store, device).use("adder")).modules["model"]
-        prompt = engine.encode_chat([{"role": "user", "content": f"What is {left} + {right}?"}])
+        prompt = engine.chats.encode([{"role": "user", "content": f"What is {left} + {right}?"}])
         engine.add_request(TextRequest("r", prompt, SamplingParams(max_tokens=12, temperature=1.0, seed=left)))
         tokens.append([])
         while engine.has_work:

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from configs.cluster import WorkerConfig
 from deployments.modules import loading
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.modules.parts import OBJECT_BYTES, object_footprint
 from weights.loading.provider import LocalExtents
@@ -68,7 +69,7 @@ def replica(store: WeightStore, settings: WorkerConfig) -> ModuleCache:
         extents,
         store.models,
         ModuleBudget(settings.weights_budget_bytes, settings.device),
-        ComponentFactory(builder, working_memory=builder.working_memory),
+        builder,
         kept=extents if settings.device == "cpu" else None,
     )
 

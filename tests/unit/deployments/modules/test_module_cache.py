@@ -9,7 +9,7 @@ import json
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from kit.panics import Panic
 from kit.waiting import until
 
-from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.records.errors import CannotLoad, ModelUnavailable
 from weights.platform.panics import Panicked
 from weights.records.errors import BudgetExceeded, ExtentCorrupt
@@ -101,7 +103,7 @@ class Provider:
         return {id_ for id_, count in self.leases.items() if count}
 
 
-class Builder:
+class Objects(Builder):
     """Builds objects; what is in `failing` raises."""
 
     def __init__(self) -> None:
@@ -111,7 +113,7 @@ class Builder:
         self.on_build: Callable[[str], None] = lambda name: None
         self.make: Callable[[], Any] | None = None
 
-    def __call__(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         (ref,) = component.tensors.values()
         self.counts[ref.extent] += 1
         assert tensors["w"].nbytes == component.nbytes
@@ -120,12 +122,15 @@ class Builder:
             raise ValueError(f"{ref.extent} cannot be built")
         return self.make() if self.make else (ref.extent, self.counts[ref.extent])
 
+    def retire(self, thing: Any) -> None:
+        self.retired.append(thing)
+
 
 class Host(ModuleCache):
     """A host over the fakes."""
 
     def __init__(self, budget_bytes: int = 100) -> None:
-        self.provider, self.builder = Provider(), Builder()
+        self.provider, self.builder = Provider(), Objects()
         self.now_s = 0.0
         self.asked: list[tuple[str, str | None]] = []
         self.manifests_of: dict[tuple[str, str | None], Manifest] = {}
@@ -134,7 +139,7 @@ class Host(ModuleCache):
             self.provider,
             Path("/store/models"),
             ModuleBudget(budget_bytes),
-            ComponentFactory(self.builder, self.builder.retired.append),
+            self.builder,
             clock=lambda: self.now_s,
         )
 
@@ -147,7 +152,7 @@ class Host(ModuleCache):
             return lease
 
     def drop(self, component: Component) -> None:
-        book = self._modules._table
+        book = self._modules.table
         book.evict([book.entries[component.module_key]])
 
     def hold(self, model: str) -> Holder:
@@ -479,7 +484,7 @@ async def test_models_that_share_all_modules_have_pipelines_of_their_own_setting
         assert first is not other
         assert lease.bound(object, "shift 1") is first
     host.drop(manifest("a").components["unet"])
-    assert host._modules._bound == {}
+    assert host._modules.pipelines._bound == {}
 
 
 async def test_many_requests_on_little_room_all_end() -> None:

@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ import pytest
 import torch
 import xxhash
 from kit.waiting import until
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, User, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
-from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.builder import Builder
+from deployments.modules.cache import Lease, ModuleCache
 from weights.records.errors import BudgetExceeded
 from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
 
@@ -61,11 +63,11 @@ class Node:
     async def listening(self) -> None:
         """Wait until the keeper may call all those that have asked it for something."""
         for replica in [replica for replica in self.replicas if replica.extents._ear]:
-            await until(lambda found=replica: found.name in self.keeper.memory.held._recalls)  # type: ignore[misc]
+            await until(lambda found=replica: found.name in self.keeper.memory.held._book.recalls)  # type: ignore[misc]
 
     @property
     def used_bytes(self) -> int:
-        return self.keeper.memory.held.used_bytes
+        return self.keeper.memory.held.residents.used_bytes
 
     def close(self) -> None:
         for replica in self.replicas:
@@ -99,6 +101,18 @@ class Node:
         )
 
 
+class _Maker(Builder):
+    """Makes the modules of a replica."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Module:
+        self._replica.num_built += 1
+        assert self._replica.slow.wait(WAIT_S)
+        return Module(dict(tensors))
+
+
 class Replica(ModuleCache):
     """One replica; `slow` blocks builds until it is set."""
 
@@ -108,9 +122,9 @@ class Replica(ModuleCache):
         self.overdue: list[bool] = []
         self.slow = threading.Event()
         self.slow.set()
-        self.extents = RayExtents(ActorHandle(node.keeper), name, on_recall=self._called)
-        budget, factory = ModuleBudget(budget_bytes), ComponentFactory(self._make)
-        super().__init__(self._manifest_of, self.extents, Path("/store"), budget, factory, kept=self.extents)
+        self.extents = RayExtents(ActorHandle(node.keeper), name, User(on_recall=self._called))
+        budget = ModuleBudget(budget_bytes)
+        super().__init__(self._manifest_of, self.extents, Path("/store"), budget, _Maker(self), kept=self.extents)
 
     def _called(self, extents: Any, is_overdue: bool) -> None:
         self.overdue.append(is_overdue)
@@ -118,11 +132,6 @@ class Replica(ModuleCache):
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:
         return self.node.manifests[model]
-
-    def _make(self, component: Component, skeleton: Path, tensors: dict[str, torch.Tensor]) -> Module:
-        self.num_built += 1
-        assert self.slow.wait(WAIT_S)
-        return Module(tensors)
 
     async def use(self, model: str, seconds: float = 0.0) -> Lease:
         async with self.lease(model, lambda _: True) as lease:
@@ -297,7 +306,7 @@ async def test_what_was_given_up_keeps_no_memory(node) -> None:
     gc.collect()
     gc.disable()
     try:
-        gone = [weakref.ref(here.keeper.memory.held.held(id_).ref.array) for id_ in ("a", "shared")]
+        gone = [weakref.ref(here.keeper.memory.held.residents.held(id_).ref.array) for id_ in ("a", "shared")]
         await two.use("c")
         await until(lambda: not any(ref() is not None for ref in gone))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deployments.modules.builder import Builder
 from deployments.modules.parts import Part, PartName, Streaming, device_footprint, distinct_bytes
 from weights.records.manifest import Component, TensorRef
 
@@ -32,8 +33,22 @@ def denoiser(num_blocks: int = 32, salt: str = "") -> Part:
     return part("denoiser", blocks | {"norm.weight": KIB}, salt)
 
 
+class AllButVaes(Builder):
+    """Lets everything be streamed but a VAE."""
+
+    def can_stream(self, component: Component) -> bool:
+        return component.name != "vae"
+
+
+class Exact:
+    """Memory in which a tensor takes its bytes."""
+
+    def size_of(self, nbytes: int) -> int:
+        return nbytes
+
+
 def fitted(parts: list[Part], budget_kib: int, *, is_last_resort: bool = True) -> dict[str, Part]:
-    streaming = Streaming(lambda component: component.name != "vae", lambda nbytes: nbytes)
+    streaming = Streaming(AllButVaes(), Exact())
     named = {PartName(one.component.name): one for one in parts}
     found = streaming.fit_parts(named, budget_kib * KIB, is_last_resort=is_last_resort)
     return {name.name: one for name, one in found.items()}

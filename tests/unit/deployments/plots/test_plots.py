@@ -14,23 +14,8 @@ from typer.testing import CliRunner
 from unit.deployments.bench.test_switch_bench import figures as switch_figures
 
 from deployments.cli.main import main
-from deployments.plots.benches import (
-    MAX_BOXES,
-    MAX_ROWS,
-    PLOTS,
-    Bar,
-    Bars,
-    Boxes,
-    Curves,
-    llm_plot,
-    load_plot,
-    ms,
-    serve_plot,
-    size,
-    store_plot,
-    svg_of,
-    switch_plot,
-)
+from deployments.plots.svg import MAX_BOXES, MAX_ROWS, Bar, Bars, Boxes, Curves, ms, size, store_plot, svg_of
+from infra.bench.command.plots import PLOTS, llm_plot, load_plot, serve_plot, switch_plot
 from infra.plots import app
 
 SVG = "{http://www.w3.org/2000/svg}"

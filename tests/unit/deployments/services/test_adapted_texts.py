@@ -15,7 +15,8 @@ from unit.deployments.engine_loops import written_chunks
 
 from configs.cluster import WorkerConfig
 from deployments.engines.llm.tokenizer import load_tokenizer
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import CompletionRequest
 from deployments.records.errors import InvalidRequest
@@ -73,8 +74,7 @@ def service(folders: dict[str, Path], tmp_path: Path) -> TextService:
         return store.manifest(model)
 
     settings = WorkerConfig(kv_cache_bytes=2**22)
-    factory = ComponentFactory(ComponentBuilder(settings))
-    cache = ModuleCache(fetch, Extents(store.packs), store.models, ModuleBudget(2**30), factory)
+    cache = ModuleCache(fetch, Extents(store.packs), store.models, ModuleBudget(2**30), ComponentBuilder(settings))
     return TextService(cache, DeviceThread())
 
 

@@ -11,9 +11,9 @@ import PIL.Image
 import pytest
 import torch
 from kit.seeding import seeded_rng
-from unit.deployments.engines.stock.tiny_classes import assembled
-from unit.deployments.engines.stock.tiny_pipelines import saved
-from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
+from kit.tiny.classes import assembled
+from kit.tiny.pipelines import saved
+from kit.tiny.seeing import edit_small_areas, qwen_edit
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults

@@ -161,7 +161,7 @@ class Studio:
 
     @property
     def engine(self) -> Any:
-        (bound,) = [one for one in self.cache._modules._bound.values() if hasattr(one, "engine")]
+        (bound,) = [one for one in self.cache._modules.pipelines._bound.values() if hasattr(one, "engine")]
         return bound
 
 

@@ -19,6 +19,7 @@ class Host:
     def __init__(self, kinds: dict[str, str]) -> None:
         self._kinds = kinds
         self.leased: list[str] = []
+        self.forwards = self
         self.learned: list[str] = []  # the kinds of models whose forwards were planned
         self.manifests = self
 

@@ -80,7 +80,7 @@ class Cluster:
         """Write into shared weights; the audit finds it, and the replica sends its heartbeat."""
         refs = self.store.manifest(MODEL).components[component].tensors
         ref = max(refs.values(), key=lambda ref: ref.nbytes)
-        held = self.keeper.memory.held.held(ref.extent)
+        held = self.keeper.memory.held.residents.held(ref.extent)
         assert held is not None
         held.view[ref.offset + 3] ^= 0x7F
         self.keeper.memory.audit.round()

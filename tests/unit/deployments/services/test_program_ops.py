@@ -18,7 +18,8 @@ from cluster.registry.manifests import summarize
 from configs.pipeline import PipelineConfig
 from deployments.engines.programs.bound import BoundProgram
 from deployments.engines.programs.rows import ProgramJob, run_jobs
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import ModuleCache
 from deployments.modules.encoders import TextEncoderBuilder
 from deployments.pipelines.edge_types import tensor_of
 from deployments.pipelines.planning import PipelineUnusable, plan_pipeline
@@ -73,8 +74,7 @@ class Bench:
         self.manifests["onnx"] = import_model(store, "onnx", folder / "bert.onnx")
         self.records = {name: _record(store, manifest) for name, manifest in self.manifests.items()}
         builder = TextEncoderBuilder()
-        factory = ComponentFactory(builder, builder.retire)
-        self.cache = ModuleCache(self._fetch, Extents(store.packs), store.models, ModuleBudget(2**30), factory)
+        self.cache = ModuleCache(self._fetch, Extents(store.packs), store.models, ModuleBudget(2**30), builder)
         self.encoders = CachedEncoders(EncodingCache(10**6), self._no_texts)
 
     async def _fetch(self, model: str, version: str | None) -> Manifest:

@@ -13,7 +13,8 @@ from unit.deployments.services.test_adapted_texts import Extents
 
 from configs.cluster import WorkerConfig
 from deployments.engines.llm.chat import Message
-from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.budget import ModuleBudget
+from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ChatRequest
 from deployments.records.errors import InvalidRequest
@@ -50,8 +51,8 @@ def service(stock: Any, tmp_path: Path) -> TextService:
     async def fetch(model: str, version: str | None) -> Manifest:
         return store.manifest(model)
 
-    factory = ComponentFactory(ComponentBuilder(WorkerConfig(kv_cache_bytes=2**22)))
-    cache = ModuleCache(fetch, Extents(store.packs), store.models, ModuleBudget(2**30), factory)
+    builder = ComponentBuilder(WorkerConfig(kv_cache_bytes=2**22))
+    cache = ModuleCache(fetch, Extents(store.packs), store.models, ModuleBudget(2**30), builder)
     return TextService(cache, DeviceThread())
 
 

@@ -16,11 +16,11 @@ import PIL.ImageOps
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.classes import AGAIN, assembled
+from kit.tiny.clips import AUDIOS, VIDEOS
+from kit.tiny.pipelines import make, saved
+from kit.tiny.videos_in import T5_SIZE, VIDEO_CASES
 from kit.waiting import until
-from unit.deployments.engines.stock.tiny_classes import AGAIN, assembled
-from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
-from unit.deployments.engines.stock.tiny_pipelines import make, saved
-from unit.deployments.engines.stock.tiny_videos_in import T5_SIZE, VIDEO_CASES
 
 from configs.cluster import LimitsConfig, WorkerConfig
 from deployments.engines.records.protocol import EngineError

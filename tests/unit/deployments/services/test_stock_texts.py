@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from kit.seeding import seeded_rng
-from unit.deployments.engines.stock.tiny_clips import VIDEOS
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
+from kit.tiny.clips import VIDEOS
+from kit.tiny.pipelines import PIPELINES, saved
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults

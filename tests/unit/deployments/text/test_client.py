@@ -19,7 +19,7 @@ from deployments.replicas.replica_calls import ReplicaCalls
 from deployments.text.client import BELIEVED_DOWN_S, MAX_MISSED, EncoderDown, TextEncoderClient
 from deployments.text.requests import Conditioning, ConditioningRequest
 
-REQUEST = ConditioningRequest("flux", "a seven", None, False, None)
+REQUEST = ConditioningRequest("flux", "a seven", None, False)
 ANSWER = Conditioning({}, 1.0, CacheUse(0, 1), ())
 TICK_S = 0.005
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # imports diffusers
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 FLUX = {"flux": MODELS / "digits-flux"}
-REQUEST = ConditioningRequest("flux", "a handwritten seven", None, False, 24)
+REQUEST = ConditioningRequest("flux", "a handwritten seven", None, False, max_sequence_length=24)
 
 
 async def of_the_service(open_host: Callable[..., Any], request: ConditioningRequest) -> dict[str, torch.Tensor]:

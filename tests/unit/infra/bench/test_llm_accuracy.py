@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deployments.bench.peers import llama_cpp_python
+from infra.bench.command.peers import llama_cpp_python
 from infra.bench.llm_accuracy import divergence, formatted_accuracy, measure_accuracy
 
 

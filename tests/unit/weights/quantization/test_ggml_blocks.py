@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kit.seeding import seeded_rng
 
-from weights.quantization.gguf_export import _quantize_blocks
+from infra.offline.gguf_export import _quantize_blocks
 from weights.records.errors import WeightsError
 
 KINDS = ("Q8_0", "Q4_0")

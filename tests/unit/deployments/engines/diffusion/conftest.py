@@ -11,8 +11,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
-from kit.tiny_models import random_vae, sdxl_unet
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from kit.tiny.parts import random_vae, sdxl_unet, unet
 from safetensors.torch import load_file
 
 from deployments.engines.building.build import build_module
@@ -162,17 +162,12 @@ def make_sdxl(folder: Path, solver: str = "EulerDiscreteScheduler", **vae: Any) 
 
 def make_stable_diffusion(folder: Path, solver: str = "PNDMScheduler", in_channels: int = 4) -> Pair:
     torch.manual_seed(0)
-    model = UNet2DConditionModel(
-        block_out_channels=(8, 16),
-        layers_per_block=1,
+    model = unet(
         in_channels=in_channels,
         sample_size=64,
-        out_channels=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=4,
         cross_attention_dim=12,
-        norm_num_groups=4,
     ).eval()
     config = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
     skip = {"skip_prk_steps": True, "steps_offset": 1} if solver == "PNDMScheduler" else {}

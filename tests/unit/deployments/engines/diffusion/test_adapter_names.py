@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.pipelines import make
 from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
-from unit.deployments.engines.stock.tiny_pipelines import make
 
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.fitted_loras import FittedLoras

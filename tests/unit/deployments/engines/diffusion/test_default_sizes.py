@@ -10,7 +10,7 @@ from typing import Any
 
 import diffusers
 import pytest
-from unit.deployments.engines.stock.tiny_pipelines import make
+from kit.tiny.pipelines import make
 
 from configs.model import GenerationDefaults
 from deployments.engines.diffusion.families import FAMILIES, family_of

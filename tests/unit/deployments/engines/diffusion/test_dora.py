@@ -16,8 +16,8 @@ from deployments.engines.nn import fp8_linear
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters, fit_pairs, merge_pairs
 from deployments.engines.records.protocol import AdapterUse, EngineError
+from infra.offline.fp8_pipeline import _quantize_rows
 from weights.operations.adapters import LoraPair, load_adapter
-from weights.quantization.fp8_pipeline import _quantize_rows
 
 TARGETS = {
     "StableDiffusion3Pipeline": ["attn.to_q", "attn.add_k_proj", "ff.net.0.proj"],

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from kit.seeding import seeded_random, seeded_rng
+from kit.tiny.classes import assembled
+from kit.tiny.pipelines import make, saved
+from kit.tiny.seeing import edit_small_areas, qwen_edit
 from torch import nn
 from unit.deployments.engines.diffusion.reader_pairs import create_ours
-from unit.deployments.engines.stock.tiny_classes import assembled
-from unit.deployments.engines.stock.tiny_pipelines import make, saved
-from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
 from deployments.engines.costs.memory_limits import MemoryLimits
 from deployments.engines.diffusion.families import FAMILIES

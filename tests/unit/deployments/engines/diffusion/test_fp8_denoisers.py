@@ -18,11 +18,11 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.nn import fp8_linear
 from deployments.engines.nn.fp8_linear import _Fp8Linear, _scaled_product
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
+from infra.offline.fp8_pipeline import _quantize_rows, export_fp8
 from weights.loading.loader import load_model
 from weights.loading.provider import LocalExtents
 from weights.operations.adapters import LoraPair
 from weights.operations.externalize import externalize
-from weights.quantization.fp8_pipeline import _quantize_rows, export_fp8
 from weights.records.errors import FormatError, WeightsError
 from weights.storage.store import WeightStore
 

@@ -13,9 +13,10 @@ import PIL.Image
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.parts import byte_tokenizer
+from kit.tiny.pipelines import make
 from tokenizers import processors
 from unit.deployments.engines.diffusion.reader_pairs import ReaderPair
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, make
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline

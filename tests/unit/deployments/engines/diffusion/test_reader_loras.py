@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.classes import assembled
+from kit.tiny.pipelines import make, saved
+from kit.tiny.seeing import edit_small_areas, qwen_edit
 from safetensors.torch import save_file
 from unit.deployments.engines.diffusion.reader_pairs import ReaderPair
-from unit.deployments.engines.stock.tiny_classes import assembled
-from unit.deployments.engines.stock.tiny_pipelines import make, saved
-from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
 from deployments.engines.records.protocol import AdapterUse, DiffusionRequest
 from deployments.engines.servable import why_unservable

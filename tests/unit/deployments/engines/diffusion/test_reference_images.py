@@ -13,10 +13,10 @@ import PIL.Image
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.classes import assembled
+from kit.tiny.pipelines import make, saved
+from kit.tiny.seeing import edit_small_areas, qwen_edit
 from unit.deployments.engines.diffusion.reader_pairs import Image, ReaderPair, create_ours
-from unit.deployments.engines.stock.tiny_classes import assembled
-from unit.deployments.engines.stock.tiny_pipelines import make, saved
-from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
 from deployments.engines.building.build import build_skeleton
 from deployments.engines.diffusion.engine import DiffusionEngine

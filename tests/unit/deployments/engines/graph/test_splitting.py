@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from deployments.engines.graph.splitting import MAX_INPUTS, Backend, Copy, Leaf, Node, SplitGraph, split_graph
+from infra.offline.splitting import MAX_INPUTS, Backend, Copy, Leaf, Node, SplitGraph, split_graph
 
 CPU = Backend("cpu")
 

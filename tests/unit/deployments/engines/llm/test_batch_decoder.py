@@ -8,8 +8,8 @@ import pytest
 import torch
 from kit.drawing import seeds
 
-from deployments.bench.batch_decoder import BatchDecoder, BatchToken
 from deployments.engines.llm.models.registry import create_model, load_config
+from infra.bench.command.batch_decoder import BatchDecoder, BatchToken
 
 
 @pytest.fixture(scope="module")

@@ -16,15 +16,15 @@ from fuzz.model_parsers import BPE_TOKENS, bpe_metadata, spm_metadata, valid_ggu
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
 
-from deployments.bench.peers import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.records.protocol import SamplingParams, TextRequest
+from infra.bench.command.peers import LlamaCpp, llama_cpp_python
+from infra.offline.checkpoints import quantize_checkpoint
 from weights.formats.gguf_names import TEXT_SPLITS
 from weights.loading.views import mapped_tensors
-from weights.quantization.checkpoints import quantize_checkpoint
 
 DEMO = Path(__file__).parents[5] / "infra" / "demo"
 PYTHON = llama_cpp_python()
@@ -68,7 +68,7 @@ def test_the_ids_of_a_text(adder: Path, judge: LlamaCpp) -> None:
 def test_greedy_tokens(adder: Path, judge: LlamaCpp) -> None:
     engine = LLMEngine(adder.parent, mapped_tensors(adder)[1], LLMEngineConfig())
     for question in QUESTIONS:
-        prompt = engine.encode_chat([{"role": "user", "content": question}])
+        prompt = engine.chats.encode([{"role": "user", "content": question}])
         engine.add_request(TextRequest(question, prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)))
         ours = []
         while engine.has_work:

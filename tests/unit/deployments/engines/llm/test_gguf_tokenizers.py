@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
+from deployments.engines.llm.models.gguf_tokenizer import check_gguf_tokenizer, gguf_tokenizer
 from deployments.engines.records.protocol import EngineError
-from weights.quantization.gguf_vocabulary import vocabulary_metadata
+from infra.offline.gguf_vocabulary import vocabulary_metadata
 from weights.records.errors import FormatError
 
 HARD = [
@@ -249,7 +249,7 @@ def test_chat_template_and_ends_come_along() -> None:
         ({"tokens": ("a", "a")}, "a token twice|expected"),
         ({"token_type": np.zeros(3, np.int32)}, "token_type is .*expected"),
         ({"merges": np.zeros(2)}, "merges is .*expected an array of texts"),
-        ({"bos_token_id": 10**6}, "the vocabulary has"),
+        ({"scores": np.zeros(3, np.float32)}, "scores is .*expected"),
     ],
 )
 def test_damaged_or_unknown_vocabularies_are_refused(change: dict[str, Any], message: str) -> None:
@@ -257,3 +257,15 @@ def test_damaged_or_unknown_vocabularies_are_refused(change: dict[str, Any], mes
     metadata |= {f"tokenizer.ggml.{name}": value for name, value in change.items()}
     with pytest.raises(EngineError, match=message):
         gguf_tokenizer(metadata)
+    with pytest.raises(EngineError, match=message):
+        check_gguf_tokenizer(metadata)
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "padding", "unknown"])
+@pytest.mark.parametrize("index", [-1, 10**6, 2**32 - 1, 0.5, "1"])
+def test_a_special_token_that_is_none_of_the_vocabulary_is_left_out(name: str, index: Any) -> None:
+    metadata = metadata_of(byte_level(QWEN), pre="qwen2") | {f"tokenizer.ggml.{name}_token_id": index}
+    tokenizer = gguf_tokenizer(metadata)
+    attribute = {"padding": "pad_token", "unknown": "unk_token"}.get(name, f"{name}_token")
+    assert getattr(tokenizer, attribute) is None
+    assert tokenizer("hi")["input_ids"]

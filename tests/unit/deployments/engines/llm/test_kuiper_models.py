@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.nn.packed_linear import PackedLinear
 from deployments.engines.records.protocol import EngineError
+from infra.offline.checkpoints import quantize_checkpoint
 from weights.loading.loader import load_model
 from weights.loading.provider import LocalExtents
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
 from weights.operations.externalize import externalize
 from weights.operations.layouts import write_inline
-from weights.quantization.checkpoints import quantize_checkpoint
 from weights.records.errors import FormatError, WeightsError
 from weights.storage.store import WeightStore
 

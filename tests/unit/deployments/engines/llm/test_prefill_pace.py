@@ -48,13 +48,14 @@ class Machine:
     budget: int = 512
     noise: float = 0.05
     seed: int = 0
+    learned: PrefillPace | None = None
     now: float = 0.0
     gaps: list[float] = field(default_factory=list)
     ends: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.pace = PrefillPace(self.delay, self.most)
+        self.pace = self.learned or PrefillPace(self.delay, self.most)
         self.scheduler = Scheduler(
             BlockPool(10_000), max_num_seqs=64, max_num_batched_tokens=self.budget, pace=self.pace
         )
@@ -110,12 +111,13 @@ def test_a_stream_waits_twice_as_long_beside_prompts_and_prompts_get_what_is_lef
     assert statistics.fmean(sizes[100:]) >= 0.6 * fitting, f"{fitting} tokens would fit"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeds(50)
 def test_what_lies_before_a_jump_of_the_cost_is_found(seed: int) -> None:
+    assert two_ways(1, 16) > 2 * two_ways(1, 0) > two_ways(1, 12)
+    assert statistics.median(Machine(two_ways, noise=0, seed=seed).run_beside(400)[60:]) == 12
     machine = Machine(two_ways, seed=seed)
     sizes = machine.run_beside(400)
-    assert two_ways(1, 16) > 2 * two_ways(1, 0) > two_ways(1, 12)
-    assert statistics.median(sizes[60:]) == 12
+    assert statistics.fmean(sizes[60:]) >= 0.6 * 12, "12 are 8 % below what is allowed: noise may make them seem dear"
     assert statistics.median(machine.gaps) <= 2.1 * two_ways(1, 0)
 
 
@@ -149,9 +151,7 @@ def test_no_two_steps_in_a_row_go_without_a_prompt_that_waits() -> None:
 def test_without_a_stream_a_prompt_gets_the_whole_step() -> None:
     machine = Machine(fused)
     machine.run_beside(100)
-    other = Machine(fused)
-    other.pace = machine.pace
-    other.scheduler._pace = machine.pace
+    other = Machine(fused, learned=machine.pace)
     other.add("prompt", 1900)
     assert [other.step() for _ in range(4)] == [(0, 512), (0, 512), (0, 512), (0, 364)]
 
@@ -205,7 +205,16 @@ def test_the_maximum_holds_whatever_a_step_takes(most: int) -> None:
     assert statistics.fmean(sizes[50:]) > 0.8 * most
 
 
-@pytest.mark.parametrize("seed", range(3))
+def test_a_first_measurement_in_a_bad_moment_holds_up_no_other_engine() -> None:
+    """What the fewest tokens take is free: it is no more than what more of them took."""
+    pace = PrefillPace(2.0, 512)
+    for tokens, seconds in ((4, 0.6), (24, 0.33), (64, 0.6)):
+        pace.note_step(0, tokens, seconds)
+    assert pace.tokens_beside(0, 0.2, 512) <= 32
+    assert pace.tokens_beside(0, 0.01, 512) <= 32
+
+
+@seeds(50)
 @pytest.mark.parametrize("num_streams", [0, 2])
 @pytest.mark.parametrize(("cost", "other_s"), [(fused, 0.1), (dense, 0.2), (two_ways, 0.2)])
 def test_another_engine_waits_for_two_of_its_steps_at_most_and_prompts_get_what_is_left(

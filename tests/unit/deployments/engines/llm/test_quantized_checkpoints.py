@@ -25,9 +25,9 @@ from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.nn.packed_linear import PackedLinear
 from deployments.engines.records.protocol import EngineError
+from infra.offline.checkpoints import quantize_checkpoint
 from weights.formats.gguf import read_gguf
 from weights.loading.views import mapped_tensors
-from weights.quantization.checkpoints import quantize_checkpoint
 from weights.records.errors import FormatError, StoreError, WeightsError
 
 LLAMA3 = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.scripted_llm import BEGIN, save_scripted_llm
@@ -14,9 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
+from deployments.engines.nn.packed_weights import Arithmetic
 from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.engines.servable import why_unservable
+from infra.offline.checkpoints import quantize_checkpoint
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.gguf import encode_gguf_header, read_gguf, write_gguf
+
+ADDITION = "<s><|user|>2+3<|end|><|assistant|>"
+DEMO = Path(__file__).resolve().parents[5] / "infra" / "demo" / "models"
 
 
 def with_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
@@ -52,7 +60,14 @@ def with_generation(text: str) -> Callable[[Path], None]:
         (with_generation('{"eos_token_id": 1,'), "generation_config.json: cannot be read as JSON"),
         (with_generation('{"do_sample": false, "top_p": 0.0}'), None),
         (with_generation('{"temperature": -1, "repetition_penalty": 0, "max_new_tokens": 0}'), None),
+        (with_tensors(lambda t: t.pop("model.layers.0.mlp.up_proj.weight")), "up_proj.weight' is missing"),
+        (with_tensors(lambda t: t.pop("model.layers.0.input_layernorm.weight")), "input_layernorm.weight' is missing"),
+        (with_config(num_hidden_layers=10**12), "'model.layers.1.input_layernorm.weight' is missing"),
+        (with_config(attention_bias=True), "q_proj.bias' is missing"),
+        (with_config(vocab_size=9), "'model.embed_tokens.weight' has shape "),
+        (with_config(intermediate_size=32), "gate_proj.weight' has shape [64, 320], expected [32, 320]"),
         (with_config(pad_token_id=-1), None),
+        (with_config(pad_token_id=10**6), None),
         (with_config(architectures=None), None),
     ],
 )
@@ -64,11 +79,91 @@ def test_what_is_ready_answers(change: Callable[[Path], None], reason: str | Non
         assert reason in str(refused)
         return
     assert refused is None
-    config = LLMEngineConfig(kv_cache_bytes=2**22)
-    engine = LLMEngine(tmp_path, load_file(tmp_path / "model.safetensors"), config)
+    assert answer(tmp_path, load_file(tmp_path / "model.safetensors"), BEGIN) == "ok"
+
+
+def answer(model: Path, tensors: Mapping[str, torch.Tensor], prompt: str, arithmetic: Arithmetic = "fast") -> str:
+    engine = LLMEngine(model, tensors, LLMEngineConfig(kv_cache_bytes=2**22, arithmetic=arithmetic))
     sampling = SamplingParams(**{"max_tokens": 2, "temperature": 0.0, **engine.generation_defaults})
-    engine.add_request(TextRequest("r", engine.encode_text(BEGIN), sampling))
+    engine.add_request(TextRequest("r", engine.encode_text(prompt), sampling))
     text = ""
     while engine.has_work:
         text += "".join(delta.text for delta in engine.step())
-    assert text == "ok"
+    return text
+
+
+def test_what_is_left_out_is_left_out_of_exact_arithmetic_too(tmp_path: Path) -> None:
+    save_scripted_llm(tmp_path, ["ok"], "{{ messages }}" + BEGIN)
+    surplus = {"model.layers.0.self_attn.masked_bias": torch.tensor(-1e9), "v_head.weight": torch.zeros(1, 64)}
+    surplus["model.position_ids"] = torch.arange(3)
+    tensors = load_file(tmp_path / "model.safetensors") | surplus
+    assert answer(tmp_path, tensors, BEGIN, "exact") == "ok"
+
+
+Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+@pytest.fixture(scope="module")
+def gguf_adder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "adder.gguf"
+    quantize_checkpoint(DEMO / "adder", file, "gguf-f32")
+    return file
+
+
+def dropped(*names: str) -> Callable[[Tensors, dict[str, Any]], Any]:
+    return lambda tensors, metadata: [tensors.pop(name) for name in names]
+
+
+def added(name: str, *shape: int) -> Callable[[Tensors, dict[str, Any]], Any]:
+    return lambda tensors, metadata: tensors.update({name: ("F32", shape, bytes(4 * math.prod(shape)))})
+
+
+def keyed(name: str, value: Any) -> Callable[[Tensors, dict[str, Any]], Any]:
+    return lambda tensors, metadata: metadata.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors, metadata: None, None),
+        (dropped("blk.0.ffn_up.weight"), "'blk.0.ffn_up.weight' is missing"),
+        (dropped("blk.1.attn_q.weight"), "'blk.1.attn_q.weight' is missing"),
+        (dropped("blk.0.attn_norm.weight"), "'blk.0.attn_norm.weight' is missing"),
+        (dropped("output_norm.weight"), "'output_norm.weight' is missing"),
+        (added("blk.0.ffn_up.weight", 8, 8), "'blk.0.ffn_up.weight' has shape [8, 8], expected"),
+        (added("blk.0.attn_q.scale", 1), "'blk.0.attn_q.scale' has no place in a "),
+        (added("blk.0.attn_output.bias", 128), "'blk.0.attn_output.bias' has no place in a "),
+        (added("v_head.summary.weight", 1, 8), None),
+        (added("blk.0.attn.masked_bias", 1), None),
+        (added("blk.99.attn_q.weight", 8, 8), None),
+        (keyed("tokenizer.ggml.padding_token_id", -1), None),
+        (keyed("tokenizer.ggml.padding_token_id", 10**6), None),
+        (keyed("tokenizer.ggml.bos_token_id", 2**32 - 1), None),
+        (keyed("tokenizer.ggml.token_type", np.ones(3, np.int32)), "tokenizer.ggml.token_type is"),
+        (keyed("tokenizer.ggml.tokens", ("a", "a")), "has a token twice"),
+    ],
+)
+def test_a_gguf_file_that_is_ready_answers(
+    change: Callable[[Tensors, dict[str, Any]], Any], reason: str | None, gguf_adder: Path, tmp_path: Path
+) -> None:
+    header, content = read_gguf(gguf_adder), gguf_adder.read_bytes()
+    tensors: Tensors = {
+        name: (tensor.dtype, tuple(tensor.shape), content[tensor.offset : tensor.offset + tensor.nbytes])
+        for name, tensor in header.tensors.items()
+    }
+    metadata = dict(header.metadata)
+    change(tensors, metadata)
+    infos = {name: (kind, shape) for name, (kind, shape, _) in tensors.items()}
+    readers = [(len(data), lambda data=data: data) for _, _, data in tensors.values()]
+    file = tmp_path / "model.gguf"
+    write_gguf(file, encode_gguf_header(metadata, infos), readers)
+    refused = why_unservable(read_checkpoint(file))
+    if reason is not None:
+        assert reason in str(refused)
+        return
+    assert refused is None
+    given = {
+        name: torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape)
+        for name, (_, shape, data) in tensors.items()
+    }
+    assert answer(file, given, ADDITION) == "5."

@@ -306,15 +306,31 @@ def test_a_budget_too_small_to_share_goes_to_the_first():
     assert _even_shares([100, 100, 100], 2 * MIN_SHARE + 1) == [MIN_SHARE + 1, MIN_SHARE, 0]
 
 
-def test_a_request_waits_until_there_are_seats_for_all_its_completions():
-    subject, _ = scheduler(max_num_seqs=3)
-    first = sequence("first", 5)
+def test_a_request_takes_the_seats_that_there_are_and_the_rest_of_it_comes_first_in_line():
+    subject, _blocks = scheduler(max_num_seqs=3)
+    first, parent, children = sequence("first", 20), sequence("four", 20, num_siblings=3), []
     subject.add_sequence(first)
     step(subject)
-    subject.add_sequence(sequence("three", 5, num_siblings=2))
-    assert step(subject) == [("first", 5, 6)]
+    subject.add_sequence(parent)
+    subject.add_sequence(sequence("next", 5))
+    chunks = subject.schedule().chunks
+    assert [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in chunks] == [
+        ("first", 20, 21),
+        ("four", 0, 20),
+    ]
+    for chunk in chunks:
+        subject.complete(chunk, 7)
+    while parent.num_siblings:
+        children.append(sequence("four", 20))
+        subject.fork(parent, children[-1], 8 + len(children))
+    assert [child.status for child in children] == [SequenceStatus.RUNNING, *[SequenceStatus.WAITING] * 2]
+    assert [name for name, *_ in step(subject)] == ["first", "four", "four"]
     subject.finish(first)
-    assert step(subject) == [("three", 0, 5)]
+    assert step(subject)[-1] == ("four", 16, 21)  # of its prompt one block was kept
+    assert (children[2].status, children[1].status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+    for one in (parent, *children):
+        subject.finish(one)
+    assert step(subject) == [("next", 0, 5)]
 
 
 @given(st.lists(st.integers(0, 200), max_size=8), st.integers(0, 300))
@@ -351,11 +367,10 @@ def test_every_sequence_is_computed_in_order_and_ends(num_blocks, max_num_seqs, 
     limits: dict[int, int] = {}
     joins: dict[int, list[Sequence]] = {}
     for i, (at, prompt, end, cut, siblings, common) in enumerate(requests):
-        siblings = min(siblings, min(max_num_seqs, budget) - 1)
         made = sequence(str(i), prompt, 5 if common else None, num_siblings=siblings)
         limits[i] = end // 2 + 1 if cut else end
         joins.setdefault(at, []).append(made)
-    unfinished = {i: 1 + min(request[4], min(max_num_seqs, budget) - 1) for i, request in enumerate(requests)}
+    unfinished = {i: 1 + request[4] for i, request in enumerate(requests)}
     held: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> all tokens up to this one
     for now in range(6000):
         for made in joins.get(now, ()):

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import pytest
 
-from deployments.bench.figures import pss_bytes
-from weights.quantization.checkpoints import quantize_checkpoint
+from infra.bench.command.figures import pss_bytes
+from infra.offline.checkpoints import quantize_checkpoint
 
 FORMS: Final[dict[Any, str]] = {"gguf-q8_0": "model.gguf", "gguf-q4_0": "model.gguf", "kuiper-int8": "model.bin"}
 # Opens a model, and has it answer a long prompt with a completion.
@@ -36,7 +36,7 @@ REPLICA = f"""
 import json, sys
 from pathlib import Path
 import torch
-from deployments.bench.figures import private_bytes
+from infra.bench.command.figures import private_bytes
 {OPEN}
 def own():
     return private_bytes(Path("/proc/self/smaps_rollup").read_text())

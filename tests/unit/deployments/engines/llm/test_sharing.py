@@ -52,6 +52,14 @@ def test_completions_come_through_preemption(model, prompt_of, request_of):
     assert tight.stats().num_free_blocks == 12
 
 
+def test_completions_that_find_no_seat_are_those_that_find_one(model, prompt_of, request_of):
+    sampling = request_of("r", (1,), max_tokens=12, temperature=1.0, seed=9).sampling
+    requests = [TextRequest(str(i), prompt_of(20 + i), sampling, n=4) for i in range(3)]
+    few = model.engine(max_num_seqs=4)
+    assert run_many(few, requests) == run_many(model.engine(max_num_seqs=16), requests)
+    assert few.stats().num_free_blocks == few.stats().num_blocks
+
+
 def test_too_many_completions_are_refused(model, prompt_of):
     engine = model.engine(max_num_seqs=2)
     with pytest.raises(EngineError, match="n is 3; expected 1 to 2"):

@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 import torch
 import transformers
-from unit.deployments.engines.stock.tiny_seeing import processor, seeing_tokenizer
+from kit.tiny.seeing import processor, seeing_tokenizer
 
 from deployments.engines.libraries.processors import load_image_processor
 from deployments.engines.records.protocol import EngineError, StockRequest

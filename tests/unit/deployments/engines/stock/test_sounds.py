@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from kit.seeding import seeded_random, seeded_rng
+from kit.tiny.classes import assembled
+from kit.tiny.clips import stable_audio
+from kit.tiny.further import FURTHER_CASES
+from kit.tiny.pipelines import saved
 from unit.deployments.engines.stock.test_stock_pipelines import load, run
-from unit.deployments.engines.stock.tiny_classes import assembled
-from unit.deployments.engines.stock.tiny_clips import stable_audio
-from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
-from unit.deployments.engines.stock.tiny_pipelines import saved
 
 from deployments.engines.records.protocol import EngineError, StockRequest
 from deployments.engines.records.sounds import Sound

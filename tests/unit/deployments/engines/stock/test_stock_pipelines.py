@@ -18,10 +18,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from kit.tiny.classes import CASES, Case, assembled
+from kit.tiny.further import FURTHER_CASES
+from kit.tiny.pipelines import PIPELINES, make, saved
 from safetensors.torch import load_file
-from unit.deployments.engines.stock.tiny_classes import CASES, Case, assembled
-from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make, saved
 
 from deployments.engines.building.build import build_module
 from deployments.engines.records.protocol import ComputationFailed, EngineError, StockRequest

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from kit.tiny.clips import VIDEOS
+from kit.tiny.pipelines import PIPELINES, make, saved
 from kit.waiting import until, wait_until
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from unit.deployments.engine_loops import last_output
 from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, load, one_thread, split, stock_images
-from unit.deployments.engines.stock.tiny_clips import VIDEOS
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make, saved
 
 from deployments.engines.records.protocol import StockRequest, TextDelta
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from kit.tiny_models import clip_config, clip_tokenizer
+from kit.tiny.parts import clip_config, clip_tokenizer, t5_tokenizer
 from safetensors.torch import load_file
 from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     T5Config,
     T5EncoderModel,
-    T5Tokenizer,
 )
 
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
+
+CLIP_TOKENS = 10
 
 
 @dataclass
@@ -30,12 +31,6 @@ class Encoder:
     ours: TextEncoder
     folder: Path
     tokenizer_folder: Path
-
-
-def t5_tokenizer() -> T5Tokenizer:
-    scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -4.0)]
-    scores += [(chr(code), -8.0) for code in range(33, 127)]
-    return T5Tokenizer(vocab=scores, extra_ids=0, model_max_length=512)
 
 
 def _encoder(folder: Path, module: Any, tokenizer: Any) -> Encoder:
@@ -50,15 +45,15 @@ def _encoder(folder: Path, module: Any, tokenizer: Any) -> Encoder:
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     torch.manual_seed(0)
-    tokenizer = clip_tokenizer()
-    return _encoder(tmp_path_factory.mktemp("clip"), CLIPTextModel(clip_config(tokenizer)), tokenizer)
+    tokenizer = clip_tokenizer(CLIP_TOKENS)
+    return _encoder(tmp_path_factory.mktemp("clip"), CLIPTextModel(clip_config(tokenizer, 8, 6)), tokenizer)
 
 
 @pytest.fixture(scope="session")
 def clip_projection(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     torch.manual_seed(1)
-    tokenizer = clip_tokenizer()
-    module = CLIPTextModelWithProjection(clip_config(tokenizer))
+    tokenizer = clip_tokenizer(CLIP_TOKENS)
+    module = CLIPTextModelWithProjection(clip_config(tokenizer, 8, 6))
     return _encoder(tmp_path_factory.mktemp("clip_projection"), module, tokenizer)
 
 

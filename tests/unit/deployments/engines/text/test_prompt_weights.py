@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from kit.seeding import seeded_random
-from unit.deployments.engines.stock.tiny_pipelines import CLIP_TOKENS, clip, clip_tokenizer
+from kit.tiny.parts import CLIP_TOKENS, clip, clip_tokenizer
 
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
+from unit.cluster.registry.model_sources import Sources
 from unit.deployments.ingress.http_fakes import client_over
 
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, note_problem
@@ -73,7 +74,7 @@ class Registry:
         return SimpleNamespace(remote=call)
 
     async def on_watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None) -> DirectoryChange:
-        change = await self.models.watch(revision, epoch, timeout_s)
+        change = await self.models.directory.watch(revision, epoch, timeout_s)
         await self.news.wait()
         return change
 
@@ -96,12 +97,12 @@ class Registry:
         return [ImportProgress("new", 3, 8)]
 
     async def on_want(self, model: str) -> None:
-        self.models.set_loaded(model, True)
+        self.models.directory.set_loaded(model, True)
 
     async def on_evict(self, model: str) -> list[str]:
         self.calls.append(("evict", model))
         if not self.holders:
-            self.models.set_loaded(model, False)
+            self.models.directory.set_loaded(model, False)
         return self.holders
 
     async def on_pin(self, model: str, pinned: bool) -> dict[str, str]:
@@ -135,7 +136,7 @@ class Replicas:
 async def registry(tmp_path: Path) -> Registry:
     registrations = Registrations(tmp_path / "registrations")
     models = ServedModels(
-        CONFIG.entries, WeightStore(tmp_path / "store"), registrations, take_in, "first", check_source=check_source
+        CONFIG.entries, WeightStore(tmp_path / "store"), registrations, Sources(take_in, check_source), "first"
     )
     await models.begin_imports()
     await models.find_model("base")

@@ -173,6 +173,12 @@ class FakeService:
             reason, times = ("stop", {"total": 2.0}) if is_last else (None, {})
             await on_chunk(TextChunk(piece, 2, position + 1, reason, times))
 
+    @property
+    def listing(self) -> FakeService:
+        return self
+
+    texts = listing
+
     async def models(self) -> list[ModelCard]:
         return list(self.cards.values())
 

@@ -431,8 +431,8 @@ async def test_models_say_where_they_are_asked(http: httpx.AsyncClient) -> None:
     assert [name for name, model in models.items() if model["encodes_itself"]] == ["sound"]
 
 
-def kept_videos(folder: Path, clock: Clock, **more: Any) -> KeptVideos:
-    return KeptVideos(VideosConfig(folder=folder, **more), "c", clock)
+def kept_videos(folder: Path, clock: Clock, monotonic: Clock | None = None, **more: Any) -> KeptVideos:
+    return KeptVideos(VideosConfig(folder=folder, **more), "c", clock, monotonic or clock)
 
 
 def made(kept: KeptVideos, tenant: str, clock: Clock, nbytes: int = 10) -> str:
@@ -466,23 +466,48 @@ def test_videos_end_by_age_number_and_bytes(tmp_path: Path) -> None:
 
 def test_a_video_whose_replica_ended_has_failed_and_counts_no_more(tmp_path: Path) -> None:
     clock = Clock(1000.0)
-    kept = kept_videos(tmp_path, clock)
-    lost, alive = kept.add("a", FACTS, 2), kept.add("a", FACTS, 2)
+    maker, kept = kept_videos(tmp_path, clock), kept_videos(tmp_path, clock)
+    lost, alive = maker.add("a", FACTS, 2), maker.add("a", FACTS, 2)
     with pytest.raises(QueueFull):
         kept.add("a", FACTS, 2)
     clock.now_s += LOST_S - 1
-    assert kept.note_progress(alive.id, 50, has_begun=True)
+    assert maker.note_progress(alive.id, 50, has_begun=True)
     clock.now_s += 2
     found = kept.find("a", lost.id)
     assert found is not None
-    assert (found.status, found.error) == (
+    assert (found.status, found.error, found.ended_s) == (
         "failed",
         {"code": "server_error", "message": "the ingress that had this video made has ended; ask again"},
+        clock(),
     )
     still = kept.find("a", alive.id)
     assert still is not None
     assert (still.status, still.progress) == ("in_progress", 50)
+    assert not maker.note_progress(lost.id, 60, has_begun=True)
     assert kept.add("a", FACTS, 2)
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_clock_that_steps_ends_no_video_and_keeps_none_that_is_lost(step_s: float, tmp_path: Path) -> None:
+    clock, monotonic = Clock(1e6), Clock()
+    maker, kept = (kept_videos(tmp_path, clock, monotonic, ttl_s=7200.0) for _ in range(2))
+    lost, alive = (maker.add("a", FACTS, 2).id for _ in range(2))
+
+    def statuses(of: KeptVideos) -> tuple[str, str]:
+        found = {video.id: video.status for video in of.page("a", None, 10, "asc") or ()}
+        return found[lost], found[alive]
+
+    assert statuses(kept) == ("queued", "queued")
+    clock.now_s += step_s
+    monotonic.now_s += 1
+    assert statuses(kept) == ("queued", "queued")
+    assert all(maker.note_progress(id_, 10, has_begun=True) for id_ in (lost, alive))
+    assert statuses(kept) == ("in_progress", "in_progress")
+    monotonic.now_s += LOST_S + 1
+    clock.now_s += 1
+    assert maker.note_progress(alive, 20, has_begun=True)
+    assert statuses(kept) == ("failed", "in_progress")
+    assert statuses(kept_videos(tmp_path, clock, monotonic, ttl_s=7200.0)) == ("failed", "in_progress")
 
 
 def test_nobody_finds_what_was_deleted_meanwhile(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""The holders of a node's extents: which of them live, and what leases they have, give back or keep. Ray-free."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from cluster.keeper.extent_book import ExtentBook
+from cluster.keeper.holder_watch import HolderEpochs, HolderWatch
+from cluster.keeper.records import HeldExtent, Recall, RecallAnswer
+from cluster.process.processes import ProcessMark
+from weights.residency.contents import Entry
+
+MAX_USES: Final = 32  # of one extent that one report counts: more are one burst
+
+logger = logging.getLogger("atelier.keeper")
+
+
+class Holders:
+    """The holders of one book, by name. Thread-safe.
+
+    A holder that does not answer keeps its leases as long as it lives for `watch`: it has its memory mapped, however
+    long it was not scheduled.
+    """
+
+    def __init__(self, book: ExtentBook, clock: Callable[[], float]) -> None:
+        self._book = book
+        self._table = book.table
+        self._epochs = HolderEpochs()
+        self.watch = HolderWatch(self.end, clock=clock)
+
+    def greet(self, holder: str, process: ProcessMark | None = None) -> int:
+        """Count the holder as living from now on, as long as its process. Return the epoch of its leases."""
+        with self._book.changed:
+            self.watch.on_heartbeat(holder, process)
+            return self._epochs.renew(holder)
+
+    def epoch(self, holder: str) -> int:
+        """Return the epoch of the holder's leases; 0 for one that counts as dead."""
+        with self._book.changed:
+            return self._epochs.number(holder)
+
+    def end(self, holder: str) -> None:
+        """Count the holder as dead: its leases end, also those that are being given just now."""
+        with self._book.changed:
+            self._book.recalls.end_holder(holder)
+            self._epochs.expire(holder)
+            self._table.end_holder(holder)
+            self._book.serve()
+
+    def end_silent(self) -> None:
+        """Wait no longer for those who do not answer recalls: the dead lose their leases, the others keep them."""
+        with self._book.changed:
+            for holder in self._book.recalls.silent():
+                lives = self.watch.lives(holder)
+                logger.warning("%s does not answer: %s", holder, "it keeps its leases" if lives else "it has died")
+                (self._book.recalls.time_out if lives else self.end)(holder)
+                self._book.serve()
+
+    def lease(self, entry: Entry[HeldExtent], holder: str, count: int = 1) -> None:
+        """Lease an entry that is here. A holder that has died gets none: nobody would give it back."""
+        with self._book.changed:
+            if not self._epochs.number(holder):
+                self._table.use(entry)
+                return
+            self._table.lease(entry, holder, count)
+            self._book.recalls.make_recallable(entry, holder)
+
+    def lease_same(self, id_: str, ref: Any, holder: str, num_leases: int) -> bool:
+        """Lease that very copy. Return False, with nothing done, when it is not the one that is here."""
+        with self._book.changed:
+            held = self._book.here(id_)
+            if held is None or held.ref != ref:
+                return False
+            self.lease(self._table.entries[id_], holder, num_leases)
+            self._book.serve()  # who has leases need not wait for what is here
+            return True
+
+    def adopt(self, held: HeldExtent, holder: str, num_leases: int) -> bool:
+        """Lease `held` to the holder that has it mapped. Return False when others get another copy, which is here.
+
+        Over the budget, too, if need be: the bytes are in memory whatever is decided here.
+        """
+        with self._book.changed:
+            extent = held.extent
+            if is_new := extent.id not in self._table.entries:
+                entry = self._table.adopt(extent.id, extent.nbytes, held, held.source)
+                self._book.tell([extent.id], [])
+                self.lease(entry, holder, num_leases)
+            elif not self.lease_same(extent.id, held.ref, holder, num_leases):
+                self.add_detached(held, holder, num_leases)
+            self._book.serve()
+            return is_new
+
+    def add_detached(self, held: HeldExtent, holder: str, num_leases: int) -> None:
+        """Count a copy that `holder` has mapped, and that nobody else may get, until the holder gives it back."""
+        with self._book.changed:
+            if self._epochs.number(holder):  # the dead give nothing back
+                entry = self._table.add_detached(held.extent.id, held.extent.nbytes, held, holder, num_leases)
+                self._book.recalls.make_recallable(entry, holder)
+            self._book.serve()
+
+    def release(self, ids: Sequence[str], holder: str, epoch: int | None = None) -> None:
+        """Give back one lease per id, of that epoch or of any. Unknown ids and holders are ignored."""
+        with self._book.changed:
+            if epoch is None or self._epochs.is_of(epoch, holder):
+                for id_ in ids:
+                    self._table.release(id_, holder)
+            self._book.serve()
+
+    def next_recall(self, holder: str, answer: RecallAnswer | None, epoch: int | None, timeout_s: float) -> Recall:
+        """Wait until something is wanted back from the holder. Empty after the time, or when it counts as dead.
+
+        `answer` is to the recall before, `epoch` that of its leases (None: another keeper's). See `Recalls.open_poll`.
+        """
+        recalls = self._book.recalls
+        with self._book.changed:
+            woken = threading.Condition(self._book.lock)
+            if answer and not (epoch is not None and self._epochs.is_of(epoch, holder)):
+                answer = replace(answer, given_back=())  # leases that have ended; it does not know of others
+            number = recalls.open_poll(holder, woken.notify_all, answer)
+            self._book.serve()
+            woken.wait_for(lambda: not recalls.is_open(holder, number), timeout_s)
+            return recalls.take_recall(holder, number)
+
+    def note_uses(self, uses: Mapping[str, int]) -> None:
+        """Count uses, by extent id, of what holders keep and have used without a new lease."""
+        with self._book.changed:
+            for id_, count in uses.items():
+                if entry := self._table.entries.get(id_):
+                    for _ in range(min(count, MAX_USES)):
+                        self._table.use(entry)

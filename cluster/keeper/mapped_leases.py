@@ -1,0 +1,181 @@
+"""What a replica has mapped of its node's extents, and its leases on them as the keeper counts them. Ray-free."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cluster.keeper.records import HeldOffer, LeasedRefs, copy_name
+from weights.memory.host_pool import ByteArray
+from weights.records.manifest import ExtentRef
+from weights.residency.recent import Recent
+
+MAX_REMEMBERED: Final = 65_536  # copies that this replica was given, and perhaps made something of
+
+
+@dataclass
+class _Mapped:
+    """An extent that is mapped here. Reference and view keep it alive when its owner, the keeper, dies.
+
+    `num_leases` is as the keeper counts them, `num_uses` what was fetched and not released.
+    """
+
+    extent: ExtentRef
+    ref: Any
+    view: ByteArray
+    num_leases: int
+    num_uses: int
+    is_damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """Leases to give back: an extent id for each, of a generation."""
+
+    ids: list[str]
+    generation: str
+
+
+class MappedLeases:
+    """The leases of one replica with the keeper that runs, which `generation` names as far as it is known. Thread-safe.
+
+    With `keeps`, one lease on what is not used stays until it is called back.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.generation = ""
+        self._keeps = keeps
+        self._lock = threading.Lock()
+        self._mapped: dict[str, _Mapped] = {}
+        self._called: set[str] = set()  # wanted back as soon as they are not used
+        self._uses: Counter[str] = Counter()  # since the last heartbeat, of what was kept
+        self._given: Recent[str, str] = Recent(MAX_REMEMBERED)  # extent ids by copy
+        self._offered: dict[str, int] = {}  # leases by id, in an offer that is on its way
+
+    def use_kept(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray] | None:
+        """Return the views, used once more; None when not all of them are here, sound and not called back."""
+        if not self._keeps:
+            return None
+        with self._lock:
+            mapped = [self._mapped.get(extent.id) for extent in extents]
+            if not all(found and not found.is_damaged and found.extent.id not in self._called for found in mapped):
+                return None
+            for found in filter(None, mapped):
+                found.num_uses += 1
+                self._uses[found.extent.id] += 1
+            return {found.extent.id: found.view for found in mapped if found}
+
+    def keep(
+        self, extents: Sequence[ExtentRef], acquired: LeasedRefs, found: Mapping[str, ByteArray]
+    ) -> GivenBack | None:
+        """Take in leases and views. Return which are not needed.
+
+        None when the keeper that gave the leases was replaced since: they are gone with it.
+        """
+        with self._lock:
+            if self.generation != acquired.generation:
+                return None
+            surplus: list[str] = []
+            for extent in extents:
+                id_, before = extent.id, self._mapped.get(extent.id)
+                # The newest copy: an older one may be a damaged one that the keeper has given up.
+                self._mapped[id_] = mapped = _Mapped(extent, acquired.refs[id_], found[id_], 1, 1)
+                if before:
+                    mapped.num_leases += before.num_leases
+                    mapped.num_uses += before.num_uses
+                self._called.discard(id_)
+                surplus += self._surplus(mapped)
+            return GivenBack(surplus, acquired.generation)
+
+    def release(self, extents: Sequence[ExtentRef]) -> GivenBack:
+        """End one use of each. Return the leases that are not needed any more."""
+        with self._lock:
+            ids: list[str] = []
+            for extent in extents:
+                mapped = self._mapped.get(extent.id)
+                if mapped and mapped.num_uses:
+                    mapped.num_uses -= 1
+                    ids += self._surplus(mapped)
+            return GivenBack(ids, self.generation)
+
+    def note_uses(self, extents: Sequence[ExtentRef]) -> None:
+        """Count a use of what is fetched already."""
+        with self._lock:
+            self._uses.update(extent.id for extent in extents)
+
+    def take_uses(self) -> dict[str, int]:
+        """Return the uses by extent id that were counted since the last call."""
+        with self._lock:
+            uses, self._uses = self._uses, Counter()
+            return dict(uses)
+
+    def call_back(self, ids: Collection[str]) -> str:
+        """Keep those no longer than they are used. Return the generation."""
+        with self._lock:
+            self._called.update(id_ for id_ in ids if id_ in self._mapped)
+            return self.generation
+
+    def is_called_back(self, extents: Sequence[ExtentRef]) -> bool:
+        """Return whether one of them is wanted back."""
+        return bool(self._called) and not self._called.isdisjoint(extent.id for extent in extents)
+
+    def forget_calls(self) -> None:
+        """Keep what was called back: it is not needed any more."""
+        with self._lock:
+            self._called.clear()
+
+    def surplus_of(self, ids: Sequence[str]) -> GivenBack:
+        """Return the leases on those that are not needed."""
+        with self._lock:
+            found = filter(None, map(self._mapped.get, ids))
+            return GivenBack([id_ for mapped in found for id_ in self._surplus(mapped)], self.generation)
+
+    def note_given(self, refs: Mapping[str, Any]) -> None:
+        """Note which copies this replica was given, by extent id."""
+        with self._lock:
+            for id_, ref in refs.items():
+                self._given.note(copy_name(ref), id_)
+
+    def note_damage(self, copies: Sequence[str]) -> tuple[list[str], GivenBack]:
+        """Return the extents of those copies that this replica was given, each copy once, and leases to give back."""
+        with self._lock:
+            damaged = [self._given.pop(copy) for copy in copies if copy in self._given]
+            ids: list[str] = []
+            for id_ in damaged:
+                if mapped := self._mapped.get(id_):
+                    mapped.is_damaged = True
+                    ids += self._surplus(mapped)
+            return damaged, GivenBack(ids, self.generation)
+
+    def begin_offer(self) -> list[HeldOffer]:
+        """Return all that is mapped, to be offered. What a keeper before answers now is not recorded any more."""
+        with self._lock:
+            self.generation = ""
+            self._offered = {id_: mapped.num_leases for id_, mapped in self._mapped.items()}
+            return [HeldOffer(mapped.extent, mapped.ref, mapped.num_leases) for mapped in self._mapped.values()]
+
+    def end_offer(self, generation: str) -> GivenBack:
+        """Take in that a keeper has adopted the offer. Return what was given back meanwhile: it counts that still."""
+        with self._lock:
+            self.generation = generation
+            surplus = [
+                id_
+                for id_, count in self._offered.items()
+                for _ in range(count - (self._mapped[id_].num_leases if id_ in self._mapped else 0))
+            ]
+            return GivenBack(surplus, generation)
+
+    def _surplus(self, mapped: _Mapped) -> list[str]:
+        """Return the ids, one per lease, of leases that are not needed. With the lock held."""
+        id_ = mapped.extent.id
+        is_kept = self._keeps and not mapped.is_damaged and id_ not in self._called
+        needed = max(mapped.num_uses, 1 if is_kept else 0)
+        num_surplus = max(0, mapped.num_leases - needed)
+        mapped.num_leases -= num_surplus
+        if not mapped.num_leases:
+            del self._mapped[id_]
+            self._called.discard(id_)
+        return [id_] * num_surplus

@@ -1,0 +1,149 @@
+"""Options of requests, one line each as they are asked for and one as an engine takes them.
+
+Bodies, records and a model's defaults embed the `...Options`, where None leaves an option open. Engines embed the other
+records, where nothing is open. A new option is its two lines here, and the code that acts on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_MAX_INT32: Final = 2**31 - 1
+_Count = Annotated[int, Field(ge=1, le=_MAX_INT32)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--.
+PromptSyntax = Literal["plain", "weighted", "compel"]
+
+
+class Acceleration(BaseModel):
+    """Which steps of an image compute no forward: their output is extrapolated from those computed before.
+
+    After `warmup` steps every `interval`-th one is computed, as TaylorSeer has it (2503.06923); `order` is that of the
+    Taylor polynomial. With `max_error` the interval, at most `interval`, follows from how far the last prediction was
+    off, as a share of the output's norm.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    interval: int = Field(3, ge=1, le=20, description="steps from one that is computed to the next; 1: all are")
+    order: int = Field(1, ge=0, le=3, description="of the polynomial; 0 takes the last output again")
+    warmup: int = Field(3, ge=1, le=1000, description="steps that are computed first")
+    max_error: _Finite | None = Field(None, gt=0, le=1, description="of a prediction; then the interval adapts")
+
+    def computes(self, step: int) -> bool:
+        """Return whether a step, counted from 0, is computed at a fixed interval."""
+        return step < self.warmup or (step - self.warmup - 1) % self.interval == 0
+
+    def num_computed(self, num_steps: int, start: int = 0) -> int:
+        """Return how many steps from `start` on are computed: at most, where the interval adapts."""
+        if self.max_error is not None:
+            return num_steps - start
+        return sum(map(self.computes, range(start, num_steps)))
+
+
+class SamplingOptions(BaseModel):
+    """How the tokens of a text are drawn."""
+
+    max_tokens: _Count | None = Field(None, description="maximum tokens of an answer")
+    temperature: _Finite | None = Field(None, ge=0, le=2)
+    top_p: _Finite | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=_MAX_INT32)
+    min_p: _Finite | None = Field(None, ge=0, le=1)
+    typical_p: _Finite | None = Field(None, gt=0, le=1)
+    repetition_penalty: _Finite | None = Field(None, gt=0, le=100)
+    frequency_penalty: _Finite | None = Field(None, ge=-2, le=2)
+    presence_penalty: _Finite | None = Field(None, ge=-2, le=2)
+    top_n_sigma: _Finite | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="standard deviations of the logits below the best one that a token may lie; 0: any",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """SamplingOptions of an engine: each is off by default. `temperature` 0 is greedy."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    top_n_sigma: float = 0.0
+
+
+class DiffusionOptions(BaseModel):
+    """How an image or a clip is made."""
+
+    negative_prompt: str | None = None
+    num_inference_steps: _Count | None = None
+    guidance_scale: _Finite | None = Field(None, ge=0, le=100)
+    true_cfg_scale: _Finite | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="guidance by a negative prompt; 1, which is off, by default",
+    )
+    max_sequence_length: _Count | None = Field(None, description="maximum tokens of the prompt")
+    strength: _Finite | None = Field(None, gt=0, le=1, description="how much of an input image is made anew")
+    scheduler: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="a class of diffusers, in place of the model's own"
+    )
+    sigmas: tuple[_Finite, ...] | None = Field(None, min_length=1, max_length=1000)
+    timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
+
+
+class PictureOptions(DiffusionOptions):
+    """How an image is made."""
+
+    width: _Count | None = Field(None, description="pixels")
+    height: _Count | None = Field(None, description="pixels")
+    prompt_syntax: PromptSyntax | None = Field(
+        None,
+        description="weighted: (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; compel: word++, "
+        "(words)-- and (words)1.3 as in Compel; else plain",
+    )
+    clip_skip: int | None = Field(
+        None, ge=0, le=64, description="layers of its CLIPs that a Stable Diffusion 1, 2 or XL leaves out of prompts"
+    )
+    deterministic: bool | None = Field(None, description="the same bits in any batch, on devices of one kind")
+    acceleration: Acceleration | None = Field(
+        None, description='steps that are extrapolated, such as {"interval": 3, "order": 1, "warmup": 3}'
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denoising:
+    """PictureOptions of a diffusion engine, but for those without which no image is made."""
+
+    true_cfg_scale: float = 1.0
+    strength: float = 1.0
+    scheduler: str | None = None
+    sigmas: tuple[float, ...] | None = None
+    timesteps: tuple[int, ...] | None = None
+    deterministic: bool = False
+    acceleration: Acceleration | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReading:
+    """PictureOptions of a text encoder."""
+
+    max_sequence_length: int | None = None
+    prompt_syntax: PromptSyntax = "plain"
+    clip_skip: int = 0
+
+
+def said(asked: BaseModel, record: type[Sampling | Denoising | PromptReading]) -> dict[str, Any]:
+    """Return the options of an engine's record that a request does not leave open."""
+    found = {field.name: getattr(asked, field.name) for field in fields(record)}
+    return {name: value for name, value in found.items() if value is not None}

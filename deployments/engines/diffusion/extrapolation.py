@@ -1,0 +1,93 @@
+"""Steps without a forward: the model's output there is a Taylor polynomial of its outputs at the last computed steps.
+
+TaylorSeer (2503.06923) on the model's whole output, as diffusers' `TaylorSeerCacheConfig(use_lite_mode=True)` has it,
+but over the noise level instead of the number of the step: schedules are not even. It belongs to one request, so that
+those with and without it share forwards, whatever their steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from configs.options import Acceleration
+
+_SURE: Final = 1e-9  # a share of the output's norm: no prediction is taken for better than that
+
+
+class Extrapolation:
+    """The outputs of a request's computed steps as factors of a polynomial: float32, of the output's shape.
+
+    `levels` are the noise levels of its steps, falling.
+    """
+
+    def __init__(self, rule: Acceleration, levels: Sequence[float]) -> None:
+        self._rule, self._levels = rule, levels
+        self._factors: list[torch.Tensor] = []
+        self._computed = -1  # the last step that was
+        self._gap = 1  # from there to the next one, where the interval adapts
+
+    def skips(self, step: int) -> bool:
+        """Return whether a step, counted from 0, takes no forward."""
+        if self._rule.max_error is None:
+            return bool(self._factors) and not self._rule.computes(step)
+        return step >= self._rule.warmup and step - self._computed < self._gap
+
+    def num_computed(self, step: int) -> int:
+        """Return how many of the steps from this one on take a forward, at today's interval where that adapts."""
+        left = len(self._levels) - step
+        if self._rule.max_error is None:
+            return self._rule.num_computed(len(self._levels), step)
+        return -(-left // self._gap)
+
+    def note(self, step: int, output: torch.Tensor) -> None:
+        """Take in what a step has computed. To do so twice changes nothing."""
+        found = output.float()
+        if self._rule.max_error is not None and len(self._factors) > 1 and step > self._computed:
+            self._gap = self._adapted(step, found, self._rule.max_error)
+        distance = 0.0 if self._computed < 0 else self._levels[step] - self._levels[self._computed]
+        factors, older = [found], self._factors[: self._rule.order]
+        if distance:
+            for factor in older:
+                factors.append((factors[-1] - factor) / distance)
+        else:  # a second evaluation at the same level, as second-order solvers make one
+            factors += self._factors[1:]
+        self._factors, self._computed = factors, step
+
+    def predict(self, step: int) -> torch.Tensor:
+        """Return the output that a step is given, float32."""
+        distance = self._levels[step] - self._levels[self._computed]
+        terms = (factor * (distance**power / math.factorial(power)) for power, factor in enumerate(self._factors))
+        return sum(terms, torch.zeros_like(self._factors[0]))
+
+    def _adapted(self, step: int, found: torch.Tensor, max_error: float) -> int:
+        """Return how far the next computed step may be: an error grows by the power of the distance after the last.
+
+        Waits for the device.
+        """
+        error = float((self.predict(step) - found).norm() / found.norm().clamp_min(_SURE))
+        if not math.isfinite(error):
+            return 1
+        reach = (step - self._computed) * (max_error / max(error, _SURE)) ** (1 / len(self._factors))
+        return max(1, min(self._rule.interval, math.floor(reach)))
+
+    def save(self) -> dict[str, Any]:
+        """Return what `restore` goes on from: numbers and tensors."""
+        return {"factors": list(self._factors), "computed": self._computed, "gap": self._gap}
+
+    def restore(self, saved: dict[str, Any], device: torch.device) -> None:
+        """Go on from where another one was."""
+        self._factors = [factor.to(device) for factor in saved["factors"]]
+        self._computed, self._gap = saved["computed"], saved["gap"]
+
+
+def noise_levels(solver: Any) -> list[float]:
+    """Return the noise level of each timestep of a solver: its sigmas, or the timesteps where it keeps none."""
+    timesteps = [float(one) for one in solver.timesteps.tolist()]
+    sigmas = getattr(solver, "sigmas", None)
+    if sigmas is None or len(sigmas) < len(timesteps):
+        return timesteps
+    return [float(one) for one in torch.as_tensor(sigmas).tolist()[: len(timesteps)]]

@@ -1,0 +1,36 @@
+"""The pipelines that were made over exact sets of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from deployments.modules.slots import ModuleSlot
+
+
+class BoundPipelines:
+    """What was made over modules: once, and kept while all of them stay."""
+
+    def __init__(self) -> None:
+        self._bound: dict[tuple[str, tuple[int, ...]], Any] = {}  # by settings, and serials of modules
+
+    def bound(self, settings: str, modules: Sequence[ModuleSlot], make: Callable[[], Any]) -> Any:
+        """Return what was made with these settings over these modules."""
+        key = (settings, tuple(slot.serial for slot in modules))
+        if key not in self._bound:
+            self._bound[key] = make()
+        return self._bound[key]
+
+    def forget(self, gone: ModuleSlot, in_use: Collection[int]) -> None:
+        """Forget what was made over a module that goes; `in_use` are the serials of those that requests need.
+
+        A pipeline may also know an adapter: when one goes, so do the pipelines that nobody uses now. None knows a part
+        that is room alone.
+        """
+        in_use = set(in_use)
+        self._bound = {
+            (settings, serials): thing
+            for (settings, serials), thing in self._bound.items()
+            if gone.serial not in serials
+            and (not gone.is_adapter or not gone.component.tensors or in_use.issuperset(serials))
+        }

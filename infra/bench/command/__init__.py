@@ -1,0 +1,1 @@
+"""The benches of `atelier bench`: Atelier beside its peers, on this machine."""

@@ -1,1 +1,0 @@
-"""Checkpoints in smaller types: what `atelier quantize` writes."""
