@@ -18,11 +18,11 @@ from multiprocessing import get_context
 from typing import Any, Final
 
 from cluster.placement.state import Components, SloClass
-from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from deployments.console.output import Column, print_line, print_table
 from infra.bench.oracle import best_over_time, best_together, late_cost, latency_cost
+from infra.simulator.multiplexed import policies_and_multiplexed
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 PART: Final = 10**9
 KINDS: Final = ("together", "steady", "bursts", "waves", "workers")

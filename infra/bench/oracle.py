@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker
+from infra.simulator.scenario import Scenario, SimModel, SimWorker
 
 MAX_REQUESTS: Final = 14  # of more than one worker; beyond it the search takes minutes
 MAX_STATES: Final = 20_000  # of one worker

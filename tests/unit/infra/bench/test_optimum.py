@@ -8,8 +8,6 @@ import statistics
 import pytest
 
 from cluster.placement.state import Components, SloClass
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from infra.bench.optimum import (
     KINDS,
     draw_case,
@@ -19,6 +17,8 @@ from infra.bench.optimum import (
     worst_of,
 )
 from infra.bench.oracle import batch_latencies_s, best_over_time, best_together, late_cost, latency_cost
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 GIB = 2**30
 
