@@ -11,12 +11,14 @@ from cluster.placement.state import Components, SloClass
 from infra.bench.optimum import (
     KINDS,
     draw_case,
+    draw_large,
     measure_case,
+    measure_large,
     print_optimum_figures,
     summary_of,
     worst_of,
 )
-from infra.bench.oracle import batch_latencies_s, best_over_time, best_together, late_cost, latency_cost
+from infra.bench.oracle import batch_latencies_s, best_over_time, best_together, late_cost, latency_cost, least_mean_s
 from infra.simulator.running import simulate
 from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
@@ -87,6 +89,38 @@ def test_together_the_best_is_the_best_of_all_orders_of_single_requests() -> Non
             best = min(best, total / len(order))
         assert best_together(scenario, cost) == pytest.approx(best)
         assert best_over_time(scenario, False, cost) == pytest.approx(best, abs=0.01)
+
+
+def test_the_lower_bound_of_a_case_of_any_size_is_below_the_best_and_not_far() -> None:
+    shares = []
+    for seed in range(30):
+        kind, scenario = draw_case(seed)
+        exact = (
+            best_together(scenario, latency_cost)
+            if kind == "together"
+            else best_over_time(scenario, False, latency_cost)
+        )
+        shares.append(least_mean_s(scenario) / exact)
+    assert all(0.0 < share <= 1.0 + 1e-9 for share in shares)
+    assert statistics.median(shares) >= 0.5
+
+
+def test_a_larger_case_stands_beside_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw_large(3) == draw_large(3)
+    one = measure_large(3)
+    assert all(one.ratio(rival) >= 1.0 for rival in ("latency-first", "no-controller", "serve.multiplexed"))
+    print_optimum_figures([measure_case(0), one], as_json=False)
+    assert "1 larger cases from seed 3" in capsys.readouterr().out
+    print_optimum_figures([measure_case(0), one], as_json=True)
+    assert '"large"' in capsys.readouterr().out
+
+
+def test_the_lower_bound_is_exact_where_one_model_is_there_for_one_worker() -> None:
+    scenario = burst([7], [2.0], 3.0)
+    scenario = Scenario(scenario.models, scenario.workers, tuple(SimRequest(0.0, "m0") for _ in range(7)))
+    assert least_mean_s(scenario) == pytest.approx(statistics.mean(2.0 * place for place in range(1, 8)))
+    with pytest.raises(ValueError, match="got 0"):
+        least_mean_s(Scenario(scenario.models, scenario.workers, ()))
 
 
 def test_a_batch_ends_as_the_simulator_says() -> None:
