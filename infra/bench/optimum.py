@@ -93,7 +93,7 @@ def draw_large(seed: int) -> Scenario:
     weights = [1 / rank ** rng.choice([0.0, 1.0]) for rank in range(1, num_models + 1)]
     chosen = rng.choices(models, weights, k=rng.randint(200, 600))
     work_s = sum(model.batch_service_s(slots) for model in chosen) / num_workers
-    last_s = 0.0 if rng.random() < 0.3 else work_s / rng.uniform(0.3, 0.9)
+    last_s = 0.1 if rng.random() < 0.3 else work_s / rng.uniform(0.3, 0.9)
     times = sorted(rng.uniform(0.0, last_s) for _ in chosen)
     return Scenario(models, workers, tuple(SimRequest(at_s, one.id) for at_s, one in zip(times, chosen, strict=True)))
 
