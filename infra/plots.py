@@ -14,11 +14,11 @@ from typing import Annotated, Any, Final
 import typer
 
 from cluster.placement.state import Components
-from cluster.simulator.chart import chart_of
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 from deployments.console.output import write_file
 from infra.bench.command.plots import PLOTS
+from infra.simulator.chart import chart_of
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 
 GB: Final = 10**9
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -35,7 +35,7 @@ FRAGMENTS = re.compile(
 )
 LISTS = re.compile(
     r"deployments\.(app|services\.replica_classes|cli\.main|cli\.bench|ingress\.http)|weights\.intake"
-    r"|weights\.quantization\.checkpoints|cluster\.simulator\.running"
+    r"|weights\.quantization\.checkpoints"
 )
 ACTORS = re.compile(r".*\.actor|deployments\.services\.(worker|text_encoder)")
 KINDS = ("entries of a list", "parts of an actor", "programs", "others")

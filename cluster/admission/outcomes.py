@@ -5,13 +5,13 @@ The counts are by model and tenant, as many of both as somebody reads. Pure: tim
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from cluster.admission.records import Demand, TenantKey, TenantLoad, Waiting
+from cluster.admission.records import Demand, TenantKey, TenantLoad
 from cluster.admission.replica_slots import Ended
 from weights.residency.recent import Recent
 
@@ -127,19 +127,13 @@ class TenantCounts:
     def _counts_of(self, demand: Demand) -> _Counts:
         return self._counts.used(_key_of(demand), _Counts)
 
-    def loads(self, waiting: Iterable[Waiting], now_s: float) -> tuple[TenantLoad, ...]:
-        """Return what is known, beside how many of the `waiting` are whose, and since when the first of them."""
-        counts: Counter[TenantKey] = Counter()
-        oldest_s: dict[TenantKey, float] = {}
-        for one in waiting:
-            key = _key_of(one.demand)
-            counts[key] += 1
-            oldest_s[key] = min(one.arrived_s, oldest_s.get(key, one.arrived_s))
+    def loads(self, lines: Iterable[tuple[TenantKey, int, float]], now_s: float) -> tuple[TenantLoad, ...]:
+        """Return what is known, beside those of each that wait: how many, and when the first of them came."""
+        waiting = {key: (number, now_s - first_s) for key, number, first_s in lines}
         found = []
-        for key in {**self._counts, **counts}:
+        for key in {**self._counts, **waiting}:
             known = self._counts.get(key) or _Counts()
-            age_s = now_s - oldest_s.get(key, now_s)
-            found.append(TenantLoad(*key, counts[key], age_s, known.started, known.waited_s, known.refused))
+            found.append(TenantLoad(*key, *waiting.get(key, (0, 0.0)), known.started, known.waited_s, known.refused))
         return _most_telling(found)
 
 

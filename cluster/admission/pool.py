@@ -25,6 +25,7 @@ from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from cluster.admission.tenant_turns import MAX_CLOCKS, Lane, OpenModels, TenantTurns, newest
+from cluster.admission.waiting_book import WaitingBook
 from cluster.records.load_failures import LoadFailures
 from configs.admission import AdmissionConfig
 from weights.residency.recent import Recent
@@ -308,30 +309,29 @@ class Pool:
         self.least_share = 1.0  # that a request took
         self.num_started = 0
         self.has_ended = False  # a request, since slots were looked at
-        self.num_by_model: Counter[str] = Counter()  # waiting
-        self.maybe_open: set[str] = set()  # of these, the models that were not found to have no room since
+        self.waiting = WaitingBook()
+        self.maybe_open: set[str] = set()  # the models that wait and were not found to have no room since
         self.fair_wait = _FairWait()
         self.failures = LoadFailures()
 
     def is_at_hand(self, model: str) -> bool:
         """Return whether a request for the model is here, so that its times will be known soon."""
-        return self.num_by_model[model] > 0 or self.slots.num_of(model) > 0
+        return self.waiting.num_by_model[model] > 0 or self.slots.num_of(model) > 0
 
-    def note_waiting(self, model: str) -> None:
-        """Count one request for the model more that waits."""
-        self.num_by_model[model] += 1
-        self.maybe_open.add(model)
+    def note_waiting(self, waiting: Waiting) -> None:
+        """Count a request that waits."""
+        self.waiting.add(waiting)
+        self.maybe_open.add(waiting.demand.model)
 
     def look_at_all(self) -> None:
         """Look for room for all that waits, at the next chance."""
-        self.maybe_open = set(self.num_by_model)
+        self.maybe_open = set(self.waiting.num_by_model)
 
-    def forget_waiting(self, model: str) -> None:
-        """Count one request for the model less that waits."""
-        self.num_by_model[model] -= 1
-        if not self.num_by_model[model]:
-            del self.num_by_model[model]
-            self.maybe_open.discard(model)
+    def forget_waiting(self, waiting: Waiting) -> None:
+        """Count a request no more."""
+        self.waiting.remove(waiting)
+        if waiting.demand.model not in self.waiting.num_by_model:
+            self.maybe_open.discard(waiting.demand.model)
 
 
 class Forecast:

@@ -33,6 +33,7 @@ from cluster.admission.records import (
     ReplicaUse,
     SlotClaim,
     Started,
+    TenantKey,
     Waiting,
 )
 from cluster.admission.replica_slots import NO_PART, Assignment, Ended, Options, held_until_s
@@ -128,7 +129,7 @@ class AdmissionQueue:
             self._refused.append(Refused(ticket, refusal))
             return
         pool.lanes.add(waiting)
-        pool.note_waiting(demand.model)
+        pool.note_waiting(waiting)
         self._pool_of[ticket] = demand.pool
         self._counts.hold(demand.model, demand.pool)
 
@@ -142,7 +143,7 @@ class AdmissionQueue:
         pool.slots.forget_model(ended.replica, ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         pool.lanes.add_returned(ended.waiting)
-        pool.note_waiting(ended.waiting.demand.model)
+        pool.note_waiting(ended.waiting)
         self._note_room(pool, ended)
         return ended.waiting.demand.pool, ended.replica
 
@@ -168,9 +169,9 @@ class AdmissionQueue:
             return
         pool = self._pools[name]
         if ticket in pool.lanes:
-            model = pool.lanes.remove(ticket).demand.model
-            pool.forget_waiting(model)
-            self._counts.release(model)
+            waiting = pool.lanes.remove(ticket)
+            pool.forget_waiting(waiting)
+            self._counts.release(waiting.demand.model)
             return
         ended = pool.slots.end(ticket, now_s)
         self._counts.release(ended.waiting.demand.model)
@@ -363,14 +364,17 @@ class AdmissionQueue:
         waiting: Counter[str] = Counter()
         running: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
+        lines: list[tuple[TenantKey, int, float]] = []
         for pool in self._pools.values():
             running += pool.slots.running()
-            waiting += pool.num_by_model
-            for one in pool.lanes:
-                tenants[one.demand.tenant] += 1
-                oldest[one.demand.model] = min(one.arrived_s, oldest.get(one.demand.model, math.inf))
-                if one.demand.deadline_s < math.inf:
-                    earliest[one.demand.model] = min(one.demand.deadline_s, earliest.get(one.demand.model, math.inf))
+            waiting += pool.waiting.num_by_model
+            tenants += pool.waiting.tenants
+            for line in pool.waiting.lines():
+                lines.append(line)
+                (_, model, _), _, first_s = line
+                oldest[model] = min(first_s, oldest.get(model, math.inf))
+            for model, first_s in pool.waiting.deadlines():
+                earliest[model] = min(first_s, earliest.get(model, math.inf))
         loads = []
         for model, counts in self._counts:
             times = self._times.times(model) or ModelTimes()
@@ -391,7 +395,7 @@ class AdmissionQueue:
                     now_s - max(oldest.get(model, now_s), counts.started_s),
                 )
             )
-        shares = self._tenant_counts.loads((one for pool in self._pools.values() for one in pool.lanes), now_s)
+        shares = self._tenant_counts.loads(lines, now_s)
         replicas = {name: pool.slots.load() for name, pool in self._pools.items()}
         return AdmissionSnapshot(tuple(loads), replicas, dict(tenants), shares)
 
@@ -403,7 +407,7 @@ class AdmissionQueue:
         if not len(pool.lanes) and pool.slots.has_room(demand.share):
             return None
         config = self._config
-        if pool.num_by_model[demand.model] >= self._own_part(config.max_waiting_per_model):
+        if pool.waiting.num_by_model[demand.model] >= self._own_part(config.max_waiting_per_model):
             refusal, model, crowd = Refusal("model_full", limit=config.max_waiting_per_model), demand.model, [pool]
         elif self.num_waiting >= self._own_part(config.max_waiting):
             refusal, model, crowd = Refusal("queue_full", limit=config.max_waiting), None, [*self._pools.values()]
@@ -488,7 +492,7 @@ class AdmissionQueue:
         pool, demand, now_s = starting.pool, waiting.demand, starting.now_s
         times = self._times.times(demand.model)
         pool.lanes.start_request(waiting.ticket, self._forecast.cost_s(demand))
-        pool.forget_waiting(demand.model)
+        pool.forget_waiting(waiting)
         pool.slots.start_request(waiting, where, now_s, times.latency_s(demand.work) if times else BatchLatency())
         if not pool.slots.has_room(_LEAST_SHARE, (where.replica,)):
             self._close_full(starting, (where.replica,))
@@ -502,7 +506,7 @@ class AdmissionQueue:
         """Look for room again for the models that may start where a request has ended."""
         pool.has_ended = True
         models = self._allowed.get((ended.waiting.demand.pool, ended.replica), ())
-        pool.maybe_open.update([model for model in models if model in pool.num_by_model])
+        pool.maybe_open.update([model for model in models if model in pool.waiting.num_by_model])
 
     def _close_full(self, starting: _Starting, replicas: Iterable[str]) -> None:
         """Try no more requests of models that the last room of these replicas was for."""
@@ -521,7 +525,7 @@ class AdmissionQueue:
 
     def _refuse(self, pool: Pool, waiting: Waiting, refusal: Refusal) -> None:
         pool.lanes.remove(waiting.ticket)
-        pool.forget_waiting(waiting.demand.model)
+        pool.forget_waiting(waiting)
         del self._pool_of[waiting.ticket]
         self._counts.release(waiting.demand.model)
         self._counts.counts_of(waiting.demand.model, waiting.demand.pool).refused += 1

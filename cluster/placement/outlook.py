@@ -18,7 +18,8 @@ MAX_CANDIDATES: Final = 6  # workers of a kind: those with one component of the 
 class Option:
     """A worker for a model, and what goes for it.
 
-    `ready_s` is until ready, plus what a request takes longer than on the fastest worker. `harm` is in request-seconds.
+    `ready_s` is until ready, plus what a request takes longer than on the fastest worker; the worker loses `lost_s` of
+    it, because what it runs ends in either case. `harm` is in request-seconds.
     """
 
     worker: WorkerState
@@ -26,6 +27,7 @@ class Option:
     must_drain: bool
     switch_s: float
     ready_s: float
+    lost_s: float
     harm: float
 
 

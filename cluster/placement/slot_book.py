@@ -116,15 +116,16 @@ class SlotBook:
         """Count a tick, and return the ingresses that are gone."""
         self._num_ticks_closed = max(0, self._num_ticks_closed - 1)
         gone = []
-        for name, member in list(self._members.items()):
+        for name, member in self._members.items():
             member.num_ticks_left -= 1
             if member.num_ticks_left >= 0:
                 continue
             is_seen = member.report is not None and self._is_running(member.report.process)
             if member.num_ticks_left < -_NUM_STALLED_TICKS or not is_seen:
                 gone.append(name)
-                del self._members[name]
-                self.has_news = True
+        for name in gone:
+            del self._members[name]
+            self.has_news = True
         return gone
 
     def split_of(self, name: str) -> SlotSplit | None:

@@ -21,8 +21,10 @@ what is loaded is served until it is empty, unless another's queue outweighs it 
     best choice there is. Components that a remaining model shares stay. What runs, is leased or pinned by hand never
     goes, nor what has got ready and whose requests have not begun yet.
 4.  *Whether.* A worker whose models' requests wait goes on with them, unless to switch ends more waiting per second.
-    One that nobody waits for switches once the model's requests have waited as long, together, as those that are
-    expected for what goes would wait. `throughput-first` also wants work for several times the switch's duration, for
+    What it runs ends in either case: until then only the slots are lost that are empty before the others. One that
+    nobody waits for switches when the round trip and the wait for it cost least for each request: once the model's
+    requests have waited as long, together, as those that are expected for what goes would wait, and at once where few
+    others are expected to come along. `throughput-first` also wants work for several times the switch's duration, for
     as long as an idle worker would take for several switches.
 5.  *Bounded wait.* A model *starves* without a start of any request for `MAX_WAIT_TARGETS` times its class's target,
     and for a whole round: a turn of each model that waits, with its switch. It then goes before all that do not, and
@@ -254,7 +256,8 @@ def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState) -> Opt
     drain_s = sum([worker.running.get(id_, 0) * state.models[id_].service_s for id_ in going]) / worker.speed
     slower_s = model.service_s * (1 / worker.speed - 1 / outlook.usual.top_speed)
     ready_s = drain_s + switch_s + slower_s
-    return Option(worker, tuple(going), drain_s > 0, switch_s, ready_s, sum(going.values()))
+    lost_s = ready_s - drain_s * (1 + 1 / worker.slots) / 2  # half of the slots are empty until the last has ended
+    return Option(worker, tuple(going), drain_s > 0, switch_s, ready_s, lost_s, sum(going.values()))
 
 
 def _what_goes(outlook: Outlook, model: ModelState, worker: WorkerState, switch_s: float) -> dict[str, float] | None:
@@ -335,13 +338,14 @@ def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option:
             away_s = option.ready_s + back_s + num * model.service_s / worker.speed
             return all(each.slack_s > away_s + each.service_s for each in pushed)
         goes_on = max([each.slo.weight * worker.speed / each.service_s for each in pushed])
-        by_switch = _ended_per_s(model, num, option.ready_s + back_s, worker.speed)
+        by_switch = _ended_per_s(model, num, option.lost_s + back_s, worker.speed)
         return by_switch > (1 + policy.margin) * goes_on
     if need.is_due:
         return True
     if outlook.serving(model.id):
         return model.slo.weight * num * (need.wait_s - (1 + policy.margin) * option.ready_s) > option.harm
-    return model.slo.weight * model.waiting * need.wait_s >= option.harm
+    weight = model.slo.weight * model.waiting
+    return weight * need.wait_s >= option.harm or weight * model.waiting >= 2 * model.rate_long * option.harm
 
 
 def _pushed(outlook: Outlook, option: Option) -> list[ModelState]:

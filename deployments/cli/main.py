@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from configs.distribution import COMMANDS, installed_version, optional_parts
+from configs.distribution import COMMANDS, installed_version, left_out_parts, optional_parts
 from configs.errors import ConfigError
-from deployments.cli import apply, chat, cluster, doctor, generate, keys, models, orders, run, simulate, status, weights
+from deployments.cli import apply, chat, cluster, doctor, generate, keys, models, orders, run, status, weights
 from deployments.console.client import ClientError
 from deployments.console.output import OptionError
 
@@ -40,13 +40,27 @@ def _options(
     """Serve hundreds of diffusion models and LLMs on one Ray cluster."""
 
 
-for group in (cluster, run, apply, doctor, status, models, orders, generate, chat, simulate):
+for group in (cluster, run, apply, doctor, status, models, orders, generate, chat):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")
 for name, tool in optional_parts(COMMANDS).items():
     is_group = tool.registered_callback or len(tool.registered_commands) > 1
     _app.add_typer(tool, name=name if is_group else None)
+
+
+def _say_what_is_left_out(context: typer.Context) -> NoReturn:
+    raise OptionError(
+        f"`atelier {context.info_name}` is a tool that this installation leaves out. "
+        "Install Atelier from its repository: `pip install .` there, or `make setup`"
+    )
+
+
+for name in left_out_parts(COMMANDS):
+    _app.command(
+        name, hidden=True, add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_say_what_is_left_out)  # fmt: skip
 
 
 def main() -> None:

@@ -279,6 +279,7 @@ def bench_schedule(
 @app.command("optimum")
 def bench_optimum(
     cases: Annotated[int, typer.Option(min=1, max=100_000, help="Cases that are drawn.")] = 500,
+    large: Annotated[int, typer.Option(min=0, max=10_000, help="Larger ones, beside a lower bound.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Of the first case; each further one has the next.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -286,7 +287,7 @@ def bench_optimum(
     from infra.bench.optimum import measure_optimum, print_optimum_figures
 
     with _err.status("measuring: takes some minutes"):
-        outcomes = measure_optimum(cases, seed)
+        outcomes = measure_optimum(cases, seed, large)
     print_optimum_figures(outcomes, as_json)
 
 

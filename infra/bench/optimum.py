@@ -3,6 +3,7 @@
 A case is drawn by its seed: models whose requests come together, over time, in bursts over a steady flow or in waves;
 asked for alike or not; 1 to 8 slots; switches of 0.1 to 60 s; models with parts in common or without. What can be
 searched exactly is (`oracle.py`); all of them are run without a controller and by `serve.multiplexed`'s rule, too.
+Larger cases, too large to be searched, stand beside a lower bound, which no schedule reaches.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from multiprocessing import get_context
 from typing import Any, Final
 
 from cluster.placement.state import Components, SloClass
-from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from deployments.console.output import Column, print_line, print_table
-from infra.bench.oracle import best_over_time, best_together, late_cost, latency_cost
+from infra.bench.oracle import best_over_time, best_together, late_cost, latency_cost, least_mean_s
+from infra.simulator.multiplexed import policies_and_multiplexed
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 PART: Final = 10**9
 KINDS: Final = ("together", "steady", "bursts", "waves", "workers")
@@ -74,6 +75,29 @@ def draw_case(seed: int) -> tuple[str, Scenario]:
     return kind, Scenario(tuple(models), workers, tuple(map(SimRequest, times, chosen)))
 
 
+def draw_large(seed: int) -> Scenario:
+    """Return a larger case: workers with room for some of many models, which come in a flow or all at once."""
+    rng = random.Random(f"large {seed}")
+    num_workers, num_models, slots = rng.randint(4, 16), rng.randint(8, 40), rng.choice([1, 4, 8])
+    switch_s, growth = math.exp(rng.uniform(math.log(0.1), math.log(30.0))), rng.choice([0.3, 0.6, 1.0])
+    slo = SloClass("drawn", 60.0)
+    models = tuple(
+        SimModel(f"m{number}", Components({f"own{number}": 10 * PART}), rng.choice([0.2, 0.5, 1.0, 2.0]), growth, slo)
+        for number in range(num_models)
+    )
+    budget = rng.choice([11, 22, 44]) * PART
+    workers = tuple(
+        SimWorker(f"w{number}", "n", budget, slots, attach_bytes_per_s=10 * PART / switch_s)
+        for number in range(num_workers)
+    )
+    weights = [1 / rank ** rng.choice([0.0, 1.0]) for rank in range(1, num_models + 1)]
+    chosen = rng.choices(models, weights, k=rng.randint(200, 600))
+    work_s = sum(model.batch_service_s(slots) for model in chosen) / num_workers
+    last_s = 0.1 if rng.random() < 0.3 else work_s / rng.uniform(0.3, 0.9)
+    times = sorted(rng.uniform(0.0, last_s) for _ in chosen)
+    return Scenario(models, workers, tuple(SimRequest(at_s, one.id) for at_s, one in zip(times, chosen, strict=True)))
+
+
 def _arrival_s(kind: str, rng: random.Random, busy_s: float) -> float:
     """Return when a request comes: in about as long as the work takes."""
     if kind == "together":
@@ -92,7 +116,17 @@ def measure_case(seed: int) -> Outcome:
     def best(cost: Callable[[SimModel, float], float]) -> float:
         return best_together(scenario, cost) if kind == "together" else best_over_time(scenario, False, cost)
 
-    mean_s, in_time = {"optimum": best(latency_cost)}, {"optimum": 1 - best(late_cost)}
+    return _outcome(seed, kind, scenario, best(latency_cost), 1 - best(late_cost))
+
+
+def measure_large(seed: int) -> Outcome:
+    """Return a larger case's figures; its `optimum` is a bound."""
+    scenario = draw_large(seed)
+    return _outcome(seed, "large", scenario, least_mean_s(scenario), 1.0)
+
+
+def _outcome(seed: int, kind: str, scenario: Scenario, least_s: float, most_in_time: float) -> Outcome:
+    mean_s, in_time = {"optimum": least_s}, {"optimum": most_in_time}
     policies = policies_and_multiplexed(seed)
     for rival in RIVALS:
         figures, _ = simulate(scenario, rival, policies, patience=PATIENCE)
@@ -101,10 +135,11 @@ def measure_case(seed: int) -> Outcome:
     return Outcome(seed, kind, len(scenario.requests), switch_s, mean_s, in_time)
 
 
-def measure_optimum(cases: int, first_seed: int) -> list[Outcome]:
-    """Return the outcomes of so many cases, on all cores."""
+def measure_optimum(cases: int, first_seed: int, large: int = 0) -> list[Outcome]:
+    """Return the outcomes of so many cases and larger ones, on all cores."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        return list(pool.map(measure_case, range(first_seed, first_seed + cases), chunksize=4))
+        small = pool.map(measure_case, range(first_seed, first_seed + cases), chunksize=4)
+        return [*small, *pool.map(measure_large, range(first_seed, first_seed + large))]
 
 
 def summary_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
@@ -130,12 +165,25 @@ def worst_of(outcomes: Iterable[Outcome], num: int = NUM_WORST) -> list[Outcome]
 
 
 def print_optimum_figures(outcomes: list[Outcome], as_json: bool) -> None:
-    """Print ratios to the optimum and the worst cases."""
+    """Print ratios to the optimum and the worst cases, and of larger cases ratios to the bound."""
+    large = [one for one in outcomes if one.kind == "large"]
+    outcomes = [one for one in outcomes if one.kind != "large"]
     if as_json:
-        print(json.dumps({"summary": summary_of(outcomes), "worst": [asdict(one) for one in worst_of(outcomes)]}))
+        found = {"summary": summary_of(outcomes), "worst": [asdict(one) for one in worst_of(outcomes)]}
+        print(json.dumps(found | ({"large": summary_of(large)} if large else {})))
         return
     best = statistics.mean(one.in_time["optimum"] for one in outcomes)
     print_line(f"{len(outcomes)} cases from seed {outcomes[0].seed}; in time at best {best:.1%}")
+    _print_ratios(outcomes)
+    for one in worst_of(outcomes):
+        ratios = ", ".join(f"{rival} {one.ratio(rival):.2f}" for rival in RIVALS)
+        print_line(f"seed {one.seed}: {one.kind}, {one.requests} requests, switch {one.switch_s:.1f} s: {ratios}")
+    if large:
+        print_line(f"{len(large)} larger cases from seed {large[0].seed}, beside a bound that no schedule is below")
+        _print_ratios(large)
+
+
+def _print_ratios(outcomes: list[Outcome]) -> None:
     columns = ["policy", "median", "p95", "worst", "in time", "slower than none", "later than none"]
     print_table(
         [Column(name) for name in columns],
@@ -145,6 +193,3 @@ def print_optimum_figures(outcomes: list[Outcome], as_json: bool) -> None:
             for rival, row in summary_of(outcomes).items()
         ],
     )  # fmt: skip
-    for one in worst_of(outcomes):
-        ratios = ", ".join(f"{rival} {one.ratio(rival):.2f}" for rival in RIVALS)
-        print_line(f"seed {one.seed}: {one.kind}, {one.requests} requests, switch {one.switch_s:.1f} s: {ratios}")

@@ -7,16 +7,21 @@ one model are served in their order (they are alike, so exchanging two changes n
 `best_together` is for one worker of any number of slots and requests that all come at once: models are served one
 after the other, each until it is done, because all of a model's requests are alike and a second visit costs another
 switch. So every order of the models is tried, with the workers' rule of batches.
+
+`least_mean_s` bounds a case of any size from below: one worker as fast as all of them, each request at its model's best
+batch, no switch but the first of each model, and whatever has least left goes first (which is optimal there: Schrage
+1968).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable
 from typing import Final
 
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker
+from infra.simulator.scenario import Scenario, SimModel, SimWorker
 
 MAX_REQUESTS: Final = 14  # of more than one worker; beyond it the search takes minutes
 MAX_STATES: Final = 20_000  # of one worker
@@ -107,6 +112,50 @@ def best_together(scenario: Scenario, cost_of: Cost) -> float:
     return best / len(scenario.requests)
 
 
+def least_mean_s(scenario: Scenario) -> float:
+    """Return a mean latency that no schedule is below that loads no model before it is asked for.
+
+    Raises ValueError without requests or workers.
+    """
+    _check_there_is_work(scenario)
+    requests, models = sorted(scenario.requests, key=lambda one: one.at_s), {one.id: one for one in scenario.models}
+    slots = max(worker.slots for worker in scenario.workers)
+    shared_s = _least_left_first_s(
+        [(one.at_s, models[one.model].batch_service_s(slots) * one.work) for one in requests],
+        sum([worker.speed for worker in scenario.workers]),
+    )
+    fastest = max(worker.speed for worker in scenario.workers)
+    alone_s = sum([models[one.model].service_s * one.work / fastest for one in requests])
+    alone_s += sum([_first_load_s(models[id_], scenario) for id_ in {one.model for one in requests}])
+    return max(shared_s, alone_s) / len(requests)
+
+
+def _least_left_first_s(jobs: list[tuple[float, float]], speed: float) -> float:
+    """Return the least sum of latencies of jobs (arrival, work) on one worker that can stop and go on with any."""
+    left: list[float] = []
+    now_s = total_s = 0.0
+    for at_s, work_s in [*jobs, (math.inf, 0.0)]:
+        while left and now_s < at_s:
+            if now_s + left[0] / speed <= at_s:
+                now_s += heapq.heappop(left) / speed
+                total_s += now_s
+            else:
+                heapq.heapreplace(left, left[0] - (at_s - now_s) * speed)
+                now_s = at_s
+        if at_s < math.inf:
+            now_s = max(now_s, at_s)
+            total_s -= at_s
+            heapq.heappush(left, work_s)
+    return total_s
+
+
+def _first_load_s(model: SimModel, scenario: Scenario) -> float:
+    """Return what the first request for a model waits for it at the least: for what no other model brings."""
+    others = {key for other in scenario.models if other is not model for key in other.components.sizes}
+    own = sum([size for key, size in model.components.sizes.items() if key not in others])
+    return min(worker.fixed_switch_s + own / worker.attach_bytes_per_s for worker in scenario.workers)
+
+
 def batch_latencies_s(model: SimModel, num: int, worker: SimWorker) -> list[float]:
     """Return when each of so many requests that wait together ends: as many run as there are slots."""
     left: list[float] = []
@@ -126,8 +175,7 @@ def batch_latencies_s(model: SimModel, num: int, worker: SimWorker) -> list[floa
 
 def _check(scenario: Scenario) -> None:
     workers, models = scenario.workers, scenario.models
-    if not scenario.requests or not workers:
-        raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
+    _check_there_is_work(scenario)
     first = workers[0]
     costs = {(each.slots, each.speed, each.fixed_switch_s, each.attach_bytes_per_s) for each in workers}
     has_room_for_two = any(
@@ -136,6 +184,11 @@ def _check(scenario: Scenario) -> None:
     )
     if len(costs) > 1 or has_room_for_two:
         raise ValueError("the oracle takes workers that are alike, with one slot and room for one model")
+
+
+def _check_there_is_work(scenario: Scenario) -> None:
+    if not scenario.requests or not scenario.workers:
+        raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
 
 
 def _switches_s(models: list[SimModel] | tuple[SimModel, ...], worker: SimWorker) -> list[list[float]]:

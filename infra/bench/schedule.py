@@ -24,12 +24,12 @@ from cluster.placement.autoscaling import ScalingMemory, target_replicas
 from cluster.placement.checking import usable_state
 from cluster.placement.state import Components, ModelState, SloClass, WorkerState
 from cluster.placement.switching import plan_switches
-from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import least_workers, simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 from configs.admission import ScalingConfig
 from deployments.console.output import Column, print_line, print_table
 from infra.bench.oracle import oracle_mean_latency_s
+from infra.simulator.multiplexed import policies_and_multiplexed
+from infra.simulator.running import least_workers, simulate
+from infra.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 
 GB: Final = 10**9
 TARGET: Final = SloClass("bench", 30.0)

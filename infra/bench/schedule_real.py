@@ -26,9 +26,6 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from cluster.simulator.recorded import note_sizes, recorded_scenario
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimRequest, bursts, poisson, trace_lines
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from configs.model import ModelConfig
@@ -36,6 +33,9 @@ from deployments.console.client import Client
 from deployments.console.output import Column, print_table
 from deployments.records import ImageRequest, ImageResult
 from infra.bench.command.figures import percentile
+from infra.simulator.recorded import note_sizes, recorded_scenario
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimRequest, bursts, poisson, trace_lines
 
 SHARES: Final = {"digits-flux": 0.5, "digits-sdxl": 0.25, "digits-flux-inverted": 0.15, "tuned-0": 0.04,
                  "tuned-1": 0.03, "tuned-2": 0.03}  # fmt: skip

@@ -15,7 +15,13 @@ from typing import Final
 
 NAME: Final = "atelier"
 ROOMS: Final = ("configs", "weights", "cluster", "deployments", "infra")
-CARRIED: Final = (*ROOMS[:-1], "infra/bench/command", "infra/offline", "infra/sim")  # of infra, what a user runs
+CARRIED: Final = (
+    *ROOMS[:-1],
+    "infra/bench/command",
+    "infra/offline",
+    "infra/sim",
+    "infra/simulator",
+)  # of infra, what a user runs
 _INIT: Final = '"""Serve diffusion models and LLMs from one Ray Serve application."""\n'
 _MAIN: Final = f"from {NAME}.deployments.cli.entry import main\n\nmain()\n"
 _DOTTED: Final = re.compile(rb"(?<![\w./\\-])(?:%s)(?:\.[A-Za-z_]\w*)+" % b"|".join(room.encode() for room in ROOMS))

@@ -17,9 +17,9 @@ from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
 
 from cluster.placement.state import Components
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, trace_lines
 from deployments.cli.main import main
 from deployments.ingress.web_pages import create_web_router
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, trace_lines
 
 pytestmark = pytest.mark.long
 

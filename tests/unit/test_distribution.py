@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from configs.distribution import COMMANDS, DEVICES, DISTRIBUTION, installed_version, optional_parts
+from configs.distribution import COMMANDS, DEVICES, DISTRIBUTION, installed_version, left_out_parts, optional_parts
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("configs", "weights", "cluster", "deployments", "infra", "docs", "tests")
@@ -91,6 +91,8 @@ def test_optional_parts_are_found_and_those_that_are_left_out_are_not(monkeypatc
     monkeypatch.setattr("configs.distribution.metadata.distribution", lambda name: known)
     assert optional_parts("tools") == {"join": os.path.join}
     assert optional_parts("others") == {}
+    assert left_out_parts("tools") == ["gone"]
+    assert left_out_parts("others") == []
 
 
 def test_an_optional_part_that_is_broken_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

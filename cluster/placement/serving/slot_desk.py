@@ -107,7 +107,12 @@ class SlotDesk:
                 self._has_reported.clear()
                 await self._has_reported.wait()
             await asyncio.sleep(TICK_S)
-            for name in self._book.tick():
+            try:
+                gone = self._book.tick()
+            except Exception:  # of the look at a process; the next tick looks again
+                logger.exception("nobody has looked whether ingresses are still there")
+                continue
+            for name in gone:
                 logger.warning("an ingress is gone with its slots")
                 self._news.pop(name, None)
                 self._confirmed.pop(name, None)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
+from kit.seeding import seeded_random
 from unit.cluster.admission import simulated_replicas
 from unit.cluster.admission.simulated_replicas import POOL
 from unit.counting import operations
 
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Placement
+from cluster.admission.records import Demand, Placement, Started
 from configs.admission import AdmissionConfig
 
 ask = partial(simulated_replicas.ask, deadline_s=1e6)
@@ -123,3 +125,56 @@ def test_reviews_look_at_no_more_requests_a_second_the_more_wait() -> None:
 
     assert looked_at(8000) < 1.3 * looked_at(2000)
     assert math.isfinite(looked_at(10))
+
+
+def test_a_look_at_the_queue_costs_the_same_however_many_wait() -> None:
+    few, many = (Crowded(number, own_models=False, tenants=5).queue for number in (100, 1000))
+    assert operations(lambda: many.snapshot(1.0)) < 1.1 * operations(lambda: few.snapshot(1.0))
+
+
+def test_a_snapshot_counts_exactly_who_waits_whatever_came_left_and_came_back() -> None:
+    rng = seeded_random()
+    queue, running, waiting = AdmissionQueue(ROOMY), list[int](), dict[int, tuple[Demand, float]]()
+    queue.set_replicas(POOL, ["a", "b"], 0.0)
+    started: dict[int, tuple[Demand, float]] = {}
+    for number in range(300):
+        now_s = 0.1 * number
+        choice = rng.random()
+        if choice < 0.6:
+            deadline_s = rng.choice([math.inf, 1e6 + rng.random()])
+            demand = ask(model=rng.choice("xyz"), tenant=rng.choice("tu"), deadline_s=deadline_s)
+            waiting[number] = demand, now_s
+            queue.submit(number, demand, now_s)
+        elif choice < 0.75 and waiting:
+            ticket = rng.choice(list(waiting))
+            del waiting[ticket]
+            queue.leave(ticket, now_s)
+        elif choice < 0.85 and running:
+            ticket = running.pop(rng.randrange(len(running)))
+            waiting[ticket] = started.pop(ticket)
+            queue.give_back(ticket, now_s)
+        elif running:
+            ticket = running.pop(0)
+            del started[ticket]
+            queue.leave(ticket, now_s, is_answered=True)
+        for event in queue.pump(now_s):
+            assert isinstance(event, Started)
+            running.append(event.ticket)
+            started[event.ticket] = waiting.pop(event.ticket)
+        seen = queue.snapshot(now_s)
+        for model in "xyz":
+            those = [one for one in waiting.values() if one[0].model == model]
+            loads = [load for load in seen.models if load.model == model and load.waiting]
+            assert sum(load.waiting for load in loads) == len(those)
+            for load in loads:
+                assert load.oldest_age_s == pytest.approx(now_s - min(at_s for _, at_s in those))
+                deadline_s = min(demand.deadline_s for demand, _ in those)
+                expected_s = None if deadline_s == math.inf else pytest.approx(deadline_s - now_s)
+                assert load.slack_s == expected_s
+            for tenant in "tu":
+                ages = [now_s - at_s for demand, at_s in those if demand.tenant == tenant]
+                found = [one for one in seen.shares if (one.model, one.tenant) == (model, tenant) and one.waiting]
+                assert [(one.waiting, pytest.approx(one.oldest_age_s)) for one in found] == (
+                    [(len(ages), max(ages))] if ages else []
+                )
+        assert seen.tenants == Counter(demand.tenant for demand, _ in waiting.values())

@@ -31,6 +31,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Demand
 from cluster.placement import slot_book
+from cluster.placement.reports import SlotReport
 from cluster.placement.serving import link as link_module
 from cluster.placement.serving.link import SLOT_REPORT_S, QueuesAway, SlotLink
 from cluster.placement.serving.slot_desk import SlotDesk
@@ -639,3 +640,28 @@ def test_slots_are_never_used_twice_and_none_is_lost_at_random(seed: int) -> Non
         await asyncio.gather(*full)
 
     in_no_time(scenario())
+
+
+def test_a_look_at_processes_that_fails_ends_no_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress that is gone keeps its slots no longer because the process table could not be read once."""
+    looked: list[ProcessMark] = []
+
+    def is_running(mark: ProcessMark) -> bool:
+        looked.append(mark)
+        if len(looked) == 1:
+            raise psutil.Error("the process table cannot be read")
+        return False
+
+    monkeypatch.setattr("cluster.placement.serving.slot_desk._is_running", is_running)
+
+    async def work() -> None:
+        desk = SlotDesk(asyncio.get_running_loop().time)
+        try:
+            await desk.report_slots("gone", SlotReport(1, "", 0, NO_PROCESS, {}))
+            await asyncio.sleep(10 * SILENT_S)
+            assert len(looked) == 2
+            assert "gone" not in desk._book.names
+        finally:
+            desk.close()
+
+    in_no_time(work())

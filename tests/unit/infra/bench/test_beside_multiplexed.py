@@ -8,9 +8,9 @@ from typing import Final
 import pytest
 
 from cluster.placement.state import Components
-from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker, bursts, poisson
+from infra.simulator.multiplexed import policies_and_multiplexed
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimWorker, bursts, poisson
 
 SHARES: Final = {"flux": 0.5, "sdxl": 0.25, "inverted": 0.15, "t0": 0.04, "t1": 0.03, "t2": 0.03}
 SERVICE_S: Final = {"sdxl": 0.2}

@@ -8,17 +8,19 @@ import statistics
 import pytest
 
 from cluster.placement.state import Components, SloClass
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from infra.bench.optimum import (
     KINDS,
     draw_case,
+    draw_large,
     measure_case,
+    measure_large,
     print_optimum_figures,
     summary_of,
     worst_of,
 )
-from infra.bench.oracle import batch_latencies_s, best_over_time, best_together, late_cost, latency_cost
+from infra.bench.oracle import batch_latencies_s, best_over_time, best_together, late_cost, latency_cost, least_mean_s
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 GIB = 2**30
 
@@ -50,6 +52,29 @@ def test_of_four_bursts_alike_all_are_answered_within_the_time_of_a_request(slot
     assert sum(one.latency_s <= 300.0 for one in world.served) == 240
 
 
+def _one_slot(switch_s: float, times: dict[str, list[float]], **service_s: float) -> Scenario:
+    slo = SloClass("t", 300.0)
+    models = tuple(SimModel(id_, Components({id_: 10 * GIB}), s, 1.0, slo) for id_, s in service_s.items())
+    worker = SimWorker("w0", "n", 12 * GIB, 1, fixed_switch_s=switch_s, attach_bytes_per_s=1e15)
+    requests = sorted((at_s, id_) for id_, found in times.items() for at_s in found)
+    return Scenario(models, (worker,), tuple(SimRequest(at_s, id_) for at_s, id_ in requests))
+
+
+def test_what_runs_ends_in_either_case_so_the_short_one_is_next() -> None:
+    """It once counted the long request that ran as the price of the switch, and went on with the next long one."""
+    scenario = _one_slot(0.1, {"long": [0.0, 0.0, 0.0], "short": [1.0]}, long=5.0, short=1.0)
+    _, world = simulate(scenario, "latency-first")
+    assert [one.request.model for one in world.served] == ["long", "short", "long", "long"]
+
+
+def test_a_single_request_waits_for_no_others_of_its_model_that_hardly_come() -> None:
+    """It once waited for as long as those that were expected of the burst before would have waited: 4 s."""
+    scenario = _one_slot(0.1, {"burst": [0.0, 0.1, 0.2, 0.3], "rare": [0.4]}, burst=0.2, rare=5.0)
+    _, world = simulate(scenario, "latency-first")
+    assert world.served[-1].request.model == "rare"
+    assert world.served[-1].started_s <= 1.5
+
+
 def test_together_the_best_is_the_best_of_all_orders_of_single_requests() -> None:
     scenario = burst([2, 1, 3], [1.0, 4.0, 0.3], 2.0)
     service_s = {model.id: model.service_s for model in scenario.models}
@@ -64,6 +89,38 @@ def test_together_the_best_is_the_best_of_all_orders_of_single_requests() -> Non
             best = min(best, total / len(order))
         assert best_together(scenario, cost) == pytest.approx(best)
         assert best_over_time(scenario, False, cost) == pytest.approx(best, abs=0.01)
+
+
+def test_the_lower_bound_of_a_case_of_any_size_is_below_the_best_and_not_far() -> None:
+    shares = []
+    for seed in range(30):
+        kind, scenario = draw_case(seed)
+        exact = (
+            best_together(scenario, latency_cost)
+            if kind == "together"
+            else best_over_time(scenario, False, latency_cost)
+        )
+        shares.append(least_mean_s(scenario) / exact)
+    assert all(0.0 < share <= 1.0 + 1e-9 for share in shares)
+    assert statistics.median(shares) >= 0.5
+
+
+def test_a_larger_case_stands_beside_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw_large(3) == draw_large(3)
+    one = measure_large(3)
+    assert all(one.ratio(rival) >= 1.0 for rival in ("latency-first", "no-controller", "serve.multiplexed"))
+    print_optimum_figures([measure_case(0), one], as_json=False)
+    assert "1 larger cases from seed 3" in capsys.readouterr().out
+    print_optimum_figures([measure_case(0), one], as_json=True)
+    assert '"large"' in capsys.readouterr().out
+
+
+def test_the_lower_bound_is_exact_where_one_model_is_there_for_one_worker() -> None:
+    scenario = burst([7], [2.0], 3.0)
+    scenario = Scenario(scenario.models, scenario.workers, tuple(SimRequest(0.0, "m0") for _ in range(7)))
+    assert least_mean_s(scenario) == pytest.approx(statistics.mean(2.0 * place for place in range(1, 8)))
+    with pytest.raises(ValueError, match="got 0"):
+        least_mean_s(Scenario(scenario.models, scenario.workers, ()))
 
 
 def test_a_batch_ends_as_the_simulator_says() -> None:

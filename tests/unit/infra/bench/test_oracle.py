@@ -7,13 +7,13 @@ import random
 
 import pytest
 from kit.drawing import seeds
-from unit.cluster.simulator.random_scenarios import GB
+from unit.infra.simulator.random_scenarios import GB
 
 from cluster.placement.state import Components
-from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from infra.bench.oracle import MAX_REQUESTS, oracle_mean_latency_s
+from infra.simulator.multiplexed import policies_and_multiplexed
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 
 def small(seed: int, num_requests: int, num_workers: int = 2) -> Scenario:

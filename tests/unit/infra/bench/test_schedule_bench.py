@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.simulator.running import simulate
 from infra.bench import schedule as bench
+from infra.simulator.running import simulate
 
 
 def test_parts_are_printed_one_by_one_and_are_one_object(capsys: pytest.CaptureFixture[str]) -> None:

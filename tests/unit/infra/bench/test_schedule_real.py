@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 from cluster.placement.state import Components
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from configs.loading import load_cluster_config
 from infra.bench import schedule_real as bench
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 DEMO = Path("configs/clusters/demo.yaml")
 

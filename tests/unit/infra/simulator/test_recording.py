@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 
 from cluster.placement.state import Components, SloClass
-from cluster.simulator import running
-from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import least_workers, recording_of, simulate, why_not_recorded
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker, poisson, zipf_shares
+from infra.simulator import running
+from infra.simulator.multiplexed import policies_and_multiplexed
+from infra.simulator.running import least_workers, recording_of, simulate, why_not_recorded
+from infra.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker, poisson, zipf_shares
 
 GB = 10**9
 

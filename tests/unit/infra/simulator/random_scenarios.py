@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from cluster.placement.state import BATCH, INTERACTIVE, STANDARD, Components
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimWorker, poisson, zipf_shares
+from infra.simulator.scenario import Fault, Scenario, SimModel, SimWorker, poisson, zipf_shares
 
 GB = 10**9
 

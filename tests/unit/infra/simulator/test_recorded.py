@@ -12,10 +12,10 @@ from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Started, Waiting
 from cluster.admission.replica_slots import Ended
 from cluster.placement.state import Components
-from cluster.simulator.recorded import note_sizes, recorded_scenario
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, read_trace, trace_lines
 from configs.admission import AdmissionConfig
+from infra.simulator.recorded import note_sizes, recorded_scenario
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Scenario, SimModel, SimWorker, poisson, read_trace, trace_lines
 
 
 def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Final
 
-from cluster.simulator.world import World
+from infra.simulator.world import World
 
 WIDTH: Final = 1200
 LEFT: Final = 90

@@ -15,9 +15,9 @@ from cluster.placement.on_demand import chances_of, waits_there
 from cluster.placement.state import ClusterState, Components, Decision, ModelState, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
 from cluster.records.load_failures import retry_after_s
-from cluster.simulator.scenario import Fault, SimRequest
-from cluster.simulator.world import WorkerInWorld, World
 from configs.admission import AdmissionConfig
+from infra.simulator.scenario import Fault, SimRequest
+from infra.simulator.world import WorkerInWorld, World
 
 TICK_S: Final = 0.25  # the oldest that a state may be
 NEWS_S: Final = 0.02  # from what happens at the ingress to the decision that follows from it

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cluster.simulator.running import POLICIES
 from deployments.cli.main import main
+from infra.simulator.running import POLICIES
+
+ROOT = Path(__file__).parents[4]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -84,7 +88,26 @@ def test_runs_are_written_into_one_page_that_asks_nobody(monkeypatch, tmp_path: 
 
 
 def test_a_run_that_is_too_large_for_a_page_is_told_before_it_runs(monkeypatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.setattr("deployments.cli.simulate.simulate", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("infra.simulator.command.simulate", lambda *_: pytest.fail("it ran"))
     run(monkeypatch, "--burst", "1", "--models", "3", "--workers", "300", "--html", str(tmp_path / "a"))
     assert "300 workers; a page shows at most 256" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_without_the_simulator_the_command_line_starts_and_says_what_to_install(tmp_path: Path) -> None:
+    """As in an installation that has the entry point and not the folder."""
+    info = tmp_path / "atelier_serve-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: atelier-serve\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[atelier.commands]\nsimulate = infra.left_out.command:app\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    words = [sys.executable, "-m", "deployments.cli.entry"]
+    found = subprocess.run(
+        [*words, "simulate", "--poisson", "1"], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert found.returncode == 2
+    assert "`atelier simulate` is a tool that this installation leaves out" in found.stderr
+    assert "Traceback" not in found.stderr
+    told = subprocess.run([*words, "--help"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert told.returncode == 0
+    assert "simulate" not in told.stdout

@@ -10,13 +10,13 @@ import pytest
 from kit.drawing import seeds
 from ray.serve._private import constants
 from ray.serve._private.request_router import request_router as serve_router
-from unit.cluster.simulator.random_scenarios import GB, random_scenario
+from unit.infra.simulator.random_scenarios import GB, random_scenario
 
 from cluster.placement.state import Components
-from cluster.simulator import multiplexed
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
-from cluster.simulator.world import World
+from infra.simulator import multiplexed
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
+from infra.simulator.world import World
 
 
 def test_candidates_are_those_of_serve(monkeypatch) -> None:

@@ -1,21 +1,20 @@
-"""`atelier simulate`: a trace under the controller and under plain queues, by a virtual clock; and `atelier trace`."""
+"""`atelier simulate`: a trace under the controller and under plain queues, by a virtual clock."""
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import POLICIES, RunFigures, least_workers, recording_of, simulate, why_not_recorded
-from cluster.simulator.scenario import (
+from deployments.console.output import Column, Json, OptionError, Wide, print_json, print_table, write_file
+from infra.simulator.multiplexed import policies_and_multiplexed
+from infra.simulator.running import POLICIES, RunFigures, least_workers, recording_of, simulate, why_not_recorded
+from infra.simulator.scenario import (
     Scenario,
     SimModel,
     SimWorker,
@@ -27,22 +26,18 @@ from cluster.simulator.scenario import (
     trace_lines,
     zipf_shares,
 )
-from cluster.simulator.world import World
-from deployments.console.client import Client, Key, Url, find_client
-from deployments.console.output import Column, Json, OptionError, Wide, print_json, print_table, write_file
+from infra.simulator.world import World
 
 app = typer.Typer()
 _err = Console(stderr=True)
 _KNOWN = policies_and_multiplexed()
 _IN_PAGE = ("latency-first", "serve.multiplexed")
 
-POLL_S: Final = 1.0
-
 
 @app.command("simulate")
 def simulate_trace(
     trace: Annotated[
-        Path | None, typer.Argument(help="JSON lines; cluster/simulator/scenario.py has the fields.")
+        Path | None, typer.Argument(help="JSON lines; infra/simulator/scenario.py has the fields.")
     ] = None,
     poisson_rate: Annotated[float, typer.Option("--poisson", min=0, help="Requests per second.")] = 0.0,
     diurnal_rate: Annotated[float, typer.Option("--diurnal", min=0, help="Mean rate of a day of --duration.")] = 0.0,
@@ -125,7 +120,7 @@ def _run(scenario: Scenario, policy: str, chart: Path | None) -> tuple[RunFigure
     with _err.status(f"simulating {num_requests} requests under {policy}"):
         figures, world = simulate(scenario, policy, _KNOWN)
     if chart is not None:
-        from cluster.simulator.chart import chart_of
+        from infra.simulator.chart import chart_of
 
         write_file(chart, chart_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
     return figures, world
@@ -215,54 +210,3 @@ def _read(path: Path) -> Trace:
     if not trace.requests:
         raise OptionError(f"{path}: no line is a request that can be used")
     return trace
-
-
-@app.command("trace")
-def record_trace(
-    file: Annotated[Path, typer.Argument(help="Where to write the JSON lines.")],
-    seconds: Annotated[float, typer.Option(min=0.1, max=1e6, help="How long; Ctrl-C ends it earlier.")] = 60.0,
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """Record the requests of a running cluster with what they cost: arrival, model, size, start and end.
-
-    `atelier simulate FILE` replays them. Requests that are still under way at the end are not in it.
-    """
-    from cluster.simulator.recorded import note_sizes, recorded_scenario
-    from cluster.simulator.scenario import trace_lines
-
-    client = find_client(url, key)
-    try:
-        out = file.open("w", encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{file}: {error.strerror or error}") from None
-    with out:
-        sizes: dict[str, dict[str, int]] = {}
-        requests, began_s = _recorded(client, seconds, lambda workers: note_sizes(sizes, workers))
-        cluster = client.cluster()
-        loads = (cluster.get("admission") or {}).get("models", [])
-        scenario = recorded_scenario(requests, loads, cluster["workers"], began_s, sizes)
-        out.writelines(trace_lines(scenario))
-    _err.print(f"{file}: {len(scenario.requests)} requests for {len(scenario.models)} models", highlight=False)
-
-
-def _recorded(
-    client: Client, seconds: float, note_workers: Callable[[list[dict[str, Any]]], None]
-) -> tuple[list[dict[str, Any]], float]:
-    """Return the requests that end within the time, and the second of the queue's clock at which it began."""
-    first = client.ended_requests()
-    number, began_s = first["next_number"], first["now_s"]
-    requests: list[dict[str, Any]] = []
-    end_s = time.monotonic() + seconds
-    try:
-        with _err.status("recording") as status:
-            while (left_s := end_s - time.monotonic()) > 0:
-                time.sleep(min(POLL_S, left_s))
-                found = client.ended_requests(number)
-                number = found["next_number"]
-                requests += found["requests"]
-                note_workers(client.cluster()["workers"])
-                status.update(f"recording: {len(requests)} requests")
-    except KeyboardInterrupt:
-        pass
-    return requests, began_s

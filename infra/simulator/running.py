@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
-from cluster.simulator.controlled import Controlled
-from cluster.simulator.scenario import Fault, Scenario, SimRequest
-from cluster.simulator.world import Served, SimulatedDispatcher, WorkerInWorld, World
+from infra.simulator.controlled import Controlled
+from infra.simulator.scenario import Fault, Scenario, SimRequest
+from infra.simulator.world import Served, SimulatedDispatcher, WorkerInWorld, World
 
 MAX_REQUESTS: Final = 100_000  # that a page draws
 MAX_MODELS: Final = 2000

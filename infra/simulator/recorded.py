@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from cluster.placement.state import Components
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 POOL: Final = "worker"
 _ENOUGH_S: Final = 1e-3  # a shorter switch was none

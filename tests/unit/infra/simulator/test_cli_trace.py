@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulator.scenario import read_trace
-from deployments.cli import simulate
 from deployments.cli.main import main
+from infra.simulator.scenario import read_trace
 
 ENDED = {
     "pool": "worker", "model": "m", "tenant": "default", "priority": 2, "work": 8.0, "share": 0.5, "replica": "r",
@@ -52,7 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
 
 
 def test_the_file_has_the_requests_with_models_and_workers(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(simulate, "POLL_S", 0.05)
+    monkeypatch.setattr("infra.simulator.recording.POLL_S", 0.05)
     server = HTTPServer(("127.0.0.1", 0), Cluster)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

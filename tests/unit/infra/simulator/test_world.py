@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 from kit.drawing import seeds
-from unit.cluster.simulator.random_scenarios import GB, random_scenario
+from unit.infra.simulator.random_scenarios import GB, random_scenario
 
 from cluster.placement.state import Components
-from cluster.simulator.controlled import Controlled
-from cluster.simulator.running import POLICIES, simulate
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
-from cluster.simulator.world import World
+from infra.simulator.controlled import Controlled
+from infra.simulator.running import POLICIES, simulate
+from infra.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
+from infra.simulator.world import World
 
 
 class AtOnce:

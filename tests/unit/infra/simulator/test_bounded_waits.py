@@ -6,13 +6,13 @@ import random
 
 import pytest
 from kit.drawing import seeds
-from unit.cluster.simulator.random_scenarios import GB
+from unit.infra.simulator.random_scenarios import GB
 
 from cluster.placement.state import MAX_WAIT_TARGETS, Components, SloClass
 from cluster.placement.switching import LATENCY_FIRST, PUSH_SWITCHES, THROUGHPUT_FIRST, TURN_SWITCHES, SwitchingPolicy
-from cluster.simulator.controlled import TICK_S, Controlled
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, poisson
-from cluster.simulator.world import World
+from infra.simulator.controlled import TICK_S, Controlled
+from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, poisson
+from infra.simulator.world import World
 
 HURRIED = SloClass("hurried", 5.0)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
+from infra.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
 
 _DONE = 1e-9  # of a request; what is left below it is rounding
 

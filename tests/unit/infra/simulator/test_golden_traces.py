@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from unit.cluster.simulator.random_scenarios import GB, random_scenario
+from unit.infra.simulator.random_scenarios import GB, random_scenario
 
 from cluster.placement.state import Components, SloClass
-from cluster.simulator.controlled import Controlled
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker, poisson, zipf_shares
-from cluster.simulator.world import World
 from infra.bench.oracle import best_over_time, latency_cost
+from infra.simulator.controlled import Controlled
+from infra.simulator.running import simulate
+from infra.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker, poisson, zipf_shares
+from infra.simulator.world import World
 
 
 def course(scenario: Scenario) -> tuple[list[tuple[float, str, str, str]], World]:

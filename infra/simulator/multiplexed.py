@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.simulator.running import POLICIES, Policy
-from cluster.simulator.scenario import Fault, SimRequest
-from cluster.simulator.world import WorkerInWorld, World
+from infra.simulator.running import POLICIES, Policy
+from infra.simulator.scenario import Fault, SimRequest
+from infra.simulator.world import WorkerInWorld, World
 
 MATCHING_TIMEOUT_S: Final = 1.0
 PUSH_S: Final = 0.1

@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import pytest
 from kit.drawing import seeds
-from unit.cluster.simulator.random_scenarios import random_scenario
+from unit.infra.simulator.random_scenarios import random_scenario
 
-from cluster.simulator.chart import chart_of
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import bursts, diurnal, poisson, read_trace, trace_lines, zipf_shares
+from infra.simulator.chart import chart_of
+from infra.simulator.running import simulate
+from infra.simulator.scenario import bursts, diurnal, poisson, read_trace, trace_lines, zipf_shares
 
 
 @seeds(50)

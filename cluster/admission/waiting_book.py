@@ -1,0 +1,93 @@
+"""Who waits, by model and tenant: how many, since when, and until when. Pure.
+
+Each change costs the logarithm of what waits, and a look as much as there are models and tenants, however many wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+from cluster.admission.records import TenantKey, Waiting
+
+_MOST_STALE: Final = 64  # entries of a heap, beside one for each that waits
+
+
+class _Earliest:
+    """Times of requests, and the first of them. What has left is dropped when it comes up."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}  # by ticket
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def add(self, ticket: int, at_s: float) -> None:
+        """Count a request."""
+        self._times[ticket] = at_s
+        heapq.heappush(self._heap, (at_s, ticket))
+        if len(self._heap) > 2 * len(self._times) + _MOST_STALE:
+            self._heap = [(each_s, each) for each, each_s in self._times.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, ticket: int) -> None:
+        """Count a request no more."""
+        self._times.pop(ticket, None)
+
+    def first(self) -> float | None:
+        """Return the earliest time; None without one."""
+        while self._heap and self._times.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+
+class WaitingBook:
+    """The requests of a pool that wait."""
+
+    def __init__(self) -> None:
+        self.num_by_model: Counter[str] = Counter()
+        self.tenants: Counter[str] = Counter()
+        self._arrivals: dict[TenantKey, _Earliest] = {}
+        self._deadlines: dict[str, _Earliest] = {}  # by model, of those that have one
+
+    def add(self, waiting: Waiting) -> None:
+        """Count a request that waits."""
+        demand = waiting.demand
+        self.num_by_model[demand.model] += 1
+        self.tenants[demand.tenant] += 1
+        key = demand.pool, demand.model, demand.tenant
+        self._arrivals.setdefault(key, _Earliest()).add(waiting.ticket, waiting.arrived_s)
+        if demand.deadline_s < math.inf:
+            self._deadlines.setdefault(demand.model, _Earliest()).add(waiting.ticket, demand.deadline_s)
+
+    def remove(self, waiting: Waiting) -> None:
+        """Count a request no more."""
+        demand = waiting.demand
+        for counts, name in ((self.num_by_model, demand.model), (self.tenants, demand.tenant)):
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
+        key = demand.pool, demand.model, demand.tenant
+        self._arrivals[key].discard(waiting.ticket)
+        if not self._arrivals[key]:
+            del self._arrivals[key]
+        if (deadlines := self._deadlines.get(demand.model)) is not None:
+            deadlines.discard(waiting.ticket)
+            if not deadlines:
+                del self._deadlines[demand.model]
+
+    def lines(self) -> Iterator[tuple[TenantKey, int, float]]:
+        """Yield the number of requests of each model and tenant, and when the first of them came."""
+        for key, line in self._arrivals.items():
+            if (first_s := line.first()) is not None:
+                yield key, len(line), first_s
+
+    def deadlines(self) -> Iterator[tuple[str, float]]:
+        """Yield the earliest deadline of each model."""
+        for model, line in self._deadlines.items():
+            if (first_s := line.first()) is not None:
+                yield model, first_s
