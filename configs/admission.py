@@ -1,4 +1,4 @@
-"""The settings of `cluster/admission` and `cluster/placement`: who waits, whose turn it is, which model is where."""
+"""The settings of `cluster/admission` and `cluster/placement`: queues, turns, and the placement of models."""
 
 from __future__ import annotations
 

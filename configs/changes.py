@@ -1,4 +1,4 @@
-"""Changes of a cluster config: what has to be replaced for each, and what goes on. Pure.
+"""Changes of a cluster config, and the processes that each change replaces. Pure.
 
 Every key is classified here once, for the plan of `atelier apply`, for the names of the actors, and for what Serve
 replaces: each of them asks for the keys of its concern.
@@ -115,9 +115,9 @@ _LISTS: Final = ("models", "adapters", "pipelines")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value that two configs have otherwise. Keys of lists have ids: `models.adder.description`.
+    """A value that differs between two configs. Keys of lists have ids: `models.adder.description`.
 
-    `before` is None for a new entry of a list or mapping, `after` for one that goes.
+    `before` is None for a new entry of a list or mapping, `after` for a removed one.
     """
 
     key: str
@@ -127,7 +127,7 @@ class Change:
 
 
 def _concerns_of(key: str) -> tuple[Concern, ...]:
-    """Return whom a key concerns, by the longest rule that it begins with. Raises KeyError for one without a rule."""
+    """Return the parties of a key, by its longest matching rule. Raises KeyError for a key without a rule."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         if (found := RULES.get(".".join(parts[:length]))) is not None:
@@ -145,7 +145,7 @@ def changes(before: ClusterConfig, after: ClusterConfig) -> list[Change]:
 
 
 def with_live_values(before: ClusterConfig, after: ClusterConfig) -> ClusterConfig:
-    """Return the config before with what a running cluster takes from the one after while all its replicas stay."""
+    """Return the old config with the new values that a running cluster takes without replacing a replica."""
     keys = [key for key, concerns in RULES.items() if {*concerns} <= {Concern.MODELS, Concern.LIMITS}]
     update: dict[str, Any] = {}
     for section, _, name in (key.rpartition(".") for key in keys):
@@ -158,7 +158,7 @@ def with_live_values(before: ClusterConfig, after: ClusterConfig) -> ClusterConf
 
 
 def values_of(config: ClusterConfig, *concerns: Concern) -> dict[str, Any]:
-    """Return the values that concern one of these, JSON-able, by key. The same in every process."""
+    """Return the values that concern one of these parties, JSON-able, by key. The same in every process."""
     wanted = set(concerns)
     found = {key: value for key, value in _values(config) if wanted.intersection(_concerns_of(key))}
     lists = [kind for kind in _LISTS if wanted.intersection(_concerns_of(kind))]
@@ -176,7 +176,7 @@ def _values(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _value_changes(key: str, before: Any, after: Any) -> Iterator[Change]:
-    """Yield what differs of a value: of two mappings each entry."""
+    """Yield the differences of a value; of two mappings, each entry that differs."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         yield Change(key, before, after, _concerns_of(key))
         return
@@ -200,7 +200,7 @@ def _entry_changes(kind: str, before: Iterable[Any], after: Iterable[Any]) -> It
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it. A set has no order of its own, and gets one."""
+    """Return a value in JSON types. Sets are sorted."""
     if isinstance(value, frozenset):
         return sorted(value)
     return to_jsonable_python(value)

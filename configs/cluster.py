@@ -196,7 +196,7 @@ class LimitsConfig(StrictModel):
 
 
 class ReplicaConfig(StrictModel):
-    """Settings of every deployment: its replicas and what each reserves."""
+    """Settings of every deployment: its replicas and the resources of each."""
 
     num_replicas: int = Field(1, ge=1, description="number of replicas")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that Ray reserves for each replica")
@@ -454,7 +454,7 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
 
 
 def _device_problem(devices: Sequence[str], device: str, num_gpus: float) -> str | None:
-    """Return what is wrong with the devices of a replica; None if nothing is."""
+    """Return the problem of a replica's devices, None without one."""
     *first, last = devices
     accelerators = first if last == "cpu" else devices
     kinds = {one.partition(":")[0] for one in accelerators}
@@ -484,7 +484,7 @@ def _root_of(path: Path) -> Path:
 
 
 def _overlap(host: str, other: str) -> bool:
-    """Return whether a port of one of these addresses is one of the other's. An empty one is not known."""
+    """Return whether two addresses share a port. An empty address is not known."""
     is_everywhere = not {"", "0.0.0.0", "::"}.isdisjoint((host, other))  # noqa: S104  # only compared
     return host == other or is_everywhere or (is_loopback(host) and is_loopback(other))
 
@@ -562,7 +562,7 @@ class ClusterConfig(StrictModel):
                 yield place, f"no device {device!r}: simulated.num_devices is {self.simulated.num_devices}"
 
     def shared_ports(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Yield the keys of ports that something else of this config listens on, and what."""
+        """Yield the keys of ports that two parts of this config listen on, with both parts."""
         proxy = self.http.haproxy if self.http.proxy == "haproxy" else None
         asked = [("http.port", self.http.host, self.http.port)]
         if self.grpc:
@@ -593,7 +593,7 @@ class ClusterConfig(StrictModel):
         return models | {adapter.id: adapter for adapter in self.adapters}
 
     def with_entries(self, entries: Mapping[str, ModelConfig | AdapterConfig]) -> ClusterConfig:
-        """Return this config with other models and adapters, which are not checked to go together."""
+        """Return this config with other models and adapters. Their fit is not checked."""
         models = tuple(entry for entry in entries.values() if isinstance(entry, ModelConfig))
         adapters = tuple(entry for entry in entries.values() if isinstance(entry, AdapterConfig))
         return self.model_copy(update={"models": models, "adapters": adapters})
@@ -604,9 +604,9 @@ class ClusterConfig(StrictModel):
         return self.controller.enabled or self.ingress.num_replicas > 1
 
     def open_hosts(self, http_host: str | None = None) -> dict[str, str]:
-        """Return the keys of this config whose address other machines reach although nobody needs a key, and why not.
+        """Return the keys of addresses that other machines reach without an API key, and why no key is needed.
 
-        `http_host` is the address that HTTP really has, when Serve was told another one than this config.
+        `http_host` is HTTP's real address, if Serve was started with another one than this config's.
         """
         if self.access.insecure or self.access.keys_file is not None:
             return {}
@@ -646,6 +646,6 @@ class ClusterConfig(StrictModel):
         return (configured.path, configured.like, configured.vae) == (entry.path, entry.like, entry.vae)
 
     def defaults_of(self, model: str) -> GenerationDefaults:
-        """Return what requests for `model` get unless they say otherwise; nothing for an adapter or an unknown id."""
+        """Return the defaults of requests for `model`; none for an adapter or an unknown id."""
         entry = self.entries.get(model)
         return entry.defaults if isinstance(entry, ModelConfig) else GenerationDefaults()

@@ -1,6 +1,6 @@
 """The installed distribution: its name, its version, and the parts that serving does without.
 
-On the public index `atelier`, the name of the command, is a stranger's.
+The public index has an unrelated package called `atelier`, as the command is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def installed_version() -> str:
 
 
 def optional_parts(group: str) -> dict[str, Any]:
-    """Return what this distribution's entry points of the group name, by their names, without those left out of it.
+    """Return the targets of this distribution's entry points of a group, by name, without those that it leaves out.
 
     Other distributions are not searched: it takes half a second to read all of an environment.
     """

@@ -1,4 +1,4 @@
-"""The addresses that a cluster listens on, and what listens there."""
+"""The addresses that a cluster listens on, and their servers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ INFERENCE_PATHS: Final = (
     "/embeddings",
     "/rerank",
     "/classify",
+    "/score",
+    "/pooling",
     "/images/",
     "/responses",
     "/tokenize",
@@ -100,7 +102,7 @@ class HaproxyConfig(StrictModel):
 
 
 class HttpConfig(StrictModel):
-    """The ingress's HTTP address, and what listens there."""
+    """The ingress's HTTP address, and its proxy."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)

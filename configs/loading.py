@@ -77,9 +77,9 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
 
 
 def read_cluster_config(path: str | Path) -> tuple[ClusterConfig | None, tuple[Problem, ...]]:
-    """Read a cluster YAML as `load_cluster_config` does; return it without what is wrong, and what that is.
+    """Read a cluster YAML as `load_cluster_config` does; return the config without its mistakes, and the mistakes.
 
-    There is no config where too much is wrong. Raises ConfigFileError for a file that is no mapping in YAML.
+    The config is None with too many mistakes. Raises ConfigFileError for a file that is no mapping in YAML.
     """
     path = Path(path)
     node, data = _read_mapping(path)
@@ -127,7 +127,7 @@ def _read_mapping(path: Path) -> tuple[yaml.Node | None, dict[Any, Any]]:
 def _unfilled(
     node: yaml.Node | None, data: Any, location: _Location, seen: set[int]
 ) -> Iterator[tuple[_Location, Problem]]:
-    """Yield the places that nobody has filled in, with their problems. What an alias repeats is looked at once."""
+    """Yield placeholders that were left in the file, with their problems. Aliased parts are visited once."""
     if isinstance(data, str):
         if location and location[-1] in _PLACES and _PLACEHOLDER.search(data):
             text = f"{data!r} is a placeholder: put in its place what it stands for"
@@ -144,7 +144,7 @@ def entry_of(location: Sequence[str | int]) -> tuple[str | int, ...]:
 
 
 def _remove_key(data: Any, location: _Location) -> bool:
-    """Remove the key at a location, if the data has it. Items of lists stay: other problems are told by their index."""
+    """Remove the key at a location, if there is one. Items of lists stay: other problems refer to their index."""
     for part in location[:-1]:
         try:
             data = data[part]
@@ -157,7 +157,7 @@ def _remove_key(data: Any, location: _Location) -> bool:
 
 
 def _stand_in(data: dict[Any, Any], location: _Location) -> bool:
-    """Put a sound entry of that name in the place of one that cannot be read: what refers to it is not wrong too."""
+    """Replace an unreadable entry by a sound one of that name, so that references to it are no mistakes."""
     kind, index = (*location, None, None)[:2]
     entries = data.get(kind)
     if kind not in _STAND_INS or not isinstance(index, int) or not isinstance(entries, list) or index >= len(entries):
@@ -175,12 +175,12 @@ def _stand_in(data: dict[Any, Any], location: _Location) -> bool:
 
 
 def located_problems(path: Path, problems: Iterable[tuple[Sequence[str | int], str]]) -> ConfigFileError:
-    """Return mistakes that were found after loading (keys, what is wrong) as an error with their lines."""
+    """Return mistakes found after loading (keys, text) as an error with their lines."""
     return ConfigFileError(path, locate_problems(path, problems))
 
 
 def locate_problems(path: Path, problems: Iterable[tuple[Sequence[str | int], str]]) -> list[Problem]:
-    """Return mistakes (keys, what is wrong) with their lines."""
+    """Return mistakes (keys, text) with their lines."""
     node, _ = _parse(path, path.read_text("utf-8"))
     return [Problem(_line_of(node, tuple(keys)), ".".join(map(str, keys)), text) for keys, text in problems]
 
@@ -234,7 +234,7 @@ def _parse(path: Path, text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _most_keys(node: yaml.Node) -> int:
-    """Return how many keys the largest mapping has once all that it merges is written out: merges can multiply."""
+    """Return the number of keys of the largest mapping with its merges expanded: merges can multiply."""
     left, seen, sizes = [node], set[int](), dict[int, int]()
     while left:
         found = left.pop()
@@ -250,7 +250,7 @@ def _most_keys(node: yaml.Node) -> int:
 
 
 def _num_keys(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return how many keys a mapping has, or the mappings of a list, with what they merge. One in itself adds none."""
+    """Return the number of keys of a mapping, or of a list's mappings, merges included. Circles add none."""
     if id(node) not in known:
         known[id(node)] = 0
         if isinstance(node, yaml.MappingNode):
@@ -302,7 +302,7 @@ def _masked(value: Any) -> str:
 
 
 def _list_wanted(value: Any) -> str:
-    """Return what is wrong with a value in the place of a list, and how one of it is written."""
+    """Return the problem of a value where a list is expected, with the list's spelling."""
     if isinstance(value, str | int | float):
         shown = _masked(value)
         return f"expected a list, got {shown}; write [{shown.strip(chr(39))}]"

@@ -161,7 +161,7 @@ def _fields_of(schema: Any) -> list[Any]:
 
 
 def _refuse_truths(schema: Any) -> None:
-    """Let a field that is a number, or None, take nothing else for one. What is parsed from text stays as it is."""
+    """Let a number field accept only numbers and None. Fields with a parser stay as they are."""
     while schema["type"] in ("model-field", "default", "nullable"):
         outer, schema = schema, schema["schema"]
         if schema["type"] in ("int", "float"):
@@ -171,7 +171,7 @@ def _refuse_truths(schema: Any) -> None:
 
 
 def _as_number(error: PydanticKnownError, value: Any) -> Any:
-    """Return the value. Raises `error` for `true`, which pydantic takes for 1, and for text of digits."""
+    """Return the value. Raises `error` for `true`, which pydantic reads as 1, and for text of digits."""
     if isinstance(value, bool | str):
         raise error
     return value

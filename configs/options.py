@@ -57,6 +57,12 @@ class SamplingOptions(BaseModel):
     repetition_penalty: _Finite | None = Field(None, gt=0, le=100)
     frequency_penalty: _Finite | None = Field(None, ge=-2, le=2)
     presence_penalty: _Finite | None = Field(None, ge=-2, le=2)
+    top_n_sigma: _Finite | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="standard deviations of the logits below the best one that a token may lie; 0: any",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    top_n_sigma: float = 0.0
 
 
 class DiffusionOptions(BaseModel):

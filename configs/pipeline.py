@@ -57,7 +57,7 @@ _REFERENCE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_-]*)(?:\.([A-Za-z_][A-Za-z0-9_-
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An input of the pipeline, or what a stage gives; `output` None is its only one."""
+    """An input of the pipeline, or an output of a stage; `output` None is the only one."""
 
     source: str
     output: str | None = None
@@ -68,7 +68,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class PipelineProblem:
-    """A mistake in a pipeline: the keys that lead to it from the pipeline's own mapping, and what is wrong."""
+    """A mistake in a pipeline: its keys, from the pipeline's own mapping on, and a text."""
 
     location: Location
     text: str
@@ -188,7 +188,7 @@ class PipelineConfig(StrictModel):
 
     @property
     def dependencies(self) -> dict[str, set[str]]:
-        """Stages that each stage takes something from."""
+        """The stages that each stage depends on."""
         stages = {stage.name for stage in self.stages}
         return {stage.name: {ref.source for ref in stage.references.values()} & stages for stage in self.stages}
 

@@ -20,7 +20,7 @@ class SimulatedConfig(StrictModel):
 def parse_simulated(text: str) -> SimulatedConfig:
     """Parse "num_devices=2, memory_bytes=512MiB"; several ops are joined by "+".
 
-    Raises ValueError in one line for what is no such text.
+    Raises ValueError, in one line, for any other text.
     """
     values: dict[str, str | float | list[str]] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):

@@ -159,7 +159,7 @@ class AdmissionQueue:
         return not pool.failures.unable(demand.model, demand.version, now_s).issuperset(pool.slots.names())
 
     def leave(self, ticket: int, now_s: float, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
-        """End a request: one that waits is given up, one that runs has `is_answered` or was given up.
+        """Remove a request: cancel a waiting one, complete (`is_answered`) or cancel a running one.
 
         `switch_s` is what its replica needed to switch to the model. A ticket that has left already does nothing.
         """

@@ -6,10 +6,10 @@ A request whose share does not fit beside others starts on a replica that runs n
 Where several ingresses have queues, each owns a part of every replica, the others run theirs beside it, and nothing
 starts beyond that part. What has no name is the ingress's own.
 
-Requests of a model that meet on a replica share its batches, so one that joins costs only what it delays the others
-and they it. A switch on demand (`cluster/placement/on_demand.py`) takes the replica where work, switch and the loss of
-what goes are least together. An idle replica takes it at once; one that runs other models, which must end first, only a
-request that has waited for some time: until then it serves what it has, and so fewer switches are needed.
+Requests of a model on one replica share its batches, so a joining request costs the delay that it adds to its batch,
+and the batch to it. A switch on demand (`cluster/placement/on_demand.py`) takes the replica with the least work, switch
+and loss together. An idle replica takes it at once. A replica with running models, which must end first, takes only a
+request that has waited for some time, so fewer switches are needed.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class _RunningRequest:
     latency: BatchLatency  # expected
 
     def left_s(self, replica: _Replica, now_s: float) -> float:
-        """Return in how many seconds it will end: what it has done counts at the concurrency that it had,
-        the rest at the present one.
-        """
+        """Return the estimated seconds left: the past at its own concurrency, the rest at the present one."""
         share, passed_s = self.waiting.demand.share, now_s - self.started_s
         num_sharing = max(1.0, replica.all_used / share)
         busy_s = share * (replica.clock_at(now_s) - self.began)

@@ -223,7 +223,7 @@ class ModelTimes:
         return True
 
     def joining_s(self, work: float) -> float:
-        """Return by how much a request of that work delays those whose batch it joins, and each of them it."""
+        """Return the mutual delay per batch-mate of a request of that work, in seconds."""
         least, most = self.slowdown.seen()
         return max(0.0, self._expected_s(work, most) - self._expected_s(work, least)) / (most - least)
 

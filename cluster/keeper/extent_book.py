@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, cast
 
 from cluster.keeper.recalls import Recalls
 from cluster.keeper.records import HeldExtent, Source
 from weights.records.manifest import ExtentRef
 from weights.residency.admission import Admission
-from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.contents import Entry, MemoryTier
+from weights.residency.entry_table import EntryTable
 
 Arrival = concurrent.futures.Future[HeldExtent]
 
@@ -35,7 +36,7 @@ class ReloadRates(Protocol):
         ...
 
 
-class ExtentBook:
+class ExtentBook(MemoryTier):
     """The table of extents, those that are being loaded, the queue of requests, and the recalls for it."""
 
     def __init__(
@@ -47,17 +48,12 @@ class ExtentBook:
     ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.table: EntryTable[HeldExtent] = EntryTable(
-            budget_bytes,
-            clock,
-            on_gone=self._note_gone,
-            on_recall=lambda holder, ids: self.recalls.call(holder, ids),
-            rate_of=lambda source: rates.reload_rate(cast("Source", source)) if rates else None,
-        )
+        self.table: EntryTable[HeldExtent] = EntryTable(budget_bytes, clock, self)
         self.coming: dict[str, tuple[ExtentRef, Arrival]] = {}  # by id, of what is being loaded
         self.queue = Admission(self.table, clock, "store.node_budget_bytes")
         self.recalls = Recalls(self.table, self.queue, clock)
         self._neighbours = neighbours
+        self._rates = rates
 
     def serve(self) -> None:
         """Let those go on who can."""
@@ -86,7 +82,15 @@ class ExtentBook:
         here.set_result(entry.thing)  # type: ignore[arg-type]  # it is here
         return here
 
-    def _note_gone(self, entries: Sequence[Entry[HeldExtent]]) -> None:
+    def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
         """Tell of extents that went. What was invalidated has been told before."""
         if gone := [entry.key for entry in entries if entry.is_current]:
             self.tell([], gone)
+
+    def recall(self, holder: str, keys: Sequence[str]) -> None:
+        """Call a holder's leases on extents back."""
+        self.recalls.call(holder, keys)
+
+    def reload_rate(self, origin: Hashable) -> float | None:
+        """Return the seconds of one byte from a source; None when nothing is measured."""
+        return self._rates.reload_rate(cast("Source", origin)) if self._rates else None

@@ -312,13 +312,13 @@ class ExtentLoader:
                     return client.fetch_extent(plan.addresses, extent, begin_reading, min_gbps=plan.min_gbps), True
         except FetchFailed as error:
             if error.fetched.failed or error.fetched.corrupt:
-                logger.warning("peers do not give it: %s", error)
+                logger.warning("peer fetch failed, reading storage: %s", error)
             return error.fetched, False
         except Exception as error:
             if place.has_failed:
                 raise
             log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
-            log("peers do not give it: %s", error)
+            log("peer fetch failed, reading storage: %s", error)
         return FetchOutcome(failed=list(plan.addresses)), False
 
     def _fetch_delta(

@@ -12,7 +12,7 @@ from cluster.keeper.extent_book import ExtentBook
 from cluster.keeper.holder_watch import HolderEpochs, HolderWatch
 from cluster.keeper.records import HeldExtent, Recall, RecallAnswer
 from cluster.process.processes import ProcessMark
-from weights.residency.entry_table import Entry
+from weights.residency.contents import Entry
 
 MAX_USES: Final = 32  # of one extent that one report counts: more are one burst
 

@@ -15,7 +15,8 @@ from typing import Final
 
 from cluster.keeper.records import HeldExtent, Recall, RecallAnswer
 from weights.residency.admission import Admission, Ticket
-from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.contents import Entry
+from weights.residency.entry_table import EntryTable
 from weights.residency.room_plan import plan_room
 
 # An answer takes a few milliseconds. A replica that is just collecting garbage, or importing, stops for 300.

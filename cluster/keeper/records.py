@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from weights.memory.host_pool import ByteArray
 from weights.reading.report import LoadReport, Stage, StageFigures
 from weights.records.manifest import ExtentRef
-from weights.residency.entry_table import Entry
+from weights.residency.contents import Entry
 
 Source = Literal["storage", "peer", "adopted"]
 

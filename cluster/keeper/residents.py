@@ -9,7 +9,7 @@ from cluster.keeper.records import HeldExtent, ResidentExtent, Totals
 from weights.memory.host_pool import ByteArray
 from weights.records.manifest import DeltaRef
 from weights.residency.admission import describe_holders
-from weights.residency.entry_table import Entry
+from weights.residency.contents import Entry
 from weights.residency.room_plan import plan_room
 
 
@@ -53,7 +53,7 @@ class Residents:
         with self._book.changed:
             table = self._table
             num_here = len(table.entries) - len(self._book.coming)
-            return Totals(num_here, table.here_bytes, table.leased_bytes, table.pinned_bytes)
+            return Totals(num_here, table.here.total, table.here.leased, table.here.pinned)
 
     def bytes_by_holder(self) -> dict[str, int]:
         with self._book.changed:

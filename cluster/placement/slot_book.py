@@ -1,8 +1,8 @@
 """The controller's book of the splits that it has sent: who has which slots. Pure: silence is counted in ticks.
 
-An ingress may hold what it runs, what its last report says that it owns, and what any split allows that was sent since.
-Nobody gets a slot that another may hold: a split shrinks at once, and grows when those who lose a slot have reported
-that they know. So messages may be lost, late or doubled.
+An ingress may hold the slots that it uses, those of its last report, and those of all splits sent since. No ingress
+gets a slot that another may hold: a split shrinks at once, and grows when the losers of a slot have reported the loss.
+So messages may be lost, late or doubled.
 
 A session is what an ingress and a controller know of each other. An ingress that is silent for `SILENT_S` is gone with
 its slots, and begins another session with none when it speaks again; one at rest may be silent for `SLOT_REST_S` more.

@@ -20,6 +20,7 @@ from weights.reading.report import Stage, StageFigures
 _TICK_BOUNDARIES_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 _PHASE_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4, 1e5]
 
+_MAX_TIMED_MODELS: Final = 10
 _TOKEN_BOUNDARIES_MS: Final = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3]
 
 
@@ -93,13 +94,18 @@ class EdgeMetrics:
             "atelier_tokens_total", "Tokens of language models, of prompts and made.", tag_keys=("model", "direction")
         )
         self._first = _MeasuredHistogram(
-            "atelier_first_token_ms", "Milliseconds from a request to its first token.", boundaries=_PHASE_BOUNDARIES_MS
+            "atelier_first_token_ms",
+            "Milliseconds from a request to its first token.",
+            boundaries=_PHASE_BOUNDARIES_MS,
+            tag_keys=("model",),
         )
         self._between = _MeasuredHistogram(
             "atelier_between_tokens_ms",
             "Mean milliseconds between two tokens of an answer.",
             boundaries=_TOKEN_BOUNDARIES_MS,
+            tag_keys=("model",),
         )
+        self._timed: set[str] = set()
 
     def count_request(self, kind: str, model: str, status: int) -> None:
         """Count a request that has its answer. `model` is "" where nobody knows such a model: names are bounded."""
@@ -113,9 +119,17 @@ class EdgeMetrics:
             if count:
                 self._tokens.inc(count, {"model": model, "direction": direction})
         if "generate" in timings_ms and num_completion_tokens:  # a pipeline does not tell
-            self._first.observe(max(0.0, timings_ms["total"] - timings_ms["generate"]))
+            tags = {"model": self._timed_name(model)}
+            self._first.observe(max(0.0, timings_ms["total"] - timings_ms["generate"]), tags)
             if (num_later := num_completion_tokens / n - 1) > 0:
-                self._between.observe(timings_ms["generate"] / num_later)
+                self._between.observe(timings_ms["generate"] / num_later, tags)
+
+    def _timed_name(self, model: str) -> str:
+        """Return the name that a model's times are counted under: "" for those beyond the first few, since each has as
+        many series as there are buckets."""
+        if len(self._timed) < _MAX_TIMED_MODELS:
+            self._timed.add(model)
+        return model if model in self._timed else ""
 
 
 class RequestMetrics:

@@ -15,7 +15,7 @@ BASE: Final = "ray"  # the template of processes that name none
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template: its name, the modules that it imports, what it adds to the environment, and those that build on it.
+    """A template: its name, imports, extra environment, and child templates.
 
     An import `module:name` takes that name from the module as well. A template without a name makes no workers.
     """

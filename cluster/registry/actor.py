@@ -262,7 +262,7 @@ class WeightRegistry:
                     await self._keepers.set_pinned(model, False)
 
     def _remember_limits(self, before: ClusterConfig, config: ClusterConfig) -> None:
-        """Give limits that differ from those of a config before to replicas that start with that one."""
+        """Remember limits that differ from the old config: replicas that start from now on use them."""
         if config.admission != before.admission:
             self._admission = config.admission
         if config.text_encoder.batching != before.text_encoder.batching:

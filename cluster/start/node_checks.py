@@ -42,7 +42,7 @@ def running_code() -> tuple[str, ...]:
 
 
 def why_other_code(node: str, there: Sequence[str], here: Sequence[str]) -> str:
-    """Return what a node at that address has otherwise than this one, and what to do, "" where it is the same."""
+    """Return the differences of a node from this one and their remedy, "" without any."""
     if list(there) == list(here):
         return ""
     other = " and ".join(one for one in there if one not in here)

@@ -123,12 +123,12 @@ class _BatchingCounts:
 
 
 def _nearest(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least `share` of all are not above."""
+    """Return the smallest value that is at least as large as `share` of all values."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
 
 class BatcherClosed(Overloaded):
-    """The replica is ending: it takes nothing more."""
+    """The replica is ending and takes no more requests."""
 
 
 class _Results(asyncio.Future[list[Any]]):
@@ -143,7 +143,7 @@ class _Results(asyncio.Future[list[Any]]):
         return was_open
 
     def refuse(self, error: BaseException) -> None:
-        """End with this error, unless it has ended."""
+        """Set this error, unless the future has ended."""
         if not self.done():
             self.on_cancel = None
             if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future takes neither
@@ -223,7 +223,7 @@ class Batcher(Generic[ItemT, ResultT]):
         return future
 
     def retune(self, config: BatchingConfig) -> None:
-        """Use this config from now on, for waiting requests too; those of a priority that is gone get the last one."""
+        """Use this config from now on, for waiting requests too; removed priorities become the last one."""
         self._queue.retune(config)
         self._pump()
 
@@ -340,7 +340,7 @@ class Batcher(Generic[ItemT, ResultT]):
             self._start_soon()  # not now: a caller that gets its results may have the next request, and it should join
 
     async def _retry(self, group: Hashable, parts: Sequence[RequestPart[_ItemsRequest]], error: Exception) -> None:
-        """Run again: in halves what found no memory, else each alone, so that only the one to blame fails."""
+        """Run the requests again: in halves if out of memory, else one by one, so that only the faulty one fails."""
         num_items = sum(map(len, parts))
         if is_out_of_memory(error) and num_items > 1:
             self._policy.note_out_of_memory(group, sum(part.request.cost(part.start, part.stop) for part in parts))
@@ -359,7 +359,7 @@ class Batcher(Generic[ItemT, ResultT]):
                     await self._retry(group, waiting, again)
 
     async def _attempt(self, parts: Sequence[RequestPart[_ItemsRequest]]) -> Exception | None:
-        """Run them together and give their results. Return the error of a batch that failed as a whole."""
+        """Run the requests together and set their results. Return the error of a batch that failed as a whole."""
         items = [item for part in parts for item in part.request.items[part.start : part.stop]]
         start_s = self._clock()
         try:
@@ -391,7 +391,7 @@ class Batcher(Generic[ItemT, ResultT]):
             request.future.set_result(request.results)
 
     def _fail(self, request: _ItemsRequest, error: BaseException) -> None:
-        """End the request with the error; items of it that still wait are of no use any more."""
+        """End the request with the error, and drop its waiting items."""
         self._queue.remove_request(request)
         if not request.future.done():
             self._counts.failed += 1

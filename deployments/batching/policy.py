@@ -95,7 +95,7 @@ def halves(parts: Sequence[RequestPart[RequestT]]) -> list[list[RequestPart[Requ
 
 
 class BatchPolicy(Generic[RequestT]):
-    """The decisions over one queue, by what was learned of each group."""
+    """The decisions over one queue, from the statistics of each group."""
 
     def __init__(self, queue: RequestQueue[RequestT]) -> None:
         self.queue = queue
@@ -105,9 +105,9 @@ class BatchPolicy(Generic[RequestT]):
         self._num_batches = 0
 
     def add_request(self, request: RequestT, *, is_busy: bool = True) -> None:
-        """Queue a request, as `RequestQueue.add_request` does, and learn from when it came.
+        """Queue a request, as `RequestQueue.add_request` does, and learn from its arrival.
 
-        `is_busy`: a batch runs, or nobody knows.
+        `is_busy`: a batch runs, or may run.
         """
         is_alone = not is_busy and not len(self.queue)
         self.queue.add_request(request)
@@ -145,7 +145,7 @@ class BatchPolicy(Generic[RequestT]):
         return look_again_s
 
     def _turn(self, lead: RequestT) -> tuple[bool, int, int]:
-        """Return what orders the leads of groups; those that are equal stay in the order of coming."""
+        """Return the sort key of groups' leads; equal ones stay in the order of arrival."""
         return lead.is_deferred, lead.priority, self._turns.get(lead.group, 0)
 
     def _note_turn(self, group: Hashable) -> None:
@@ -153,7 +153,7 @@ class BatchPolicy(Generic[RequestT]):
         self._turns.note(group, self._num_batches)
 
     def _form_batch(self, lead: RequestT) -> Batch[RequestT]:
-        """Return all that fits, without regard to what pays."""
+        """Return the largest batch that fits, whether or not it pays."""
         config = self.queue.config
         max_cost = min(config.max_batch_cost or math.inf, self._memory.allowed(lead.group))
         first = _first_part(lead, config.max_batch_size, max_cost)

@@ -1,7 +1,7 @@
 """The admission queue of a batcher: order, limits and deadlines. Pure; `now_s` is the caller's clock.
 
-Requests of one priority and group are served FIFO. The more urgent priority goes first; whose turn it is among groups
-says the policy. A request whose time in the queue is over is refused or, if its priority
+Requests of one priority and group are served FIFO. The more urgent priority goes first; the policy chooses among
+groups. A request whose time in the queue is over is refused or, if its priority
 defers, goes behind all whose time is not over. Whatever the order, at most `max_overtakes` requests that came later
 start before one that waits; then it is next.
 """
@@ -62,7 +62,7 @@ class _GroupCount:
 
 
 class _Overtaking:
-    """Counts of how often waiting requests were passed: what keeps any of them from starving.
+    """Counts of overtakings, which keep waiting requests from starving.
 
     Requests are known by their number in the order of coming. A request that came after another and has started has
     passed it. So how often a waiting request was passed is the number of higher ones that have started, and the oldest
@@ -103,7 +103,7 @@ class RequestQueue(Generic[RequestT]):
         return len(self._all)
 
     def has_room(self, priority: int) -> bool:
-        """Tell if one more request may wait at this priority."""
+        """Return whether one more request may wait at this priority."""
         limit = self._policy(priority).max_queue_size
         return limit is None or self.num_by_priority[priority] < limit
 
@@ -124,7 +124,7 @@ class RequestQueue(Generic[RequestT]):
         self._insert(request)
 
     def remove_request(self, request: RequestT) -> None:
-        """Take a request out that was cancelled or has failed. Nothing happens when it does not wait."""
+        """Remove a cancelled or failed request, if it waits."""
         if not request.is_queued:
             return
         request.is_queued = False
@@ -139,7 +139,7 @@ class RequestQueue(Generic[RequestT]):
         self._overtaking.forget_before(next(iter(self._all), self._num_added))
 
     def take_items(self, request: RequestT, num_items: int) -> None:
-        """Note that its next items are started. It leaves with its last one."""
+        """Note that the request's next items have started. It leaves with its last item."""
         if not request.next_item:
             self._overtaking.note_start(request.number)
         if num_items == request.num_left:
@@ -150,7 +150,7 @@ class RequestQueue(Generic[RequestT]):
             self._groups[request.group].num_items -= num_items
 
     def expire(self, now_s: float) -> list[RequestT]:
-        """Return the requests to be refused because their time is over, which have left the queue; defer others."""
+        """Remove and return the requests whose time is over; defer those whose priority defers."""
         refused = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             request = heapq.heappop(self._deadlines)[2]
@@ -166,7 +166,7 @@ class RequestQueue(Generic[RequestT]):
         return refused
 
     def next_deadline_s(self) -> float:
-        """Return when `expire` has something to do; infinity when no request has a deadline."""
+        """Return the time of the next deadline; infinity without one."""
         while self._deadlines and not self._deadlines[0][2].is_queued:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
@@ -190,7 +190,7 @@ class RequestQueue(Generic[RequestT]):
         return next((request for request in self._all.values() if request not in but), None)
 
     def may_start(self, request: RequestT, with_: Collection[RequestT] = ()) -> bool:
-        """Tell if starting it, with those in `with_`, passes no waiting request too often."""
+        """Return whether starting it, with those in `with_`, overtakes no waiting request too often."""
         oldest = self.oldest({*with_, request})
         if oldest is None or request.number < oldest.number or request.next_item:
             return True  # a request that has started in part has been counted
@@ -198,7 +198,7 @@ class RequestQueue(Generic[RequestT]):
         return self._overtaking.num_passed(oldest.number) + passing < self.config.max_overtakes
 
     def drain(self) -> list[RequestT]:
-        """Return all requests, which leave the queue."""
+        """Remove and return all requests."""
         everybody = list(self._all.values())
         for request in everybody:
             self.remove_request(request)

@@ -37,7 +37,7 @@ class _Submission:
 
 
 class ServeAdapter(Generic[ItemT, ResultT]):
-    """The way of one replica's requests into its batcher. `max_ongoing_requests` is the deployment's."""
+    """Passes one replica's requests to its batcher. `max_ongoing_requests` is the deployment's."""
 
     def __init__(self, batcher: Batcher[ItemT, ResultT], max_ongoing_requests: int) -> None:
         # Two of Serve's batches at a time: while one is handed over, the next is formed. They never wait for more
@@ -62,7 +62,7 @@ class ServeAdapter(Generic[ItemT, ResultT]):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[ResultT]:
-        """Await `Batcher.submit`. A caller that is cancelled meanwhile is taken out of the batcher's queue."""
+        """Await `Batcher.submit`. A cancelled caller leaves the batcher's queue."""
         submission = _Submission(items, group, costs, priority, timeout_s)
         try:
             return await (await self._submit_one(submission))

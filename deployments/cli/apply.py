@@ -1,4 +1,4 @@
-"""`atelier apply`: a running cluster made to follow its config, which has changed."""
+"""`atelier apply`: a running cluster takes its changed config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def apply(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Let a running cluster follow a changed config: only what a value concerns is replaced."""
+    """Apply a changed config to a running cluster: only replicas that a change concerns are replaced."""
     from cluster.records.errors import SessionError
     from configs.changes import BEYOND, Concern, changes
 

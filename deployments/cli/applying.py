@@ -28,7 +28,7 @@ REPLACED: Final = frozenset({Concern.NUMBER, Concern.TEXT_ENCODER, Concern.WORKE
 
 
 def running_config(wanted: ClusterConfig) -> tuple[Any, ClusterConfig]:
-    """Return the registry of the cluster of that name, and the config that it follows now.
+    """Return the registry of the named cluster, and its present config.
 
     Raises SessionError when it does not answer.
     """
@@ -43,10 +43,10 @@ def running_config(wanted: ClusterConfig) -> tuple[Any, ClusterConfig]:
 def carry_out(
     registry: Any, running: ClusterConfig, wanted: ClusterConfig, say: Callable[[str], None]
 ) -> Sequence[str]:
-    """Change a running cluster from one config to another; return what went wrong. Blocks until all of it is done.
+    """Change a running cluster from one config to another; return the problems. Blocks until all is done.
 
-    Nothing of it may be beyond a running cluster. The registry keeps the rest of the new config once Serve has it,
-    too. Raises SessionError.
+    All changes must be possible in a running cluster. The registry stores the rest of the new config once Serve has it.
+    Raises SessionError.
     """
     concerns = {concern for change in changes(running, wanted) for concern in change.concerns}
     problems = []
@@ -73,7 +73,7 @@ def _ask(registry: Any, method: Any, *arguments: Any) -> Any:
 def _await_models(
     registry: Any, running: ClusterConfig, wanted: ClusterConfig, say: Callable[[str], None]
 ) -> list[str]:
-    """Wait until all models that are new or changed are in the store, or are known to be unusable: that is returned."""
+    """Wait until all new or changed models are in the store or known to be unusable; return the unusable ones."""
     ids = {id_ for id_, entry in wanted.entries.items() if running.entries.get(id_) != entry}
     while True:
         records: Sequence[ModelRecord] = _ask(registry, WeightRegistry.list_models)
@@ -88,7 +88,7 @@ def _await_models(
 
 
 def _follow(running: ClusterConfig, wanted: ClusterConfig) -> list[str]:
-    """Let the ingresses follow, and through them the replicas. Return what went wrong."""
+    """Update the ingresses, and through them the replicas. Return the problems."""
     from ray import serve
 
     try:
@@ -100,7 +100,7 @@ def _follow(running: ClusterConfig, wanted: ClusterConfig) -> list[str]:
 
 
 def _replace(running: ClusterConfig, wanted: ClusterConfig) -> None:
-    """Let Serve begin to replace what differs. Where the controller scales, there are as many workers as before.
+    """Make Serve replace the changed deployments. If the controller scales, the number of workers stays.
 
     Raises SessionError.
     """
@@ -119,9 +119,9 @@ def _replace(running: ClusterConfig, wanted: ClusterConfig) -> None:
 
 
 def _set_workers(wanted: ClusterConfig) -> None:
-    """Ask for the config's number of workers, as the controller did until now. Raises SessionError.
+    """Request the config's number of workers, in place of the controller. Raises SessionError.
 
-    Serve compares a number with the one that it was deployed with, not with what was asked for since.
+    Serve compares a number with the deployed one, not with later requests.
     """
     try:
         asyncio.run(ServeReplicas(wanted.name, "worker").set_target(wanted.worker.num_replicas))
@@ -130,7 +130,7 @@ def _set_workers(wanted: ClusterConfig) -> None:
 
 
 def _deployed(wanted: ClusterConfig) -> DeployedApp:
-    """Return the application. Raises SessionError while Serve does not say."""
+    """Return the application. Raises SessionError if Serve does not answer."""
     try:
         return deployed_app(wanted.name)
     except (ValueError, ray.exceptions.RayError) as error:
@@ -138,9 +138,9 @@ def _deployed(wanted: ClusterConfig) -> DeployedApp:
 
 
 def _await_replicas(wanted: ClusterConfig, no_room_s: float = NO_ROOM_S, no_start_s: float = NO_START_S) -> None:
-    """Wait until Serve has replaced all. Raises SessionError when it cannot, or no node has room for one more.
+    """Wait until Serve has replaced all. Raises SessionError if it cannot, or no node has room for one more replica.
 
-    A replica whose process has not begun may only be slow: whether it waits for room is what Ray says of its demands.
+    A replica without a process may only be slow: Ray's pending demands show whether it waits for room.
     """
     from deployments.console.running import unplaced_lines
 

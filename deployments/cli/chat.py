@@ -58,7 +58,7 @@ def chat(
 
 
 class _Conversation:
-    """A conversation with one model after another. What was said stays when the model changes.
+    """A conversation with one model after another. Its history stays when the model changes.
 
     `model` None is the first language model of the cluster. `options` are fields of every request.
     Raises ClientError for a model that is not there or does not talk.
@@ -87,16 +87,16 @@ class _Conversation:
             raise ClientError(f"no language model {self.model!r} (known: {', '.join(known)})")
 
     def known_models(self) -> list[str]:
-        """Return the names of all that can be talked to: language models, then pipelines; last what has no room."""
+        """Return the names of language models, then pipelines, then models without room."""
         models = sorted(self._client.models(), key=lambda model: model.get("state") == "does_not_fit")
         return [model["id"] for kind in ("llm", "pipeline") for model in models if model["kind"] == kind]
 
     def greet(self) -> None:
-        """Say whom one talks to."""
+        """Print the name of the model."""
         self._out.print(f"[dim]{escape(self.model)}; /help says what else there is[/dim]", highlight=False)
 
     def take_text(self, text: str, *, shows_speed: bool = True) -> bool:
-        """Answer a text, or do what its command says. Returns False at the end of the conversation."""
+        """Answer a text, or run its command. Returns False at the end of the conversation."""
         command, _, rest = text.strip().partition(" ")
         rest = rest.strip()
         if command == "/quit":
@@ -172,7 +172,7 @@ def _instructions(text: str) -> list[dict[str, str]]:
 
 
 def _speed(number: int, first_s: float, rest_s: float) -> str:
-    """Return how many tokens came, how long the first one took, and how fast the others were."""
+    """Return the number of tokens, the time of the first one, and the rate of the others."""
     if number < 2 or rest_s <= 0:
         return f"{number} token{'s'[: number != 1]} after {first_s * 1e3:.0f} ms"
     return f"{number} tokens, the first after {first_s * 1e3:.0f} ms, then {(number - 1) / rest_s:.1f} per second"
@@ -202,7 +202,7 @@ def _read_text(prompt: str) -> str | None:
 
 
 def _edit_lines(conversation: _Conversation) -> None:
-    """Let lines be edited, called back with the arrow keys, and completed: commands, and names behind /model."""
+    """Enable editing, history and completion of commands and of names behind /model."""
     try:
         import readline
     except ImportError:  # a Python without it: lines are typed, and that is all

@@ -1,4 +1,4 @@
-"""The commands that start and stop clusters, render a config for others to start, and show the logs of starts.
+"""The commands that start and stop clusters, render their configs, and show the logs of starts.
 
 Logs of `atelier up --detach` are kept over starts and reboots, the oldest removed.
 """
@@ -94,9 +94,9 @@ def down(
 
 
 def _end_deployed(name: str | None, address: str | None) -> None:
-    """End a cluster on a Ray, whoever deployed it there: the one of that name, or the only one at that address.
+    """End a cluster on a Ray, whoever deployed it: the named one, or the only one at that address.
 
-    Raises SessionError for one that is not there, and where nobody says which.
+    Raises SessionError if there is none, or several without a name.
     """
 
     names, problem = clusters_at(address or "auto")
@@ -117,7 +117,7 @@ def _end_deployed(name: str | None, address: str | None) -> None:
 
 
 def clusters_at(address: str) -> tuple[list[str], str]:
-    """Return the clusters of a Ray, and why there are none where there are none."""
+    """Return the clusters of a Ray, and a reason if there are none."""
     from ray.exceptions import RayError
 
     from cluster.start.session import join_ray
@@ -138,7 +138,7 @@ def check(
 ) -> None:
     """Find what is wrong with a cluster config, and with the models that it names, before anything starts.
 
-    What this finds `up` refuses with the same options, and the other way round.
+    `up` refuses the same mistakes with the same options.
     """
     loaded, sources, problems = _checked(config, port, insecure)
     if as_json:
@@ -169,8 +169,8 @@ def render(config: ConfigPath = DEFAULT_CONFIG) -> None:
 def _render_serve_yaml(config: ClusterConfig) -> str:
     """Return the plain Ray Serve YAML that `serve deploy` and KubeRay take.
 
-    The config travels inside as the builder's argument, so this one file is all that a deploy needs. HAProxy's part of
-    it holds where Serve starts with this file: a Serve that runs keeps the proxy that it has.
+    The config is the builder's argument, so a deploy needs only this file. Its HAProxy settings count only if Serve
+    starts with this file: a running Serve keeps its proxy.
     """
     from cluster.process.logs import serve_logging
     from cluster.process.tracing import serve_tracing, tracing_environment
@@ -212,7 +212,7 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
 
 
 def load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfig:
-    """Load the config with the options of `up` and `apply`. Raises ConfigError when it may not start so."""
+    """Load the config with the options of `up` and `apply`. Raises ConfigError if it may not start."""
     config, _, problems = _checked(path, port, insecure)
     if config is None or problems:
         raise ConfigFileError(path, problems)
@@ -222,7 +222,7 @@ def load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfi
 def _checked(
     path: Path, port: int | None, insecure: bool
 ) -> tuple[ClusterConfig | None, dict[str, ReadSource], list[Problem]]:
-    """Return the config with these options, the facts of its models, and all that is wrong with it for a start here."""
+    """Return the config with these options, the facts of its models, and all problems of a start here."""
     from configs.loading import locate_problems
     from deployments.ingress.access.keys import KeysFileError, read_key_store
     from deployments.preflight import check_config
@@ -321,7 +321,7 @@ def _wait_for_record(
 ) -> SessionRecord:
     """Return the record of a cluster once it answers. `show` gets the new lines of its log meanwhile.
 
-    The process itself knows when to give up. Raises SessionError with its last words.
+    The process has its own time limit. Raises SessionError with its last lines.
     """
     from cluster.start.session import record_folder, running_sessions
 
@@ -339,7 +339,7 @@ def _wait_for_record(
 
 
 def _lines(log: Path) -> list[str]:
-    """Return the whole lines of a log; an error without its label, which the command that shows it writes itself."""
+    """Return the complete lines of a log; errors without their label, which the caller prints itself."""
     text = log.read_text(errors="replace")
     return [line.removeprefix("error: ") for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -362,7 +362,7 @@ def _log_file(name: str) -> Path:
 
 
 def begin_log(name: str) -> Path:
-    """Return the path of a log that is not there yet; those of earlier starts are numbered, and `KEPT` are kept."""
+    """Return the path of a new log; earlier logs are numbered, and `KEPT` of them stay."""
     log = _log_file(name)
     for number in range(KEPT, 0, -1):
         before = log if number == 1 else _earlier(log, number - 1)
@@ -382,7 +382,7 @@ def _known_logs() -> list[str]:
 
 
 def read_on(log: Path, pause_s: float = _POLL_S) -> Iterator[str]:
-    """Yield what the log has, then what comes, also after another start has begun a new file. Never ends."""
+    """Yield the log's text, then new text, also of the next start's file. Never ends."""
     file = log.open(errors="replace")
     while True:
         while text := file.read(_CHUNK_BYTES):

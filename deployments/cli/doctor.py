@@ -1,4 +1,4 @@
-"""`atelier doctor`: whether this machine and its libraries fit, before anything starts."""
+"""`atelier doctor`: a check of this machine and its libraries before a start."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def examine() -> dict[str, Any]:
 
 
 def _nodes(address: str, wanted: Wanted) -> list[str]:
-    """Return what nodes of that Ray have otherwise than this machine. Raises SessionError."""
+    """Return the differences of that Ray's nodes from this machine. Raises SessionError."""
     from cluster.start.session import join_ray
 
     try:

@@ -1,4 +1,4 @@
-"""Where the command `atelier` begins: Ctrl-C ends it without a traceback, also while its modules are imported."""
+"""The entry of the command `atelier`: Ctrl-C ends it without a traceback, also during its imports."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _file(path: Path, option: str) -> str:
 
 
 def _with_image(text: str, option: str) -> dict[str, Any]:
-    """Return the adapter that NAME:FILE or NAME:FILE:SCALE says, as requests have it. Raises OptionError."""
+    """Return the adapter of NAME:FILE or NAME:FILE:SCALE, in the form of requests. Raises OptionError."""
     name, _, rest = text.partition(":")
     file, _, scale = rest.rpartition(":")
     if not file or not math.isfinite(_scale(scale)):  # a file whose name may have colons
@@ -186,7 +186,7 @@ def _with_image(text: str, option: str) -> dict[str, Any]:
 
 
 def lora_use(text: str) -> dict[str, Any]:
-    """Return the adapter that NAME or NAME:SCALE says, as requests have it. Raises OptionError."""
+    """Return the adapter of NAME or NAME:SCALE, in the form of requests. Raises OptionError."""
     name, _, scale = text.partition(":")
     if not name or not math.isfinite(_scale(scale)):
         raise OptionError(f"--lora {text!r}: expected NAME or NAME:SCALE")
@@ -194,7 +194,7 @@ def lora_use(text: str) -> dict[str, Any]:
 
 
 def _scale(text: str) -> float:
-    """Return the strength that a text says, 1 without one, not a number for what is none."""
+    """Return the scale in a text: 1 for an empty one, NaN for any other text than a number."""
     try:
         return float(text) if text else 1.0
     except ValueError:

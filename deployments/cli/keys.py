@@ -78,7 +78,7 @@ def add(
 def list_keys(
     config: ConfigPath = DEFAULT_CONFIG, file: FilePath = None, wide: Wide = False, as_json: Json = False
 ) -> None:
-    """List the keys. Lines that are wrong, and do not hold, are named; then the exit code is 1."""
+    """List the keys. Wrong lines are named, and have no effect; then the exit code is 1."""
     from deployments.ingress.access.keys import described, read_key_store
 
     path = _keys_file(config, file)
@@ -119,7 +119,7 @@ def revoke(name: Name, config: ConfigPath = DEFAULT_CONFIG, file: FilePath = Non
 
 
 def _keys_file(config: Path, file: Path | None) -> Path:
-    """Return the keys file that the options mean. Raises ConfigError."""
+    """Return the keys file of the options. Raises ConfigError."""
     if file is not None:
         return file.expanduser().absolute()
     from configs.loading import load_cluster_config

@@ -1,4 +1,4 @@
-"""The command `atelier`. Thin: it parses, calls, and prints; exit code 2 is a mistake of the caller's.
+"""The command `atelier`. Thin: it parses, calls, and prints; exit code 2 is a mistake of the user.
 
 Each group of commands has a file here; tools that serving does without are found by entry points. Heavy imports
 (torch, Ray Serve) happen inside the commands that need them, so that the others answer at once.

@@ -146,7 +146,7 @@ def unpin(model: Model, worker: OfWorker = None, url: Url = None, key: Key = Non
 
 
 def print_models(models: list[dict[str, Any]], *, wide: bool = False, title: str = "") -> None:
-    """Print models as /v1/models or /admin/cluster lists them."""
+    """Print models in the form of /v1/models or /admin/cluster."""
     rows = []
     for model in models:
         nbytes = model.get("bytes", model.get("nbytes", 0))
@@ -162,7 +162,7 @@ def _located(path: str) -> str:
 
 
 def _print_outcome(answer: dict[str, Any], text: str, as_json: bool) -> None:
-    """Exit with code 1 when a node or a replica could not do it."""
+    """Exit with code 1 if a node or a replica failed."""
     problems = {f"node {node[:SHORT_HASH]}": problem for node, problem in answer["nodes"].items()}
     for role, name in (("workers", "worker"), ("text_encoders", "text encoder")):
         problems |= {f"{name} {number}": problem for number, problem in enumerate(answer.get(role, []))}

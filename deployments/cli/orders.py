@@ -1,4 +1,4 @@
-"""The commands that order workers by hand, over the controller's head."""
+"""The commands that give orders to workers, above the controller."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def drain(
 
 
 def _drain_node(client: Client, node: str, timeout_s: float, *, as_json: bool) -> None:
-    """Drain the workers of a node and wait until nothing runs there. Raises ClientError for one that nobody knows."""
+    """Drain the workers of a node and wait until nothing runs there. Raises ClientError for an unknown node."""
     names = [worker["name"] for worker in _on_node(client, node)]
     for name in names:
         client.override("drain", name, is_on=True)
@@ -72,7 +72,7 @@ def _drain_node(client: Client, node: str, timeout_s: float, *, as_json: bool) -
 
 
 def _on_node(client: Client, node: str) -> list[dict[str, Any]]:
-    """Return the workers of a node. Raises ClientError where an address is that of no worker's."""
+    """Return the workers of a node. Raises ClientError if no worker has its address."""
     workers = client.decisions(0)["workers"]
     found = [one for one in workers if one["address"] in (_own_addresses() if node == HERE else {node})]
     if not found and node != HERE:
@@ -93,7 +93,7 @@ def undrain(worker: Worker, url: Url = None, key: Key = None, as_json: Json = Fa
 
 
 def print_overrides(overrides: dict[str, Any]) -> None:
-    """Print what was ordered by hand, a line for each."""
+    """Print the orders in force, a line each."""
     if overrides["is_frozen"]:
         print_line("frozen: no switches are ordered (`atelier thaw`)")
     for name in overrides["frozen"]:

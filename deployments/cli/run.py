@@ -1,4 +1,4 @@
-"""The command that brings models of one's choice up without a config: it writes one that fits them and this machine."""
+"""`atelier run`: serves models without a config file; it writes one that fits the models and this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Named:
     base: tuple[str, ...] = ()
 
     def entry(self, *, local: bool) -> dict[str, Any]:
-        """Return it as a config has it, with the place on this machine or the one that was named."""
+        """Return the entry of a config, with the path on this machine or the named source."""
         place = str(self.path) if local or "://" not in self.source else self.source
         return {"id": self.id, "path": place, **({"base": list(self.base)} if self.base else {})}
 
@@ -79,7 +79,7 @@ def run(
 
 
 def _named(sources: Sequence[str], loras: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Named], list[Named]]:
-    """Return what the command line names, fetched. Raises OptionError, and StoreError for what cannot be fetched."""
+    """Return the command line's models and adapters, fetched. Raises OptionError, and StoreError for a failed fetch."""
     models: list[Named] = []
     for source in sources:
         _check(source)
@@ -95,7 +95,7 @@ def _named(sources: Sequence[str], loras: Sequence[str], options: Mapping[str, A
 
 
 def _base_of(lora: str, ids: Sequence[str]) -> tuple[str, str]:
-    """Return the model that an adapter is for, and the adapter's source. Raises OptionError where nobody says which."""
+    """Return the base model of an adapter, and the adapter's source. Raises OptionError if the model is unclear."""
     first, is_named, rest = lora.partition("=")
     if is_named and first in ids:
         return first, rest
@@ -105,7 +105,7 @@ def _base_of(lora: str, ids: Sequence[str]) -> tuple[str, str]:
 
 
 def _check(source: str) -> None:
-    """Raise OptionError for what is neither here nor a URL that is taken, with what was perhaps meant."""
+    """Raise OptionError for a source that is neither a path nor a known URL, with a near name."""
     scheme, is_url, _ = source.partition("://")
     if (is_url and scheme in ("hf", "s3")) or (not is_url and Path(source).expanduser().exists()):
         return
@@ -114,7 +114,7 @@ def _check(source: str) -> None:
 
 
 def _fetched(source: str, options: Mapping[str, Any]) -> Path:
-    """Return the place of a source on this machine, after it was fetched where it is elsewhere. Raises StoreError."""
+    """Return the local path of a source, fetched if it is remote. Raises StoreError."""
     if "://" not in source:
         return Path(source).expanduser().resolve()
     from configs.cluster import StoreConfig
@@ -150,7 +150,6 @@ def _fitted(models: Sequence[Named], adapters: Sequence[Named], options: Mapping
 
 
 def _machine() -> Machine:
-    """Return what this machine has."""
     import psutil
     import torch
 
@@ -164,7 +163,7 @@ def _machine() -> Machine:
 
 
 def _written(name: str, text: str) -> Path:
-    """Write a config where it stays, so that `atelier apply` can follow it, and return its path."""
+    """Write a config to a permanent place, for `atelier apply`, and return its path."""
     file = private_folder(state_folder()) / f"{name}.yaml"
     file.write_text(text)
     return file

@@ -141,7 +141,7 @@ def _write_page(path: Path, runs: list[tuple[RunFigures, World]]) -> None:
 
 
 def _print_sizing(scenario: Scenario, policies: list[str], share: float, as_json: bool) -> None:
-    """Print how many of the scenario's workers suffice, the first ones, by policy."""
+    """Print the number of the scenario's workers that suffice, by policy."""
     found = {}
     for name in policies:
         with _err.status(f"sizing under {name}"):
@@ -199,12 +199,12 @@ def _models(names: list[str], gb: float, shared: float, service_s: float, growth
 
 
 def _names(trace: Trace, num_models: int) -> list[str]:
-    """Return the models that a trace asks for; without one, as many as are wanted."""
+    """Return the models of a trace; without a trace, as many as wanted."""
     return list(dict.fromkeys(request.model for request in trace.requests)) or [f"m{n:03d}" for n in range(num_models)]
 
 
 def _read(path: Path) -> Trace:
-    """Read a trace file, and say which of its lines are left out. Raises OptionError where it has no request."""
+    """Read a trace file, and print the lines left out. Raises OptionError for a file without requests."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             trace = read_trace(lines)

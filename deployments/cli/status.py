@@ -1,4 +1,4 @@
-"""`atelier status`: what is up, what is resident where, and why it stays."""
+"""`atelier status`: the running parts, the resident weights, and the reasons why they stay."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
 
 
 def _print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
-    """Print the controller's decisions as /admin/decisions tells them."""
+    """Print the controller's decisions in the form of /admin/decisions."""
     if not found["enabled"]:
         print_line("the controller is off: every worker switches to what it is asked for")
         return
@@ -157,7 +157,7 @@ def _print_nodes(nodes: list[dict[str, Any]], wide: bool) -> None:
 
 
 def _print_residency(models: list[dict[str, Any]], wide: bool) -> None:
-    """One row for each model and place that has something of it; "may go" means that it can be evicted."""
+    """One row for each model and place with parts of it; "may go" means evictable."""
     rows = []
     for model in models:
         for node_id, found in model.get("resident", {}).items():
@@ -187,7 +187,7 @@ def _print_residency(models: list[dict[str, Any]], wide: bool) -> None:
 
 
 def _print_queue(queue: dict[str, Any] | None, wide: bool) -> None:
-    """One row for each model that was asked for, and a line for each pool of replicas."""
+    """One row for each requested model, and a line for each pool of replicas."""
     if queue is None:
         print_line("")
         print_line("the admission queue does not answer", "red")
@@ -212,7 +212,7 @@ def _print_queue(queue: dict[str, Any] | None, wide: bool) -> None:
 
 
 def _print_replica(role: str, replica: dict[str, Any], doing: str) -> None:
-    """One line, by the name that the nodes know it by."""
+    """One line, by the nodes' name of the replica."""
     if "unreachable" in replica:
         print_line(f"{role} is unreachable: {replica['unreachable']}", "red")
     else:
@@ -221,7 +221,7 @@ def _print_replica(role: str, replica: dict[str, Any], doing: str) -> None:
 
 
 def _print_templates(found: dict[str, Any] | None) -> None:
-    """One line for all templates: a new process of theirs begins with its imports done."""
+    """One line for all templates, whose processes start with finished imports."""
     if found is None:
         print_line("no templates: each of Ray's processes imports everything itself")
         return
@@ -231,7 +231,7 @@ def _print_templates(found: dict[str, Any] | None) -> None:
     ]
     print_line(f"processes that are copies of templates: {'; '.join(shown)}")
     for problem in found["problems"]:
-        print_line(f"a process has imported everything itself: {problem}")
+        print_line(f"a process was not forked from a template: {problem}")
 
 
 def _cache_use(encoder: dict[str, Any]) -> str:
@@ -243,7 +243,7 @@ def _cache_use(encoder: dict[str, Any]) -> str:
 
 
 def _programs(encoder: dict[str, Any]) -> str:
-    """Tell of programs whose config wants them compiled, and of other ones nothing."""
+    """Print the programs with `compiled: true`."""
     found = encoder.get("programs") or {}
     counts = [f"{found[state]} {state}" for state in ("compiled", "compiling") if found.get(state)]
     reasons = [f"{name} not compiled ({reason})" for name, reason in found.get("not_compiled", {}).items()]

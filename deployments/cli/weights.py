@@ -195,7 +195,7 @@ def inspect(
 
 
 def _plot_of(store: WeightStore, model: str | None) -> str:
-    """Return the picture of a model, or of all."""
+    """Return the picture of a model, or of all models."""
     from deployments.plots.svg import store_plot
     from weights.operations.maintenance import totals
 
@@ -214,7 +214,7 @@ def verify(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Read everything back and say all that is damaged; exit code 1 when something is."""
+    """Read everything back and list damage; exit code 1 if there is any."""
     from weights.operations.repair import verify as verify_store
 
     with progress_bar("verify", quiet=as_json) as progress:
@@ -238,7 +238,7 @@ def repair(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Write what is damaged anew, from other models or the source; exit code 1 when some damage is left."""
+    """Rewrite damaged extents from other models or the source; exit code 1 if damage is left."""
     from weights.operations.repair import repair as repair_store
 
     with working_folder(weight_dir) as folder, progress_bar("repair", quiet=as_json) as progress:
@@ -310,7 +310,7 @@ def expand(
 
 @app.command()
 def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Read a model into this process's memory and say where the time went."""
+    """Read a model into this process's memory and print the time of each stage."""
     from weights.loading.loader import load_model
     from weights.loading.provider import LocalExtents
 
@@ -345,7 +345,7 @@ def gc(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what no model of the store needs: old versions, leftovers of writers that died."""
+    """Remove bytes that no model of the store needs: old versions, leftovers of dead writers."""
     from weights.operations.maintenance import gc as collect
 
     report = collect(_open(store), grace_s=grace_s, dry_run=dry_run)
@@ -357,7 +357,7 @@ def gc(
 
 @app.command()
 def remove(model: Model, store: StorePath = DEFAULT_STORE) -> None:
-    """Take a model out of the store; `gc` then frees its bytes."""
+    """Remove a model from the store; `gc` then frees its bytes."""
     from weights.operations.maintenance import remove_model
 
     remove_model(_open(store), model)

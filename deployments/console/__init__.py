@@ -1,1 +1,1 @@
-"""What every command uses: tables, progress, the HTTP client, running clusters."""
+"""Shared by all commands: tables, progress, the HTTP client, running clusters."""

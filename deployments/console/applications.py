@@ -1,4 +1,4 @@
-"""The application of a cluster on a Ray that others started: whether it may be there, and its end, whoever started it.
+"""The application of a cluster on a Ray that others started: the check before its start, and its end.
 
 It is named after its cluster. Several clusters on one Ray share its Serve, and so the port; each has a path of its own.
 """
@@ -16,7 +16,7 @@ from configs.cluster import ClusterConfig
 
 
 def check_beside_others(config: ClusterConfig) -> bool:
-    """Return whether Serve runs on this Ray, where the cluster's application can be one more.
+    """Return whether Serve runs on this Ray and can run the cluster's application, too.
 
     Raises SessionError for another port than Serve's, and for a path that belongs to another application.
     """
@@ -44,9 +44,9 @@ def clusters_here() -> list[str]:
 
 
 def end_cluster(name: str) -> None:
-    """Take a cluster's application off a Ray that goes on, then its actors, which replicas would start again.
+    """Remove a cluster's application from a running Ray, then its actors, which replicas would restart.
 
-    Serve itself ends when nobody else serves there. Raises SessionError when something would not end.
+    Serve ends after its last application. Raises SessionError if a part does not end.
     """
     from ray import serve
 

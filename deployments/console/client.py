@@ -27,12 +27,12 @@ Key = Annotated[
 
 
 class ClientError(Exception):
-    """An error when the cluster does not answer, or answers with an error; the message is what the server said."""
+    """The cluster does not answer, or answers with an error; the message is the server's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Image files in the format that was asked for, and everything else that the server said."""
+    """Image files in the requested format, and the rest of the server's answer."""
 
     files: list[bytes]
     details: dict[str, Any]
@@ -40,9 +40,9 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class ChatUsage:
-    """The tokens of a chat and of its answer. `is_cut`: there would have been more, and the limit was reached.
+    """The tokens of a chat and of its answer. `is_cut`: the limit ended the answer.
 
-    `generate_s` is the time in which the server made all tokens but the first, if it says so.
+    `generate_s` is the server's time for all tokens but the first, if it reports one.
     """
 
     num_prompt_tokens: int
@@ -82,7 +82,7 @@ class Client:
         return self._checked("GET", "/admin/cluster", "cluster")
 
     def ended_requests(self, number: int | None = None) -> dict[str, Any]:
-        """Return the requests that have ended, from a number on, and the number that follows; without one, none."""
+        """Return ended requests from a number on, and the next number; without a number, only that."""
         return self._checked(
             "GET", "/admin/requests", "next_number", params={} if number is None else {"after": number}
         )
@@ -92,7 +92,7 @@ class Client:
         return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})
 
     def import_progress(self, model: str) -> tuple[int, int] | None:
-        """Return the bytes of a model's import, done and in all; None while it does not run, or cannot be known."""
+        """Return the imported bytes of a model and their total; None if no import runs, or it is unknown."""
         with contextlib.suppress(ClientError, KeyError, TypeError):
             for one in self._checked("GET", "/admin/imports", "imports")["imports"]:
                 if one["id"] == model:
@@ -100,11 +100,11 @@ class Client:
         return None
 
     def unregister(self, model: str, *, purge: bool = False) -> dict[str, Any]:
-        """Serve a model no more; `purge` takes it out of the store, too."""
+        """Stop serving a model; `purge` removes it from the store, too."""
         return self._checked("DELETE", f"/admin/models/{quote(model, safe='')}", "deleted", params={"purge": purge})
 
     def prefetch(self, model: str, tier: str) -> dict[str, Any]:
-        """Bring a model into memory before it is asked for."""
+        """Load a model into memory ahead of its requests."""
         return self._checked("POST", f"/admin/models/{quote(model, safe='')}/prefetch", "nodes", json={"tier": tier})
 
     def pin(self, model: str, *, pinned: bool = True) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class Client:
         return self._checked("POST" if pinned else "DELETE", f"/admin/models/{quote(model, safe='')}/pin", "nodes")
 
     def pin_to(self, worker: str, model: str, *, pinned: bool = True) -> dict[str, Any]:
-        """Bring a model to a worker and keep it there, or no longer. Return what is ordered by hand."""
+        """Pin a model to a worker, or end that. Return the orders in force."""
         return self.override(f"models/{quote(model, safe='')}/pin", worker, is_on=pinned)
 
     def override(self, what: str, worker: str | None, *, is_on: bool) -> dict[str, Any]:
-        """Order by hand or end that: `freeze`, of one worker or of all, or `drain`. Return what is ordered by hand."""
+        """Set or end an order: `freeze`, of one worker or of all, or `drain`. Return the orders in force."""
         where = f"workers/{quote(worker, safe='')}/{what}" if worker else what
         return self._checked("POST" if is_on else "DELETE", f"/admin/{where}", "pins")
 

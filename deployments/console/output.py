@@ -29,12 +29,12 @@ SHORT_HASH: Final = 8  # characters
 
 
 class OptionError(Exception):
-    """An option that cannot be what was meant; the message names it."""
+    """An unusable value of an option; the message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. `fit` says what it does where there is no room; `only_wide`, that `--wide` shows it."""
+    """A column of a table. `fit` is its behaviour without room; `only_wide` columns need `--wide`."""
 
     header: str
     fit: Literal["whole", "name", "text"] = "whole"
@@ -48,7 +48,7 @@ def print_json(record: Any) -> None:
 
 
 def print_line(text: str, style: str = "") -> None:
-    """Print text as it is, without markup. What is wider than the screen is wrapped between words."""
+    """Print text without markup, wrapped between words."""
     console = Console()
     for paragraph in text.splitlines() or [""]:
         for line in _wrapped(paragraph, console.width):
@@ -84,7 +84,7 @@ def print_table(
 
 
 def _layout(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return the lines of a table, header first, at most `width` cells wide where the figures alone let it.
+    """Return the lines of a table, header first, at most `width` cells wide if the figures fit.
 
     `width` None is for one line per row, as wide as it comes.
     """
@@ -133,7 +133,7 @@ def _least(column: Column, cells: Sequence[str]) -> int:
 
 
 def _fitted(columns: Sequence[Column], widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Take what is too much from the widest text column first, then from the widest name."""
+    """Shrink the widest text columns first, then the widest names."""
     fitted = list(widths)
     for fit in ("text", "name"):
         while sum(fitted) > room:
@@ -163,7 +163,7 @@ def _joined(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[in
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise OptionError before minutes go by, for a picture that could not be written afterwards."""
+    """Raise OptionError now for a picture that could not be written after minutes of work."""
     if path is None:
         return
     if path.suffix.lower() != ".svg":

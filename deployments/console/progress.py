@@ -1,6 +1,6 @@
 """The progress of a command: a bar on a terminal, a line now and then anywhere else; and the progress of a start.
 
-A start shows what of a cluster is there already. It ends when all is there that can be, or nothing moves any more.
+A start shows the parts of a cluster that are up. It ends when every startable part is up, or nothing progresses.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def progress_bar(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[OnProgress]:
-    """Yield what is told how far the work is, in `unit`s. `quiet` shows nothing; `console` is stderr by default."""
+    """Yield a reporter of progress, in `unit`s. `quiet` shows nothing; `console` is stderr by default."""
     console = console or Console(stderr=True)
     if not quiet and not console.is_terminal:
         yield _Lines(what, unit, console, clock).note
@@ -77,7 +77,7 @@ def progress_bar(
 
 @contextlib.contextmanager
 def followed(look: Callable[[], tuple[int, int] | None], on_progress: OnProgress) -> Iterator[None]:
-    """Ask `look` in a thread how far the work of the body is, done and total, and tell that; None tells nothing."""
+    """Report the progress of the body: `look`, in a thread, returns done and total, or None."""
     is_over = threading.Event()
 
     def follow() -> None:
@@ -94,7 +94,7 @@ def followed(look: Callable[[], tuple[int, int] | None], on_progress: OnProgress
 
 
 class _Lines:
-    """Says how far the work is as lines of a log: none for what is done soon."""
+    """Progress as lines of a log; short work writes none."""
 
     def __init__(self, what: str, unit: Unit, console: Console, clock: Callable[[], float]) -> None:
         self._what = what
@@ -105,7 +105,7 @@ class _Lines:
         self._next_s += LINE_EVERY_S
 
     def note(self, done: int, total: int) -> None:
-        """Take a report, and say it where the last one was long ago."""
+        """Take a report, and print it if the last line is old."""
         now_s = self._clock()
         if now_s < self._next_s or total <= 0:
             return
@@ -154,7 +154,7 @@ def _progress_lines(state: StartState, rate: float = 0.0) -> list[str]:
 
 
 def usable_line(state: StartState) -> str:
-    """Return how many models can be asked, and why the others cannot; "" where all can."""
+    """Return the number of usable models, and the reasons of the others; "" if all are usable."""
     lacking = [model for model, found in state.models.items() if found not in _USABLE]
     if not lacking:
         return ""
@@ -164,7 +164,7 @@ def usable_line(state: StartState) -> str:
 
 
 def _progress_news(before: StartState, after: StartState) -> list[str]:
-    """Return a line for every deployment and every model of which `before` said something else."""
+    """Return a line for every deployment and model that has changed since `before`."""
     replicas = [
         _replica_line(name, *count) for name, count in after.replicas.items() if before.replicas.get(name) != count
     ]
@@ -225,7 +225,7 @@ class StartDisplay:
         self._last = state
 
     def _rate(self, state: StartState) -> float:
-        """Return the bytes per second of the imports that run, 0 before there is anything to tell it by."""
+        """Return the bytes per second of running imports, 0 while unknown."""
         now_s = self._clock()
         for model, (done_bytes, _) in state.imports.items():
             self._rates.setdefault(model, (now_s, done_bytes))
@@ -263,7 +263,7 @@ class StartWatch:
         self._unplaced_s: dict[str, float] = {}
 
     def look(self, state: StartState) -> StartState:
-        """Return the state with those lines on unplaced replicas alone that are old enough to be said."""
+        """Return the state with only the lines on unplaced replicas that are old enough to report."""
         now_s = self._clock()
         if state != self._last:
             self._last, self._changed_s = state, now_s
@@ -274,7 +274,7 @@ class StartWatch:
     def is_over(self, state: StartState) -> bool:
         """Return whether the start is over, after a look at that state.
 
-        What has no place is not waited for where the rest can serve. Raises SessionError when the start has failed.
+        Replicas without a place are not awaited if the rest can serve. Raises SessionError for a failed start.
         """
         now_s = self._clock()
         missing = {name for name, (num_running, num_wanted) in state.replicas.items() if num_running < num_wanted}
@@ -295,7 +295,7 @@ class StartWatch:
 
 
 def _shown(state: StartState) -> str:
-    """Return what is there and what is not, in one line."""
+    """Return the state in one line: running parts, then missing ones."""
     replicas = [f"{name} {num_running} of {num_wanted}" for name, (num_running, num_wanted) in state.replicas.items()]
     entering = sum(found in _ENTERING for found in state.models.values())
     parts = [
@@ -312,7 +312,7 @@ def unplaced_line(
 ) -> str:
     """Return a line on replicas of deployment `name`, each of which takes `demand` of a node's resources.
 
-    `nodes` are the resources of each node, whoever uses them now.
+    `nodes` are the total resources of each node.
     """
     lacking = sorted(_lacking(demand, nodes))
     keys = [f"{name}.{_KEYS.get(resource, 'placement')}" for resource in lacking] or [f"{name}.num_replicas"]

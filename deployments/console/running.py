@@ -72,7 +72,7 @@ def cluster_up(
 ) -> Iterator[str]:
     """Run the cluster for the length of the block, and yield its URL once it answers; nothing of it stays after.
 
-    `show` is given the progress meanwhile. Raises SessionError when something is in the way, it does not come up
+    `show` gets the progress. Raises SessionError if the start is blocked, the cluster does not come up
     (within `timeout_s`), or `stop` is set before it does.
     """
     begin_step = partial(_begin_step, show=show, stop=stop)
@@ -102,14 +102,14 @@ def cluster_up(
         for line in filter(None, (widened_line(records), unpacked_line(records))):
             _logger.warning(line)
         for problem in (template_stats() or ((), ()))[1]:
-            _logger.warning(f"a process has imported everything itself: {problem}")
+            _logger.warning(f"a process was not forked from a template: {problem}")
         if stop:
             stop_on_signals(stop)
         yield url
 
 
 def _begin_step(step: str, show: Callable[[StartState], None] | None, stop: threading.Event | None) -> None:
-    """Show what begins now. Raises SessionError where it need not begin any more."""
+    """Show the next step. Raises SessionError if the start was stopped."""
     if stop and stop.is_set():
         raise SessionError("stopped before it was ready")
     if show:
@@ -117,13 +117,13 @@ def _begin_step(step: str, show: Callable[[StartState], None] | None, stop: thre
 
 
 def check_devices(config: ClusterConfig) -> None:
-    """Raise SessionError for a device that replicas could not open: they would say so late, and in Serve's words."""
+    """Raise SessionError for a device that replicas could not open: they would fail late, with Serve's message."""
     for keys, text in device_mistakes(config):
         raise SessionError(f"{'.'.join(map(str, keys))}: {text}")
 
 
 def check_store(config: ClusterConfig) -> None:
-    """Raise SessionError for a store into which no model could come. One that has models may be for reading only.
+    """Raise SessionError for an unwritable store without models. A store with models may be read-only.
 
     On a Ray that others started, another machine may have it.
     """
@@ -140,9 +140,9 @@ def check_store(config: ClusterConfig) -> None:
 
 @contextlib.contextmanager
 def _left_clean(config: ClusterConfig) -> Iterator[None]:
-    """Remove what is left of the cluster from a Ray that was there before, at the start of the block and after it.
+    """Remove remains of the cluster from an existing Ray, before the block and after it.
 
-    An `up` that was killed leaves all of its own. Raises SessionError when something would not end.
+    A killed `up` leaves all its actors. Raises SessionError if one does not end.
     """
     end_cluster(config.name)
     try:
@@ -183,7 +183,7 @@ def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
 
 
 def _say_of_nodes(wanted: Wanted) -> None:
-    """Say what nodes lack. The others serve, and who shares the Ray may have nodes that are not for Atelier."""
+    """Log the problems of nodes. Other nodes serve; a shared Ray may have nodes that are not for Atelier."""
     for line in node_problems(wanted):
         _logger.warning(line)
 
@@ -236,8 +236,7 @@ def _http_door(config: ClusterConfig, num_nodes: int = 1) -> Iterator[DoorPlan |
 
 
 def _start_state(config: ClusterConfig, url: str) -> StartState:
-    """Ask Serve for the replicas, the registry for the models and the cluster for its health; who does not answer yet
-    is left out.
+    """Ask Serve for replicas, the registry for models and the cluster for its health; silent parts are left out.
 
     Raises SessionError when Serve says that the application cannot start.
     """
@@ -277,7 +276,7 @@ def unplaced_lines(config: ClusterConfig, app: DeployedApp) -> dict[str, str]:
 
 
 def _imports(config: ClusterConfig) -> dict[str, tuple[int, int]]:
-    """Ask the registry how far the imports are; nothing where it does not answer."""
+    """Return the registry's imports; nothing if it does not answer."""
     import ray
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
@@ -288,14 +287,14 @@ def _imports(config: ClusterConfig) -> dict[str, tuple[int, int]]:
 
 
 def _health(url: str) -> str:
-    """Return the status that /healthz says, "" without an answer."""
+    """Return the status of /healthz, "" without an answer."""
     with contextlib.suppress(httpx.HTTPError, ValueError, AttributeError):
         return str(httpx.get(f"{url}/healthz", timeout=_HEALTH_TIMEOUT_S, trust_env=False).json().get("status", ""))
     return ""
 
 
 def _model_records(config: ClusterConfig) -> Sequence[ModelRecord]:
-    """Ask the registry for its models; nothing where it does not answer."""
+    """Return the registry's models; nothing if it does not answer."""
     import ray
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
@@ -306,7 +305,7 @@ def _model_records(config: ClusterConfig) -> Sequence[ModelRecord]:
 
 
 def widened_line(records: Sequence[ModelRecord]) -> str | None:
-    """Return a line about the models that `dtype: auto` has made float32, None where there are none."""
+    """Return a line on the models that `dtype: auto` made float32, None without one."""
     names = {"F16": "float16", "BF16": "bfloat16"}
     records = [record for record in records if not names.keys().isdisjoint(record.widened)]
     types = sorted({names[name] for record in records for name in record.widened if name in names})
@@ -321,7 +320,7 @@ def widened_line(records: Sequence[ModelRecord]) -> str | None:
 
 
 def unpacked_line(records: Sequence[ModelRecord]) -> str | None:
-    """Return a line about the models whose quantized weights have no packed form here, None where there are none."""
+    """Return a line on the models whose quantized weights have no packed form here, None without one."""
     sizes = {record.id: unpacked_bytes(record.widened) for record in records}
     found = [f"{id_} ({decimal(nbytes)})" for id_, nbytes in sizes.items() if nbytes]
     shown = listed(found, MAX_MODELS)
@@ -355,7 +354,7 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
 
 
 def run_application(config: ClusterConfig, app: Application) -> None:
-    """Let Serve begin to run the application of a cluster, in the place of the one that it runs."""
+    """Make Serve run the application of a cluster, in place of its present one."""
     from ray import serve
 
     scales = config.controller.scaling is not None
@@ -372,7 +371,7 @@ def _wait_ready(
     show: Callable[[StartState], None] | None,
     stop: threading.Event | None,
 ) -> StartState:
-    """Return once everything is there that can be, and tell `show` of every change meanwhile.
+    """Return when every startable part is up; `show` gets every change.
 
     Raises SessionError when the start fails, or `stop` is set before it is over.
     """
@@ -392,7 +391,7 @@ def _wait_ready(
 def stop_on_signals(stop: threading.Event, *, says: bool = False) -> None:
     """Make Ctrl-C, SIGTERM and a closed terminal set `stop` instead of ending the process.
 
-    With `says` the first one is answered at once: what has begun takes its time to end.
+    With `says`, the first signal is acknowledged at once, because a begun step takes time to end.
     """
 
     def set_stop(*_: object) -> None:

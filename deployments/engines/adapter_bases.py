@@ -10,6 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from deployments.engines.diffusion.adapted_parts import AdaptedParts, is_divided, stock_parts
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.libraries.config_files import read_config
@@ -44,16 +45,31 @@ def check_base(adapter: Checkpoint, base: AdapterBase, dtype: str = "auto") -> N
 
 
 def _check_lora(adapter: Checkpoint, base: AdapterBase) -> None:
-    check_lora_base(adapter, base)
-    if adapter.class_name == PEFT_CLASS:
+    family, tensors = FAMILIES.get(base.class_name or ""), adapter.components[0].tensors
+    if family is None and base.kind == "diffusion" and adapter.class_name != PEFT_CLASS:
+        _check_lora_of_stock(adapter, base)
         return
-    family = FAMILIES.get(base.class_name or "")
-    if family is None:
-        raise AdapterError(f"{adapter.path}: a LoRA, and none are served with {base.model!r}, a {base.class_name}")
-    tensors = adapter.components[0].tensors
-    if adapter.class_name != WORDS_CLASS and (is_convertible(tensors) or changes_text_encoders(tensors)):
-        # By name: the registry goes without torch until such a file comes.
-        importlib.import_module("deployments.engines.diffusion.fitted_loras").check_lora(adapter, base, family)
+    check_lora_base(adapter, base)
+    if family is None or adapter.class_name in (PEFT_CLASS, WORDS_CLASS):
+        return
+    if is_convertible(tensors) or changes_text_encoders(tensors):
+        _check_layers(adapter, base, family)
+
+
+def _check_lora_of_stock(adapter: Checkpoint, base: AdapterBase) -> None:
+    """Check a LoRA for a pipeline that diffusers runs, whose layers may have the names of the model's own code."""
+    class_name, tensors = base.class_name or "", adapter.components[0].tensors
+    parts = stock_parts(class_name, base.components, is_divided=is_divided(tensors))
+    what = "a textual inversion" if adapter.class_name == WORDS_CLASS else "a LoRA"
+    if not parts or adapter.class_name == WORDS_CLASS:
+        raise AdapterError(f"{adapter.path}: {what}, and none are served with {base.model!r}, a {class_name}")
+    for one in parts:
+        _check_layers(adapter, base, one)
+
+
+def _check_layers(adapter: Checkpoint, base: AdapterBase, parts: AdaptedParts) -> None:
+    # By name: the registry goes without torch until such a file comes.
+    importlib.import_module("deployments.engines.diffusion.fitted_loras").check_lora(adapter, base, parts)
 
 
 def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> None:

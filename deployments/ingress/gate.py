@@ -324,7 +324,7 @@ def _tenant_of(scope: Scope) -> str:
 
 
 def _accept_many(server: uvicorn.Server) -> None:
-    """Let a server that has not started yet accept several connections at each look of the event loop at its sockets.
+    """Let a server that has not started yet accept several connections per iteration of its event loop.
 
     libuv, below uvloop, takes one from a listening socket (since 1.45). Where requests are read between two looks, ten
     milliseconds and more under load, the last of a thousand that HAProxy opens at once would wait for seconds, and

@@ -36,7 +36,7 @@ _LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
 _BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
 ROOM: Final = "activations"  # the part of a request that is memory for its forwards
-HOST: Final = "the host"  # its place in the books, for the KV caches of the layers that it computes
+HOST: Final = "the host"  # key of host-memory KV caches in the budget
 CANNOT_SPLIT: Final = (
     "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
     "and their like), not a model that transformers computes"

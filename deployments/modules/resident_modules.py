@@ -17,7 +17,8 @@ from deployments.modules.parts import HOST, Part, PartName, RequestParts, distin
 from deployments.modules.slots import Built, ModuleSlot
 from weights.records.errors import BudgetExceeded
 from weights.residency.admission import Admission, Ticket
-from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.contents import Entry, MemoryTier
+from weights.residency.entry_table import EntryTable
 from weights.residency.policy import rate_class
 from weights.residency.room_plan import fits_beside_pins, plan_room, plan_shrink
 from weights.residency.sizes import DistinctBytes, bytes_of, shown_bytes
@@ -126,7 +127,7 @@ def _locked(
     return locked
 
 
-class ResidentModules:
+class ResidentModules(MemoryTier):
     """The modules that are here, under a byte budget that counts what they share once, and the queue for its room.
 
     Lives on one event loop, but `release_recalled` comes from another thread. What is dropped is taken back by
@@ -155,7 +156,7 @@ class ResidentModules:
         self._clock = clock
         host_bytes = 0 if budget.is_host else budget.host_bytes or 0
         elsewhere = {HOST: host_bytes, **dict.fromkeys(budget.others, budget.nbytes)}
-        self.table: EntryTable[ModuleSlot] = EntryTable(budget.nbytes, clock, on_gone=self._gone, elsewhere=elsewhere)
+        self.table: EntryTable[ModuleSlot] = EntryTable(budget.nbytes, clock, self, elsewhere=elsewhere)
         self.queue = Admission(self.table, clock, budget.name)
         self._serials = itertools.count(1)
 
@@ -351,7 +352,8 @@ class ResidentModules:
             if may_go and self._kept and entry.thing and self._kept.is_called_back(entry.thing.extents):
                 self.table.evict([entry])
 
-    def _gone(self, entries: Sequence[Entry[ModuleSlot]]) -> None:
+    def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
+        """Take back what was built, and forget what was made over it."""
         slots = [entry.thing for entry in entries if entry.thing]
         for slot in slots:
             self.pipelines.forget(slot, {other.serial for other in self._all() if other.is_needed})

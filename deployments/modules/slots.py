@@ -11,7 +11,7 @@ from typing import Any
 from deployments.engines.costs.memory_limits import forget_frames
 from deployments.engines.llm.engine import LLMEngine
 from weights.records.manifest import Component, ExtentRef
-from weights.residency.entry_table import Entry
+from weights.residency.contents import Entry
 
 
 @dataclass(frozen=True, slots=True)

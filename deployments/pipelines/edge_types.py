@@ -2,7 +2,7 @@
 
 A *batch* is the value of one edge: one entry per item of the request. Texts are a list of str and tokens a list of
 tuples, because that is what models and functions take; everything else is a numpy array, or a list of arrays where
-items have unlike sizes.
+items differ in size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EdgeType:
         return names.get(self) or f"{self.datatype}[{','.join(str(size) for size in self.shape)}]"
 
     def accepts(self, other: EdgeType) -> bool:
-        """Return whether values of `other` may be ones of this. Texts and tokens are no other types' values."""
+        """Return whether values of `other` fit this type. Texts and tokens fit no other type."""
         if self == other:
             return True
         if {self, other} & {TEXT, TOKENS} or self.datatype != other.datatype or len(self.shape) != len(other.shape):
@@ -87,7 +87,7 @@ def batch_of(tensor: TensorValue, type_: EdgeType) -> Batch:
 
 
 def tensor_of(name: str, batch: Batch, type_: EdgeType) -> TensorValue:
-    """Return a batch as a tensor. Arrays of unlike sizes have zeros behind them."""
+    """Return a batch as a tensor. Shorter arrays are padded with zeros."""
     if type_ == TEXT:
         return text_tensor(name, cast("list[str]", batch))
     if type_ == TOKENS:
@@ -230,7 +230,7 @@ _RERANKER: Final = Ports({"query": Parameter((TEXT,)), "text": Parameter((TEXT,)
 
 
 def ports_of(model: ModelRecord) -> Ports | None:
-    """Return the ports of a model; None for a kind that a pipeline has no use for. Unknown sizes are -1."""
+    """Return the ports of a model; None for a kind that pipelines do not use. Unknown sizes are -1."""
     sizes = model.features
     if model.kind == "embedding":
         return Ports(

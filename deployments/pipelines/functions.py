@@ -89,7 +89,7 @@ def fill_template(template: str, **values: str | int | float) -> str:
 
 
 def missing_fields(template: str, given: Collection[str]) -> list[str]:
-    """Return the names in the braces of a template that are not given, in their order."""
+    """Return a template's names without a value, in their order."""
     return [name for name in dict.fromkeys(_FIELD.findall(template)) if name not in given]
 
 
@@ -120,7 +120,7 @@ def resize_image(image: Image, width: int, height: int) -> Image:
 
 
 def softmax(scores: Vector) -> Vector:
-    """Turn scores into positive ones that add up to 1."""
+    """Return the softmax of scores."""
     exponentials = np.exp(scores.astype(np.float64) - scores.max())
     probabilities: Vector = (exponentials / exponentials.sum()).astype(np.float32)
     return probabilities

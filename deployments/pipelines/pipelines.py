@@ -48,7 +48,7 @@ class Pipelines:
         return name in self._configs
 
     def names(self) -> list[str]:
-        """Return the names in the order of the config, those included that cannot run now."""
+        """Return the names in the order of the config, unusable pipelines included."""
         return list(self._configs)
 
     def problem(self, name: str) -> str | None:
@@ -60,7 +60,7 @@ class Pipelines:
         return None
 
     def signature(self, name: str) -> Signature:
-        """Return what the pipeline takes and gives, which depends on its models.
+        """Return the inputs and outputs, which depend on the models.
 
         Raises UnknownModel, or ModelUnavailable with the reasons.
         """
@@ -74,11 +74,11 @@ class Pipelines:
         return {output: plan.labels_of(output, known) for output in plan.outputs}
 
     def description(self, name: str) -> str:
-        """Return the text that the config has about the pipeline. Raises UnknownModel."""
+        """Return the config's description of the pipeline. Raises UnknownModel."""
         return self.config(name).description
 
     def plan(self, name: str) -> PipelinePlan:
-        """Return the plan, made anew when a model of it has changed. Raises UnknownModel, ModelUnavailable."""
+        """Return the plan, renewed after a change of its models. Raises UnknownModel, ModelUnavailable."""
         config = self.config(name)
         models = self._models()
         used = {stage.model or stage.tokenizer or "" for stage in config.stages} & models.keys()

@@ -34,7 +34,7 @@ DEFAULT_MAX_BATCH_SIZE = 32
 
 
 class PipelineUnusable(ValueError):
-    """A pipeline cannot run as it is written; `problems` say where."""
+    """A pipeline has mistakes; `problems` locate them."""
 
     def __init__(self, pipeline: str, problems: list[PipelineProblem]) -> None:
         lines = "; ".join(f"{'.'.join(map(str, problem.location))}: {problem.text}" for problem in problems)
@@ -45,9 +45,9 @@ class PipelineUnusable(ValueError):
 def check_pipeline(
     config: PipelineConfig, models: Mapping[str, ModelRecord | None] | None = None
 ) -> list[PipelineProblem]:
-    """Return what is wrong with the pipeline, whatever the models turn out to be of which nothing is known.
+    """Return the mistakes that a pipeline has for any kind of its unknown models.
 
-    `models` has them by id, None for such a one; without it, nothing is known of any.
+    `models` maps ids to models, None for an unknown one; without it, all are unknown.
     """
     return _check_pipeline(config, models).problems
 
@@ -81,7 +81,7 @@ def plan_pipeline(
 def plan_segments(
     configs: Iterable[PipelineConfig], models: Mapping[str, ModelRecord], max_batch_size: int
 ) -> list[SegmentPlan]:
-    """Return the segments of all pipelines that can run with these models: a replica needs memory for them."""
+    """Return the segments of all pipelines that run with these models, for a replica to reserve their memory."""
     segments: list[SegmentPlan] = []
     for config in configs:
         with contextlib.suppress(PipelineUnusable):  # who asks for it is told why

@@ -45,7 +45,7 @@ class StagePlan:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the stages that it takes something from."""
+        """Return the stages that it depends on."""
         return frozenset(edge.stage for edge in self.edges.values()) - {PIPELINE_INPUT}
 
 
@@ -71,7 +71,7 @@ class SegmentPlan:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the stages outside that it takes something from."""
+        """Return the outside stages that it depends on."""
         inside = {stage.name for stage in self.stages}
         return frozenset(name for stage in self.stages for name in stage.needs) - inside
 
@@ -102,7 +102,7 @@ class PipelinePlan:
     def labels_of(self, output: str, model_labels: Mapping[str, Sequence[str]]) -> Sequence[str]:
         """Return the names of the classes that an output scores; none where it scores none that have names.
 
-        Those are the labels that its stage is given, or that a head or classifier has, also behind a softmax.
+        They are the labels given to its stage, or those of a head or classifier, also behind a softmax.
         """
         stages = {stage.name: stage for stage in self.stages()}
         edge = self.outputs[output]
@@ -160,8 +160,8 @@ class _StageGroup:
 def form_units(pipeline: str, stages: Sequence[StagePlan], outputs: Sequence[Edge], max_batch_size: int) -> list[Unit]:
     """Return the units of a pipeline. `stages` are in an order in which they can run, and so are the units.
 
-    A stage joins the segment that it takes something from when that makes the segment wait for nothing more: what
-    can run side by side still does, and no cycle of segments can come to be.
+    A stage joins the segment that it depends on, if the segment then waits for no other stage: so independent stages
+    still run side by side, and segments form no cycle.
     """
     groups: list[_StageGroup] = []
     group_of: dict[str, _StageGroup] = {}
@@ -199,7 +199,7 @@ def _union(sets: Iterable[int]) -> int:
 def _results(
     stages: Sequence[StagePlan], outputs: Sequence[Edge], group_of: Mapping[str, _StageGroup]
 ) -> dict[str, tuple[Edge, ...]]:
-    """Return what leaves each group, by the name of its first stage."""
+    """Return the outputs that leave each group, by the name of its first stage."""
     leaving: dict[str, set[Edge]] = {group.stages[0].name: set() for group in group_of.values()}
     for edge in outputs:
         leaving[group_of[edge.stage].stages[0].name].add(edge)
@@ -216,7 +216,7 @@ def _segment(pipeline: str, group: Sequence[StagePlan], results: tuple[Edge, ...
 
 
 def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tuple[int, ...]]:
-    """Return the shapes of what models give. Texts and token ids are Python's, what functions give is numpy's."""
+    """Return the shapes of models' outputs. Texts and ids are Python objects, outputs of functions numpy arrays."""
     shapes = {}
     for stage in group:
         if stage.action not in WITH_TENSORS:

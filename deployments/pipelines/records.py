@@ -152,7 +152,7 @@ class PipelineResult:
 
 
 def program_specs(signature: ProgramSignature) -> Signature:
-    """Return what the program takes and gives, with -1 for each size that is not fixed."""
+    """Return the program's inputs and outputs, with -1 for each dynamic size."""
     return Signature(
         inputs=tuple(_program_spec(one, optional=one.name in signature.may_lack) for one in signature.inputs),
         outputs=tuple(_program_spec(one) for one in signature.outputs),

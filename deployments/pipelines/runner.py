@@ -35,7 +35,7 @@ from deployments.records.errors import DeadlineExceeded, InvalidRequest, named_f
 
 
 class SegmentReply(Protocol):
-    """The result of a segment, wherever it is. Awaiting brings it here; handing it on to another segment does not.
+    """The result of a segment, here or in a replica. Awaiting fetches it; passing it to another segment does not.
 
     A response of Ray Serve that is passed to a handle call as an argument of its own (not inside a list) goes from
     replica to replica: the router waits for presence only (Ray 2.60, `resolve_deployment_response`), and the error of
@@ -44,7 +44,7 @@ class SegmentReply(Protocol):
 
     @property
     def response(self) -> Any:
-        """Return what stands for the result among the arguments of the next call."""
+        """Return the argument that stands for the result in the next call."""
 
     def __await__(self) -> Generator[Any, None, SegmentResult]: ...
 

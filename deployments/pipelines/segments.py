@@ -117,7 +117,7 @@ class SegmentRunner:
         self._num_calls = self._num_chunks = self._num_unplanned = 0
 
     def prepare_segment(self, plan: SegmentPlan) -> None:
-        """Allocate the memory of a segment now, rather than with its first request."""
+        """Allocate the memory of a segment before its first request."""
         self._pool.prepare_arenas(plan.memory.nbytes)
 
     def segment_stats(self) -> SegmentStats:
@@ -232,11 +232,11 @@ class _Chunk:
         return outputs
 
     def _texts(self, stage: StagePlan, name: str, sources: Mapping[str, Any]) -> list[str]:
-        """Return the texts of a parameter; one that the config has is that of every item."""
+        """Return the texts of a parameter; a literal of the config is the text of every item."""
         return sources[name] if name in sources else [str(stage.literals[name])] * self._num_items
 
     def _place(self, edge: Edge) -> torch.Tensor | None:
-        """Return the tensor's place of the plan; None when its size is not known before it is there."""
+        """Return the tensor's planned place; None if its size is unknown in advance."""
         shape = self._plan.buffers.get(edge)
         if shape is None:
             return None
@@ -269,7 +269,6 @@ def _checked(type_: EdgeType, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(value: _Value) -> list[torch.Tensor]:
-    """Return the items of a value as tensors."""
     if isinstance(value, torch.Tensor):
         return list(value)
     return [item if isinstance(item, torch.Tensor) else tensor_of(np.asarray(item)) for item in value]

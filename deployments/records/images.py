@@ -218,6 +218,7 @@ class ClipOptions(RequestModel, DiffusionOptions):
     prompt: str = Field(min_length=1)
     seconds: float | None = Field(None, gt=0, le=3600, allow_inf_nan=False, description="duration")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
+    lora: Loras = ()
     scheduler_options: dict[Name, bool | int | Annotated[float, Finite] | Name] = Field({}, max_length=16)
     extra: dict[Name, Any] = Field({}, max_length=64, description="further parameters of the pipeline's class, by name")
 
@@ -238,12 +239,13 @@ class ClipRequest(ServedRequest, VideoOptions):
     """A request for a clip from a model that makes videos or audio. `images` go to the parameters of their names,
     and so do videos, as their frames, and `audio`.
 
-    `reports_steps` asks for a piece after every step. The ingress sets `model_version`.
+    `reports_steps` asks for a piece after every step. The ingress sets `model_version` and `adapter_versions`.
     """
 
     images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
     audio: dict[Name, Audio] = Field({}, max_length=MAX_NAMED_IMAGES)
     reports_steps: bool = False
+    adapter_versions: dict[str, str] = Field({})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Work and its time: what does not end with the request that began it, and the deadline of what does."""
+"""Background tasks, and deadlines of requests."""
 
 from __future__ import annotations
 

@@ -77,8 +77,9 @@ class ChatRequest(_TextRequest):
     """A request for the next message of a chat.
 
     `chat_template_kwargs` are variables of the model's template; `reasoning_effort` and `enable_thinking` those that
-    say how much it thinks. `tool_form` and `reasoning_form` name how the model writes, where its template does not say.
-    With `continue_final_message` the answer goes on with the last message.
+    say how much it thinks, and behind `thinking_token_budget` tokens its reasoning is ended. `tool_form`
+    and `reasoning_form` name how the model writes, where its template does not say. With `continue_final_message` the
+    answer goes on with the last message.
     """
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -91,6 +92,7 @@ class ChatRequest(_TextRequest):
     enable_thinking: bool | None = None
     tool_form: str | None = None
     reasoning_form: str | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

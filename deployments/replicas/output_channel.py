@@ -1,7 +1,7 @@
-"""The one way of a request's outputs from who makes them to who reads them, where these are two tasks.
+"""The bounded channel from the task that produces a request's outputs to the task that reads them.
 
-Whoever makes outputs calls plain coroutines that take somewhere to put them; a channel is what they are put into, made
-where the reader is: at the streaming method of a replica, and at the answer of the ingress.
+The producer is a plain coroutine that puts outputs into a channel. The reader makes the channel: the streaming method
+of a replica, or the answer of the ingress.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         return outputs
 
     def _take_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Add those who join to the engine, but for those who have left, and tell whom it refuses."""
+        """Add joining requests to the engine, skip cancelled ones, and report refusals to their callers."""
         while self._joining:
             request = self._joining.popleft()
             if request.request_id in self._callers:

@@ -130,7 +130,7 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    for name in ("lora", "control", "ip_adapter", "acceleration"):
+    for name in ("control", "ip_adapter", "acceleration"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
     without = _out_of_place(request) | {"acceleration"}

@@ -80,6 +80,7 @@ def check_upscale(request: ImageRequest, limits: LimitsConfig, scale: int) -> No
 
 def check_clip(request: ClipRequest, limits: LimitsConfig, makes: Literal["video", "audio"]) -> None:
     """Check a request for a video or for audio, which has its defaults. Raises InvalidRequest naming the field."""
+    _check_loras(request.lora, limits)
     _check_text("prompt", request.prompt, limits)
     _check_text("negative_prompt", request.negative_prompt or "", limits)
     _check_most("num_inference_steps", request.num_inference_steps or 1, limits.max_inference_steps)

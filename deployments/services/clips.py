@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.ray_seam.request_ids import part_id
-from deployments.engines.records.protocol import EngineError, StockRequest
+from deployments.engines.records.protocol import AdapterUse, EngineError, StockRequest
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import PipelineSource
 from deployments.records import ClipRequest, VideoFormat
@@ -51,6 +51,7 @@ def clip_request(request: ClipRequest, class_name: str, source: PipelineSource) 
         scheduler_options=request.scheduler_options,
         reports_steps=request.reports_steps,
         audio=request.audio,
+        adapters=tuple(AdapterUse(use.name, use.scale, use.text_scale) for use in request.lora),
     )
 
 

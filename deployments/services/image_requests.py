@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.ray_seam.request_ids import part_id
@@ -10,16 +13,76 @@ from configs.options import Denoising, PromptReading, said
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.records.protocol import (
     AdapterUse,
+    ConditionedRequest,
     ControlUse,
     DiffusionOutput,
     DiffusionRequest,
     ImagePromptUse,
 )
+from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.parts import Fitting, Merging, Wants
 from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
-from deployments.text.requests import Conditioning, ConditioningRequest
+from deployments.text.requests import Conditioning, ConditioningRequest, unpack
+from weights.records.manifest import Manifest
 
 OnProgress = Callable[[ImageProgress], None]
 _NumberT = TypeVar("_NumberT", int, float)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageJob:
+    """A request at work, which began at `start`: its model, its engine's terms, and how it has the device.
+
+    `is_whole`: denoiser and VAE are there together. `checkpoint` is what it goes on from.
+    """
+
+    request: ImageRequest
+    manifest: Manifest
+    denoise: DiffusionRequest
+    checkpoint: bytes | None
+    start: float
+    merging: Merging | None = None
+    is_whole: bool = True
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Return the names of its LoRAs, ControlNets and IP-Adapters."""
+        uses = (self.request.lora, self.request.control, self.request.ip_adapter)
+        return sorted({use.name for some in uses for use in some})
+
+    def lease(
+        self,
+        cache: ModuleCache,
+        wants: Wants,
+        adapters: Sequence[str],
+        *,
+        max_wait_s: float | None = None,
+    ) -> AbstractAsyncContextManager[Lease]:
+        """Return a lease of the wanted components of its model, and of some of its adapters."""
+        return cache.lease(
+            self.request.model,
+            wants,
+            adapters,
+            version=self.manifest.fingerprint,
+            adapter_versions=self.request.adapter_versions,
+            max_wait_s=max_wait_s,
+            fitting=Fitting(self.merging, streams=not self.is_whole),
+        )
+
+    def conditioned(self, conditioning: Conditioning) -> ConditionedRequest:
+        """Return what the engine is given, but for the adapters."""
+        request = self.request
+        left_s = None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - self.start)
+        return ConditionedRequest(
+            self.denoise,
+            unpack(conditioning.tensors),
+            reports_steps=request.reports_steps,
+            num_previews=request.partial_images,
+            checkpoint_steps=request.checkpoint_steps,
+            checkpoint_interval_s=request.checkpoint_interval_s,
+            resume_from=self.checkpoint,
+            timeout_s=left_s,
+        )
 
 
 def denoise_request(request: ImageRequest) -> DiffusionRequest:

@@ -7,8 +7,7 @@ import contextlib
 import hashlib
 import platform
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -24,11 +23,11 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipel
 from deployments.engines.diffusion.rows import adapter_names
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
+from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.modules.parts import Fitting, Merging
+from deployments.modules.parts import Merging
 from deployments.records import (
     CacheUse,
     ClipRequest,
@@ -42,6 +41,7 @@ from deployments.records.errors import as_service_errors
 from deployments.records.tasks import in_thread, shared_task
 from deployments.replicas.step_loop import DeviceThread, EngineLoop
 from deployments.services.image_requests import (
+    ImageJob,
     OnProgress,
     conditioning_request,
     denoise_request,
@@ -52,12 +52,10 @@ from deployments.services.image_requests import (
 from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.stock_service import StockService, TextSource
 from deployments.services.upscale_service import UpscaleService
-from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
+from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.records.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
-_WithText = Callable[[], Awaitable[ConditionedRequest]]
-_LeaseParts = Callable[..., AbstractAsyncContextManager[Lease]]  # `ModuleCache.lease` of one model
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
 _NO_PREVIEWS: Final = "partial_images: none were made, the device has no room for denoiser and VAE together"
@@ -99,7 +97,7 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._sequential = SequentialPhases(settings, device, self._workspace)
+        self._sequential = SequentialPhases(module_cache, settings, device, self._workspace)
         self._stock = StockService(module_cache, device)
         self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
@@ -181,69 +179,46 @@ class ImageService:
         with self._movable(denoise.request_id, request.model):
             make_text = partial(conditioning_request, request, denoise, manifest.class_name or "")
             text = await in_thread(make_text) if denoise.references else make_text()
-            encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
-            try:
+            async with _under_way(_kept_text(checkpoint) if checkpoint else encode_text(text)) as encoding:
                 if encode_first:
                     await encoding
-                adapters = await self._adapters_of(request)
-                if adapters and self._module_cache.forwards.footprints is not None:
-                    await in_thread(self._module_cache.forwards.learn_adapted, manifest, adapters)
-                merging = self._merging(request, manifest, adapters)
-                if merging is not None:
-                    denoise = replace(denoise, merges_adapter=True)
-                with_text = partial(_with_text, request, denoise, encoding, checkpoint, start)
-                is_whole = self._module_cache.can_hold(manifest, is_denoise_component, adapters, merging)
-                lease_parts = partial(
-                    self._module_cache.lease,
-                    request.model,
-                    version=manifest.fingerprint,
-                    adapter_versions=request.adapter_versions,
-                    fitting=Fitting(merging, streams=not is_whole),
-                )
-                if is_whole:
-                    output, report = await self._run_colocated(request, lease_parts, with_text, on_progress)
-                else:
-                    output, report = await self._run_sequentially(
-                        request, manifest, lease_parts, with_text, on_progress
-                    )
+                job = await self._prepare(ImageJob(request, manifest, denoise, checkpoint, start))
+                run = self._run_colocated if job.is_whole else self._run_sequentially
+                output, report = await run(job, encoding, on_progress)
                 conditioning = await encoding
-            finally:
-                encoding.cancel()
         if output.is_moved:
             return progress_of(output)
-        warnings: tuple[str, ...] = () if is_whole or not request.partial_images else (_NO_PREVIEWS,)
+        warnings: tuple[str, ...] = () if job.is_whole or not request.partial_images else (_NO_PREVIEWS,)
         warnings += conditioning.warnings + ignored_inputs(request, text.use_negative, manifest.class_name or "")
-        return result_of(request, denoise, output, conditioning, report, warnings, time.perf_counter() - start)
+        return result_of(request, job.denoise, output, conditioning, report, warnings, time.perf_counter() - start)
 
-    async def _adapters_of(self, request: ImageRequest) -> dict[str, Manifest]:
-        """Return the manifests of the LoRAs, ControlNets and IP-Adapters of a request, by name."""
-        find, versions = self._module_cache.manifests.find_version, request.adapter_versions
-        return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
+    async def _prepare(self, job: ImageJob) -> ImageJob:
+        """Return the job with its adapters, and with how it has the device."""
+        cache, request = self._module_cache, job.request
+        find, versions = cache.manifests.find_version, request.adapter_versions
+        adapters = {name: await find(name, versions.get(name)) for name in job.adapter_names}
+        if adapters and cache.forwards.footprints is not None:
+            await in_thread(cache.forwards.learn_adapted, job.manifest, adapters)
+        merging = self._merging(request, job.manifest, adapters)
+        is_whole = cache.can_hold(job.manifest, is_denoise_component, adapters, merging)
+        denoise = job.denoise if merging is None else replace(job.denoise, merges_adapter=True)
+        return replace(job, denoise=denoise, merging=merging, is_whole=is_whole)
 
     async def _run_colocated(
-        self, request: ImageRequest, lease_parts: _LeaseParts, with_text: _WithText, on_progress: OnProgress
+        self, job: ImageJob, encoding: Awaitable[Conditioning], on_progress: OnProgress
     ) -> tuple[DiffusionOutput, SwitchReport]:
         """Return the last output of a request whose whole model is leased, and the switch to that."""
-        async with lease_parts(is_denoise_component, _adapter_names(request)) as lease:
-            ready = replace(await with_text(), adapters=lease.adapters)
+        async with job.lease(self._module_cache, is_denoise_component, job.adapter_names) as lease:
+            ready = replace(job.conditioned(await encoding), adapters=lease.adapters)
             return await self._denoise(lease, ready, on_progress), lease.report
 
     async def _run_sequentially(
-        self,
-        request: ImageRequest,
-        manifest: Manifest,
-        lease_parts: _LeaseParts,
-        with_text: _WithText,
-        on_progress: OnProgress,
+        self, job: ImageJob, encoding: Awaitable[Conditioning], on_progress: OnProgress
     ) -> tuple[DiffusionOutput, SwitchReport]:
         """Return the last output of a request that has a phase of its model at a time, and all switches."""
-        return await self._sequential.run_phases(
-            request,
-            replace(await with_text(), num_previews=0),
-            manifest,
-            lambda wants, names, max_wait_s: lease_parts(wants, names, max_wait_s=max_wait_s),
-            partial(self._denoise, on_progress=on_progress, is_whole=False),
-        )
+        conditioned = replace(job.conditioned(await encoding), num_previews=0)
+        denoise = partial(self._denoise, on_progress=on_progress, is_whole=False)
+        return await self._sequential.run_phases(job, conditioned, denoise)
 
     def _merging(self, request: ImageRequest, manifest: Manifest, adapters: Mapping[str, Manifest]) -> Merging | None:
         """Return which LoRA of the request is merged."""
@@ -350,10 +325,6 @@ class ImageService:
         return Replays(is_checked=asked == "checked")
 
 
-def _adapter_names(request: ImageRequest) -> list[str]:
-    return sorted({use.name for uses in (request.lora, request.control, request.ip_adapter) for use in uses})
-
-
 def _subject(lease: Lease, settings: WorkerConfig) -> str:
     """Return what a step's time depends on beside its shape: structures and dtypes, the machine, device and threads."""
     modules = lease.modules.items()
@@ -366,32 +337,17 @@ def _structure(module: torch.nn.Module) -> str:
     return str([(name, tuple(one.shape), str(one.dtype)) for name, one in module.named_parameters()])
 
 
-async def _with_text(
-    request: ImageRequest,
-    denoise: DiffusionRequest,
-    encoding: Awaitable[Conditioning],
-    checkpoint: bytes | None,
-    start: float,
-) -> ConditionedRequest:
-    """Return what the engine is given, once the text is encoded. The request began at `start`."""
-    tensors = unpack((await encoding).tensors)
-    return ConditionedRequest(
-        denoise,
-        tensors,
-        reports_steps=request.reports_steps,
-        num_previews=request.partial_images,
-        checkpoint_steps=request.checkpoint_steps,
-        checkpoint_interval_s=request.checkpoint_interval_s,
-        resume_from=checkpoint,
-        timeout_s=_time_left(request, start),
-    )
-
-
 async def _kept_text(checkpoint: bytes) -> Conditioning:
     """Return the conditioning of a checkpoint. Not on the event loop: it may be megabytes."""
     tensors = await asyncio.to_thread(lambda: pack(conditioning_of(checkpoint)))
     return Conditioning(tensors, encode_ms=0.0, cache=CacheUse(0, 0), warnings=())
 
 
-def _time_left(request: ImageRequest, start: float) -> float | None:
-    return None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - start)
+@contextlib.asynccontextmanager
+async def _under_way(work: Awaitable[Conditioning]) -> AsyncIterator[asyncio.Future[Conditioning]]:
+    """Begin the work, which ends with the block at the latest."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()

@@ -164,7 +164,7 @@ class OrderedModels:
             await self._switch(manifest, order.evict)
 
     async def _switch(self, manifest: Manifest, evict: Collection[str]) -> None:
-        """Let models go, but for what the next one shares with them, and get that one ready."""
+        """Evict models, keeping components that the next one shares, then load it."""
         keep = {part.component.module_key for part in self._cache.planner.plan(manifest, self._wants).values()}
         for model in evict:
             self._cache.evict(model, keep)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -20,46 +20,52 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.graph.workspace import Workspace
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
-from deployments.modules.cache import Lease
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.records import ImageRequest, SwitchReport
+from deployments.modules.parts import Wants
+from deployments.records import SwitchReport
 from deployments.replicas.step_loop import DeviceThread
-from weights.records.manifest import Component, Manifest
+from deployments.services.image_requests import ImageJob
+from weights.records.manifest import Component
 from weights.residency.recent import Recent
 
 MAX_BLANK: Final = 8  # a blank FLUX transformer takes about 5 MB
 MAX_WAIT_S: Final = 3600.0  # for the VAE, when the steps are done: those of others end, and the request has a deadline
 VAE: Final = "vae"
 
-Wants = Callable[[Component], bool]
-# Which components, names of adapters, and how long to wait for room -> the lease.
-TakeLease = Callable[[Wants, list[str], float | None], AbstractAsyncContextManager[Lease]]
 Denoise = Callable[[Lease, ConditionedRequest], Awaitable[DiffusionOutput]]  # -> the last output
 
 
 class SequentialPhases:
     """The pipelines of one device whose denoiser and VAE are there in turn. Lives on one event loop."""
 
-    def __init__(self, settings: WorkerConfig, device: DeviceThread, workspace: Callable[[Lease], Workspace]) -> None:
+    def __init__(
+        self,
+        cache: ModuleCache,
+        settings: WorkerConfig,
+        device: DeviceThread,
+        workspace: Callable[[Lease], Workspace],
+    ) -> None:
+        self._cache = cache
         self._settings = settings
         self._workspace = workspace
         self._device = device
         self._blank: Recent[str, nn.Module] = Recent(MAX_BLANK)  # by structure
 
     async def run_phases(
-        self, request: ImageRequest, conditioned: ConditionedRequest, manifest: Manifest, take: TakeLease, run: Denoise
+        self, job: ImageJob, conditioned: ConditionedRequest, run: Denoise
     ) -> tuple[DiffusionOutput, SwitchReport]:
         """Return the images, or the last output of a request that moved, with all switches. `run` denoises.
 
         `conditioned` lacks its adapters.
         """
-        family = family_of(manifest.class_name or "")
+        request, family = job.request, family_of(job.manifest.class_name or "")
         denoiser = family.denoiser_name
-        nets = [use.name for use in request.control]
-        others = [use.name for uses in (request.lora, request.ip_adapter) for use in uses]
+        nets = sorted({use.name for use in request.control})
+        take = partial(job.lease, self._cache)
         reports = []
         if request.init_image is not None or request.references or (nets and family.encodes_controls):
-            async with take(_all_but(denoiser), sorted(set(nets)), None) as lease:
+            async with take(_all_but(denoiser), nets) as lease:
                 reports.append(lease.report)
                 pipeline = await self._pipeline(lease, denoiser)
                 posteriors = await self._device.run_work(
@@ -67,7 +73,7 @@ class SequentialPhases:
                 )
             del pipeline, lease  # a float16 VAE has made a copy of itself, which goes with them
             conditioned = replace(conditioned, posteriors=posteriors)
-        async with take(_all_but(VAE), sorted({*others, *nets}), None) as lease:
+        async with take(_all_but(VAE), job.adapter_names) as lease:
             reports.append(lease.report)
             output = await run(lease, replace(conditioned, adapters=lease.adapters))
         if output.is_moved:
@@ -75,7 +81,7 @@ class SequentialPhases:
         loop, latents = asyncio.get_running_loop(), output.latents
         assert latents is not None  # the VAE was not there
         start = loop.time()
-        async with take(_all_but(denoiser), [], MAX_WAIT_S) as lease:
+        async with take(_all_but(denoiser), [], max_wait_s=MAX_WAIT_S) as lease:
             reports.append(lease.report)
             pipeline = await self._pipeline(lease, denoiser)
             images = await self._device.run_work(pipeline.decode_latents, conditioned.request, latents)

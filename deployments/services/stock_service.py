@@ -17,7 +17,8 @@ from torch import nn
 
 from cluster.ray_seam.request_ids import part_id
 from deployments.engines.graph.workspace import LendingMemory
-from deployments.engines.records.protocol import ComputationFailed, DiffusionOutput, StockRequest
+from deployments.engines.records.protocol import AdapterUse, ComputationFailed, DiffusionOutput, StockRequest
+from deployments.engines.stock.adapted import with_side_paths
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import check_class
@@ -42,6 +43,7 @@ from deployments.replicas.step_loop import DeviceThread, EngineLoop
 from deployments.services.clips import MEDIA_TYPES, WAV, clip_request, encode_audio, encode_video, frame_rate
 from deployments.services.image_requests import OnProgress, progress_of
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
+from weights.formats.lora import changes_text_encoders
 from weights.records.manifest import Manifest
 from weights.residency.recent import Recent
 
@@ -122,7 +124,7 @@ class StockService:
         asked = ConditioningRequest(
             request.model, request.prompt, None, False, priority=request.priority, timeout_s=request.timeout_s
         )
-        made, warnings = await self._run(asked, manifest, stock, source, on_progress)
+        made, warnings = await self._run(asked, manifest, stock, request.adapter_versions, source, on_progress)
         warnings += (weights_lost(manifest.class_name or ""),) if is_lost else ()
         warnings += (_NO_PREVIEWS,) if request.partial_images and not made.has_previews else ()
         return _result_of(request, made, warnings, time.perf_counter() - start)
@@ -135,7 +137,7 @@ class StockService:
         described = await in_thread(check_class, class_name)
         stock = clip_request(request, class_name, described)
         asked = ConditioningRequest(request.model, request.prompt, None, False, priority=request.priority)
-        made, warnings = await self._run(asked, manifest, stock, source, on_progress)
+        made, warnings = await self._run(asked, manifest, stock, request.adapter_versions, source, on_progress)
         encoding_s = time.perf_counter()
         result = await in_thread(_clip_of, request, made, warnings, frame_rate(request, described))
         end = time.perf_counter()
@@ -147,10 +149,14 @@ class StockService:
         asked: ConditioningRequest,
         manifest: Manifest,
         stock: StockRequest,
+        versions: Mapping[str, str],
         source: TextSource,
         on_progress: OnProgress,
     ) -> tuple[_Made, tuple[str, ...]]:
-        """Return what became of a request, and warnings. Nothing is leased after it."""
+        """Return what became of a request, and warnings. Nothing is leased after it.
+
+        `versions` are those of its LoRAs. One that changes a text encoder is where the text is encoded: here.
+        """
 
         previews = list[int]()
 
@@ -160,19 +166,32 @@ class StockService:
             if not output.is_last:
                 on_progress(progress_of(output))
 
-        planner, first = await self._plan_text(manifest, stock)
+        cache = self._module_cache
+        names = [use.name for use in stock.adapters]
+        loras = {name: await cache.manifests.find_version(name, versions.get(name)) for name in names}
+        parts = [part for lora in loras.values() for part in lora.components.values()]
+        changes_text = any(changes_text_encoders(part.tensors) for part in parts)
+        planner, first = (None, None) if changes_text else await self._plan_text(manifest, stock)
         asked = replace(asked, model_version=manifest.fingerprint)
         encoding = asyncio.ensure_future(_encode(asked, stock, planner, first, source))
         wants = is_pipeline_component if planner is None else is_denoise_component
         try:
-            cache, forwards = self._module_cache, self._module_cache.forwards
+            forwards = cache.forwards
             book = forwards.footprints
             planned = await in_thread(forwards.plan_call, manifest, wants, stock) if book else {}
+            planned = with_side_paths(planned, manifest.components) if names else planned
             room_bytes = book.inside(max(planned.values())) if book and planned else 0
             if source.is_first:
                 await encoding
-            fitting = Fitting(room_bytes=room_bytes)
-            async with cache.lease(asked.model, wants, version=manifest.fingerprint, fitting=fitting) as lease:
+            lease_all = cache.lease(
+                asked.model,
+                wants,
+                names,
+                version=manifest.fingerprint,
+                adapter_versions=versions,
+                fitting=Fitting(room_bytes=room_bytes),
+            )
+            async with lease_all as lease:
                 loaded: _LoadedModel = lease.bound(
                     lambda: _LoadedModel(self._device, forwards.memory), f"stock {manifest.fingerprint}"
                 )
@@ -180,7 +199,8 @@ class StockService:
                 encoded = await encoding
                 self.num_running += 1
                 try:
-                    output = await loop.run_request(replace(encoded.request, forward_bytes=planned), on_output)
+                    ready = replace(encoded.request, forward_bytes=planned, loras=lease.adapters)
+                    output = await loop.run_request(ready, on_output)
                 finally:
                     self.num_running -= 1
         finally:
@@ -286,6 +306,7 @@ def _stock_request(request: ImageRequest) -> StockRequest:
         scheduler_options=request.scheduler_options,
         reports_steps=request.reports_steps,
         num_previews=request.partial_images,
+        adapters=tuple(AdapterUse(use.name, use.scale, use.text_scale) for use in request.lora),
     )
 
 

@@ -9,14 +9,15 @@ from typing import Any, Final, TypeVar
 
 from cluster.ray_seam.request_ids import part_id
 from configs.options import Sampling, said
-from deployments.engines.llm.answer_forms import AnswerForm
+from deployments.engines.llm.answer_forms import HARMONY_THOUGHT, AnswerForm
 from deployments.engines.llm.answer_grammars import call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import AnswerGrammar, Function
 from deployments.engines.llm.chat_prompts import ChatOptions, switches_thinking, template_variables, unknown_variables
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.schemas import left_out_of, prepare_schema
-from deployments.engines.llm.template_forms import answer_form
+from deployments.engines.llm.template_forms import answer_form, is_thought
+from deployments.engines.llm.thought_budget import ThoughtBudget, ThoughtMarks
 from deployments.engines.llm.tokenizer import token_text
 from deployments.engines.records.prompt_images import PromptImage
 from deployments.engines.records.protocol import EngineError, SamplingParams, TextRequest, TokenConstraint
@@ -60,7 +61,7 @@ def text_requests(
     placed = None
     if isinstance(request, ChatRequest):
         text, use = _chat_prompt(engine, request)
-        chat, placed = _naming_model(request, lambda: engine.encode_rendered(text, images))
+        chat, placed = _naming_model(request, lambda: engine.chats.encode_rendered(text, images))
         prompts = [chat]
         constraint = _answer_grammar(engine, request, use)
         hidden = _hidden_tokens(engine, use.form)
@@ -68,6 +69,8 @@ def text_requests(
         prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
     if request.answer_grammar is not None:
         constraint = _grammar_of(engine, request.answer_grammar, use)
+    if isinstance(request, ChatRequest) and use is not None and request.thinking_token_budget is not None:
+        constraint = _within_budget(engine, request.thinking_token_budget, use, constraint)
     found = [
         TextRequest(
             part_id(),
@@ -97,7 +100,7 @@ def prompt_tokens(
     """
     if isinstance(request, ChatRequest):
         text, _ = _chat_prompt(engine, request)
-        tokens, _ = _naming_model(request, lambda: engine.encode_rendered(text, images))
+        tokens, _ = _naming_model(request, lambda: engine.chats.encode_rendered(text, images))
     else:
         (prompt,) = request.prompts
         if not isinstance(prompt, str):
@@ -166,11 +169,11 @@ def _answer_use(engine: LLMEngine, request: ChatRequest) -> AnswerUse:
     forced = offered if choice == "required" else ()
     if not isinstance(choice, str):
         forced = (functions[choice.function.name],)
-    warnings = _warnings(engine, request, has_tools=bool(offered))
+    warnings = _warnings(engine, request, form, has_tools=bool(offered))
     return AnswerUse(form, offered, forced, "", None if request.parallel_tool_calls else 1, warnings)
 
 
-def _warnings(engine: LLMEngine, request: ChatRequest, *, has_tools: bool) -> tuple[str, ...]:
+def _warnings(engine: LLMEngine, request: ChatRequest, form: AnswerForm, *, has_tools: bool) -> tuple[str, ...]:
     """Return what was asked of the model's template and has no effect there."""
     names = list(request.chat_template_kwargs)
     unknown = unknown_variables(engine.tokenizer, names, has_tools=has_tools)
@@ -178,6 +181,8 @@ def _warnings(engine: LLMEngine, request: ChatRequest, *, has_tools: bool) -> tu
     asked = [name for name in ("reasoning_effort", "enable_thinking") if getattr(request, name) is not None]
     if asked and not switches_thinking(engine.tokenizer, has_tools=has_tools):
         found.append(f"{asked[0]}: the model's chat template does not know how much is to be thought")
+    if request.thinking_token_budget is not None and form.reasoning is None:
+        found.append("thinking_token_budget: no reasoning is known of the model")
     schema = None if request.response_format is None else request.response_format.schema_of_answer
     return (*found, *_left_out("response_format", schema))
 
@@ -207,7 +212,7 @@ def _chat_prompt(engine: LLMEngine, request: ChatRequest) -> tuple[str, AnswerUs
     options = ChatOptions(
         tools, variables, opens_turn=request.add_generation_prompt, continues=request.continue_final_message
     )
-    text = _naming_model(request, lambda: engine.render_chat(messages, options))
+    text = _naming_model(request, lambda: engine.chats.render(messages, options))
     begun = "" if request.continue_final_message else use.form.begun(text)
     if use.forced and use.form.tools is not None:
         thought = use.form.reasoning
@@ -243,6 +248,21 @@ def _grammar_of(engine: LLMEngine, form: AnswerGrammar, use: AnswerUse | None) -
         return engine.grammars.compile_lark(lark.text(answer))
     except EngineError as error:
         raise InvalidRequest(f"structured_outputs: {error}", "structured_outputs") from error
+
+
+def _within_budget(
+    engine: LLMEngine, budget: int, use: AnswerUse, inner: TokenConstraint | None
+) -> TokenConstraint | None:
+    """Return a constraint that ends reasoning behind so many tokens; `inner` alone where nothing is thought."""
+    form = use.form.reasoning
+    if form is None or use.forced or not form.closings:
+        return inner
+    tokenizer = engine.tokenizer
+    end = tuple(tokenizer(form.closings[0], add_special_tokens=False)["input_ids"])
+    marks = ThoughtMarks(
+        form.openings or (HARMONY_THOUGHT,), form.closings, end, lambda token: token_text(tokenizer, token)[0]
+    )
+    return ThoughtBudget(marks, budget, is_thought(form, use.begun), inner)
 
 
 def _answer_grammar(engine: LLMEngine, request: ChatRequest, use: AnswerUse) -> TokenConstraint | None:

@@ -157,7 +157,7 @@ class TextService:
             return []
         try:
             return await outcome_of(
-                asyncio.get_running_loop().run_in_executor(self._seeing, engine.read_images, pixels)
+                asyncio.get_running_loop().run_in_executor(self._seeing, engine.chats.read_images, pixels)
             )
         except EngineError as error:
             raise EngineError(f"model {request.model!r}: {error}") from error

@@ -1,12 +1,12 @@
 """Exact cache of text encodings: the same tokens through the same weights are computed once.
 
-It is a replica's own: bounded in bytes, the entry that is cheapest to do without is evicted first (`eviction.py`). A
-key that is being computed is waited for, not computed again. That holds over the cluster because equal texts go to the
+Each replica has its own cache, bounded in bytes; the least valuable entry is evicted first (`eviction.py`). Requests
+wait for a key in computation instead of computing it again. This holds over the cluster, because equal texts go to the
 same replica (`cluster/records/text_routes.py`).
 
-Encodings are handed out as they lie in the cache, to everybody the same tensors: READ-ONLY. Whoever wants to write
-makes a copy. A write by a torch operation is found at the next use, by the tensor's version counter, and the entry
-computed anew; one through `.data` or `.numpy()` is not, which is why `requests.pack` gives read-only arrays.
+All callers get the cache's own tensors: READ-ONLY. Copy before writing. The next use finds a write by a torch
+operation, by the tensor's version counter, and recomputes the entry. It does not find a write through `.data` or
+`.numpy()`, so `requests.pack` returns read-only arrays.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ComputeMany = Callable[[Sequence[EncodingKey]], Awaitable[Sequence[Encoding]]]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An encoding, read-only, and its source: all but "computed" spared this caller a computation."""
+    """A read-only encoding and its source; every source but "computed" saved this caller a computation."""
 
     encoding: Encoding
     source: Source
@@ -66,8 +66,8 @@ class Found:
 class CacheStats:
     """A snapshot. `local`, `joined`, `computed` and `failed` count lookups by where they ended.
 
-    `mutated`: entries that somebody had written to. `refused`: encodings that were too large, or worth less than
-    everything that is here.
+    `mutated`: entries that a caller had written to. `refused`: encodings that were too large, or worth less than all
+    entries.
     """
 
     local: int
@@ -95,7 +95,7 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _Claim:
-    """A missing encoding that one request computes for all who ask for it meanwhile."""
+    """A missing encoding that one request computes for all requests that need it."""
 
     key: EncodingKey
     digest: str
@@ -120,13 +120,13 @@ class EncodingCache:
     async def get_all(
         self, keys: Sequence[EncodingKey], compute_many: ComputeMany, *, keep: Collection[EncodingKey] = ()
     ) -> dict[EncodingKey, Found]:
-        """Return the encodings: claim what is missing, compute that in one batch per module, then await others' work.
+        """Return the encodings: claim missing keys, compute them in one batch per module, then await others' claims.
 
-        Nobody computes a key twice, and nobody waits for others before the own claims are under way, so no two
-        requests wait for each other. A failed computation releases its claims: its own request raises, and one that
-        waited looks again. A cancelled request cancels no computation, for others may have joined it. `keep`: keys
-        that will be wanted by others, as empty and negative prompts are; they stay as long as they fit into their
-        share. Raises what `compute_many` raises.
+        No key is computed twice. A request starts its own claims before it waits for others, so no two requests wait
+        for each other. A failed computation releases its claims: its own request raises, and waiters look again. A
+        cancelled request cancels no computation, because others may have joined it. `keep`: keys that others will need,
+        such as empty and negative prompts; they stay while they fit into their share. Raises the errors of
+        `compute_many`.
         """
         found: dict[EncodingKey, Found] = {}
         for num_joins in range(MAX_JOINS + 1):
@@ -159,9 +159,9 @@ class EncodingCache:
         return found
 
     def forget_all(self) -> None:
-        """Forget what is here; keep nothing of what is being computed, and let nobody join it.
+        """Drop all entries; let no request join a running computation, and store none of its results.
 
-        For weights that were found damaged: nobody knows since when they were, and which encodings they made.
+        For weights that were found damaged: it is unknown which encodings they made.
         """
         self._generation += 1
         for digest in self._entries:
@@ -190,7 +190,7 @@ class EncodingCache:
         return claim
 
     def _begin_batches(self, claims: Sequence[_Claim], compute_many: ComputeMany) -> None:
-        """Begin one batch per module. They end whatever becomes of the request."""
+        """Begin one batch per module. They end independently of the request."""
         batches: dict[str, list[_Claim]] = {}
         for claim in claims:
             batches.setdefault(claim.key.module_key, []).append(claim)
@@ -199,7 +199,7 @@ class EncodingCache:
             task.add_done_callback(self._tasks.discard)
 
     async def _compute(self, claims: Sequence[_Claim], compute_many: ComputeMany) -> None:
-        """Run one batch. The cost is how long it took from here: the next one would wait for queue and batch, too."""
+        """Run one batch. Its cost is the time from here, because the next one would wait for queue and batch, too."""
         start_s = self._clock()
         try:
             computed = await compute_many([claim.key for claim in claims])
@@ -214,7 +214,7 @@ class EncodingCache:
                 raise
 
     def _fail(self, claims: Sequence[_Claim], error: BaseException) -> None:
-        """Release those that have not ended well: somebody else may compute them."""
+        """Release failed claims, so that others may compute them."""
         failed = [claim for claim in claims if not claim.future.done()]
         if isinstance(error, asyncio.CancelledError | StopIteration):  # a future takes neither as its own
             error = RuntimeError(f"the computation of an encoding ended by {error!r}")
@@ -248,7 +248,7 @@ class EncodingCache:
         entry = self._entries.get(digest)
         if entry is None or entry.versions == _versions(entry.encoding):
             return entry
-        logger.error("a cached encoding was written to by one who used it; it is computed anew")
+        logger.error("cached encoding was modified in place; recomputing")
         self._mutated += 1
         self._eviction.remove(digest)
         del self._entries[digest]
@@ -264,7 +264,7 @@ class EncodingCache:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it with storage and version of its own: a row of a batch would keep the whole batch in memory."""
+    """Return a copy with its own storage and version: a row would keep its whole batch in memory."""
     tensor = tensor.detach()
     if tensor.is_inference() or tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone()

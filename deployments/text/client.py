@@ -1,4 +1,4 @@
-"""The text-encoder client: a worker's calls of a service that may be slow without being down, and down silently."""
+"""The text-encoder client: a worker's calls of a service that may be slow, or down without a sign."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BELIEVED_DOWN_S: Final = 5.0  # nobody waits for it again sooner
 
 
 class EncoderDown(Exception):
-    """No replica of the text-encoder service answers. The message says why that is believed."""
+    """No replica of the text-encoder service answers. The message has the evidence."""
 
 
 class TextEncoderClient:
@@ -45,14 +45,14 @@ class TextEncoderClient:
 
     @property
     def is_believed_down(self) -> bool:
-        """Return whether the service did not answer lately, so that it is not asked for a while."""
+        """Return whether the service failed lately, so that it gets no calls for a while."""
         return self._clock() < self._down_until_s
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
         """Return the conditioning of a prompt.
 
-        Raises EncoderDown; what a replica raises, as itself; ReplicaLost when two died of the prompt, perhaps: the
-        worker should not be the third.
+        Raises EncoderDown, a replica's own error, or ReplicaLost after two replicas died: the prompt may have killed
+        them, and the worker should not be the third.
         """
         if self.is_believed_down:
             raise EncoderDown("the text encoder service did not answer a moment ago")

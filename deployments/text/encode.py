@@ -1,7 +1,7 @@
 """Texts -> encodings, through the cache. Ray-free: the service, the worker's fallback and the local runner use it.
 
 A request becomes texts for encoders, a text becomes token ids (in chunks, if it is long and the model says so), and
-each (encoder, ids, padding) is computed once. What a request must compute goes as one batch per encoder.
+each (encoder, ids, padding) is computed once. A request's missing encodings go as one batch per encoder.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class CachedEncoders:
     async def condition(
         self, module_cache: ModuleCache, request: ConditioningRequest, wanted: Callable[[Component], bool]
     ) -> Conditioning:
-        """Return the conditioning of a prompt, by the parts of its model in `module_cache` that are `wanted`.
+        """Return the conditioning of a prompt, by the `wanted` parts of its model in `module_cache`.
 
         Raises as `ModuleCache.lease` and `encode` do, and EngineError for an adapter that does not fit.
         """
@@ -140,7 +140,7 @@ class CachedEncoders:
     async def _encode_prompt(
         self, request: ConditioningRequest, lease: Lease
     ) -> tuple[dict[str, torch.Tensor], Encoded]:
-        """Return what the pipeline class needs from its encoders, with the adapters that change one."""
+        """Return the encodings that the pipeline class needs, with the adapters of its encoders."""
         encoders, index = lease.modules, read_config(lease.skeleton / "model_index.json")
         family = family_of(lease.manifest.class_name or "").variant(index)
         lacking = lacking_encoders(index)
@@ -177,7 +177,7 @@ class CachedEncoders:
     async def _loras_of(
         self, family: Family, components: Set[str], lease: Lease, request: ConditioningRequest
     ) -> Mapping[str, tuple[EncoderLora, ...]]:
-        """Return the LoRAs of a request by the encoder that they change."""
+        """Return the LoRAs of a request, by their encoder."""
         loras: dict[str, tuple[EncoderLora, ...]] = {}
         for name in components if lease.adapters else ():
             encoder = lease.modules[name].encoder
@@ -213,9 +213,9 @@ class CachedEncoders:
         return replace(encoded, outputs=tuple({"embedding": vector} for vector in vectors))
 
     async def encode(self, items: Sequence[TextItem], *, priority: int = 0, timeout_s: float | None = None) -> Encoded:
-        """Return the encodings of all items; what nobody has is computed in one batch per encoder.
+        """Return the encodings of all items; missing ones are computed in one batch per encoder.
 
-        Raises EngineError for what no encoder can take, before anything is computed, and otherwise as `run_batch` does.
+        Raises EngineError for items that no encoder takes, before any computation, and the errors of `run_batch`.
         """
         if sum(map(_num_characters, items)) > INLINE_CHARACTERS:
             chunked = await in_thread(tokenize_items, items)
@@ -255,7 +255,7 @@ def _prompt_item(
     *,
     has_weights: bool,
 ) -> TextItem:
-    """Return an item of a family's plan as a text for its encoder, with the adapters that change it there.
+    """Return an item of a family's plan as a text for its encoder, with the encoder's adapters.
 
     Raises EngineError for learned words of another model.
     """
@@ -278,7 +278,7 @@ def _prompt_item(
 
 
 def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[ConditioningRequest, bool, tuple[str, ...]]:
-    """Return the request with texts that its family's encoders can read, whether they have weights, and warnings.
+    """Return the request with plain texts for its family's encoders, whether they have weights, and warnings.
 
     Raises EngineError for a weight that is too large.
     """
@@ -297,7 +297,7 @@ def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[Conditio
 def _stand_ins(
     family: Family, items: Sequence[EncodeItem], lease: Lease, others: Sequence[Encoding]
 ) -> dict[EncodeItem, Mapping[str, torch.Tensor]]:
-    """Return what stock takes for texts whose encoder the pipeline lacks, beside the encodings of the others."""
+    """Return the stock substitutes for encodings whose encoder the pipeline lacks."""
     config = read_config(lease.skeleton / family.denoiser_name / "config.json")
     like = next(tensor for encoding in others for tensor in encoding.values())
     return {item: family.stand_in(item, config, like) for item in items}
@@ -306,8 +306,8 @@ def _stand_ins(
 def encode_batch(jobs: Sequence[TextJob], counter: EncodeCounter | None = None) -> Sequence[Encoding | Exception]:
     """Encode jobs of one encoder in as few forwards as `plan_forwards` finds; an exception is its job's own. Blocks.
 
-    Texts with the same LoRAs share forwards, but for those that are to be alone, and those of stock pipelines. Raises
-    EngineError when the encoder was let go, which happens to requests that were cancelled before.
+    Texts with the same LoRAs share forwards, except `alone` texts and those of stock pipelines. Raises EngineError if
+    the encoder was released, which happens to cancelled requests.
     """
     plain = [job for job in jobs if isinstance(job, EncodeJob)]
     if not plain:
@@ -383,7 +383,7 @@ def embedding_of(encoding: Encoding) -> torch.Tensor:
 
 
 def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]:
-    """Return each item's text as the one or more texts that are encoded for it.
+    """Return for each item its text, or the chunks of its text.
 
     Raises EngineError for a text that its `long_text` rule refuses.
     """
@@ -459,7 +459,7 @@ def _check_whole(item: TextItem, text: TokenizedText) -> None:
 
 
 def _words_in(item: TextItem, text: TokenizedText) -> LearnedWords | None:
-    """Return the learned words of an item where this text of it has any."""
+    """Return the learned words that this text of an item contains."""
     if item.words is None:
         return None
     return item.words if max(text.token_ids) >= min(ids[0] for ids in item.words.ids.values()) else None

@@ -1,21 +1,22 @@
-"""Eviction of encodings under a byte budget: by the residency core's value, with a share for what is to be kept."""
+"""Eviction of encodings under a byte budget: by the residency core's value, with a share for `keep` entries."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
-from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.contents import Contents, Entry, MemoryTier
 from weights.residency.policy import class_rate, rate_class
-from weights.residency.room_plan import shrink
+from weights.residency.room_plan import plan_shrink
 
 KEEP_SHARE: Final = 0.25  # of the budget, for entries that are to be kept
 
 
-class CostAwareEviction:
+class CostAwareEviction(MemoryTier):
     """Sizes, costs and uses of encodings by key, evicted by value. Not thread-safe.
 
-    What is `keep` goes only when all that is kept exceeds `KEEP_SHARE` of the budget: then the least valuable of it
-    counts as any other from then on.
+    `keep` entries leave only if together they exceed `KEEP_SHARE` of the budget: then the least valuable becomes an
+    ordinary entry.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -24,9 +25,7 @@ class CostAwareEviction:
         self.num_evicted = 0
         self._now_s = 0.0
         self._gone: list[str] = []
-        self._table: EntryTable[None] = EntryTable(
-            max_bytes, lambda: self._now_s, on_gone=lambda entries: self._gone.extend(entry.key for entry in entries)
-        )
+        self._table: Contents[None] = Contents(max_bytes, lambda: self._now_s, self)
 
     def __len__(self) -> int:
         return len(self._table.entries)
@@ -47,10 +46,10 @@ class CostAwareEviction:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the entries that are kept."""
-        return self._table.pinned_bytes
+        return self._table.here.pinned
 
     def add(self, key: str, nbytes: int, cost_s: float, now_s: float, *, keep: bool = False) -> list[str]:
-        """Return the keys that go for it; `key` itself when all others are worth more, or it exceeds the budget.
+        """Return the evicted keys; `key` itself if all others are worth more, or it exceeds the budget.
 
         An entry of that key is replaced.
         """
@@ -62,7 +61,7 @@ class CostAwareEviction:
         entry = self._table.adopt(key, nbytes, None, rate_class(cost_s, nbytes))
         self._use(entry, keep)
         self._gone = []
-        shrink(self._table)
+        self._table.evict(plan_shrink(self._table, self.max_bytes).evict)
         self.num_evicted += len(self._gone) - (key in self._gone)
         return self._gone
 
@@ -76,6 +75,10 @@ class CostAwareEviction:
         entry = self._table.entries[key]
         self._table.unpin([key])
         self._table.evict([entry])
+
+    def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
+        """Note what was evicted."""
+        self._gone += [entry.key for entry in entries]
 
     def _use(self, entry: Entry[None], keep: bool) -> None:
         self._table.use(entry)

@@ -1,7 +1,6 @@
 """A request for conditioning, its answer, and tensors as they travel between processes.
 
-Ray moves numpy arrays out of band and maps them without a copy; torch tensors it would pickle, at seconds per GiB,
-and numpy itself has no bfloat16.
+Ray maps numpy arrays without a copy. It would pickle torch tensors, at seconds per GiB, and numpy has no bfloat16.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:
 
 
 def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, torch.Tensor]:
-    """Return copies: what arrives from Ray is read-only shared memory, and these tensors go into arithmetic."""
+    """Return copies: tensors from Ray are read-only shared memory."""
     return {name: _unpack(record) for name, record in packed.items()}
 
 

@@ -1,6 +1,6 @@
 """The texts of stock pipelines: each call of `encode_prompt` is computed once, by the class's own code.
 
-The encoders are leased for a computation only: what the cache has needs none.
+The encoders are leased for computations only, not for cache hits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StockTextJob:
     num_tokens: int = 1
 
     def encode(self) -> Encoding:
-        """Return what the call returns. Blocks. Raises EngineError, ComputationFailed."""
+        """Run the call and return its result. Blocks. Raises EngineError, ComputationFailed."""
         return self.keyed.encode(self.arguments)
 
 
@@ -51,7 +51,7 @@ class StockTexts:
     async def condition(
         self, module_cache: ModuleCache, request: ConditioningRequest, arguments: Mapping[str, Any]
     ) -> Conditioning:
-        """Return what the call returns, for `from_tensors`. Raises as `ModuleCache.lease` and the call do."""
+        """Return the call's result, for `from_tensors`. Raises the errors of `ModuleCache.lease` and the call."""
         start = time.perf_counter()
         manifest = await module_cache.manifests.find_version(request.model, request.model_version)
         key = _key(manifest, module_cache, arguments)
@@ -84,7 +84,7 @@ def _encoders(lease: Lease) -> CalledEncoders:
 def _key(manifest: Manifest, module_cache: ModuleCache, arguments: Mapping[str, Any]) -> EncodingKey:
     """Return the identity of a call: the encoders with their tokenizers, the options of the pipeline, the arguments.
 
-    Of the other parts, which may say what type the result has, it is their structure.
+    Other parts may decide the result's type, and count by their structure.
     """
     parts = manifest.components
     texts = sorted(part.module_key for part in parts.values() if is_stock_text(part))

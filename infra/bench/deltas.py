@@ -45,7 +45,9 @@ from weights.operations.compaction import compact
 from weights.operations.externalize import externalize
 from weights.reading.blocks import PackReader
 from weights.reading.delta_codec import Segment, chunk_sizes, encode_chunk
+from weights.reading.delta_extents import DeltaReader
 from weights.reading.extents import ExtentReader
+from weights.reading.plain_extents import PlainReader
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
@@ -251,17 +253,27 @@ class _SlowPack:
             yield block
 
 
-class _SlowReader(ExtentReader):
+class _SlowPlain(PlainReader):
     """A reader of a medium, as fast as the page cache otherwise."""
 
-    def __init__(self, store: WeightStore, gbps: float, resident: Callable[[ExtentRef], ByteArray | None]) -> None:
-        super().__init__(store.packs, HostBufferPool(2**26), ReadPlanner(override=_HOW), resident=resident)
+    def __init__(self, packs: Path, pool: HostBufferPool, gbps: float) -> None:
+        super().__init__(packs, pool, ReadPlanner(override=_HOW))
         self._medium = _Medium(gbps * 1e9)
 
     @contextlib.contextmanager
-    def _open(self, extent: ExtentRef, stages: StageClock) -> Iterator[tuple[Any, ReadStrategy]]:
-        with super()._open(extent, stages) as (pack, strategy):
+    def open(self, extent: ExtentRef, stages: StageClock) -> Iterator[tuple[Any, ReadStrategy]]:
+        with super().open(extent, stages) as (pack, strategy):
             yield _SlowPack(pack, self._medium), strategy
+
+
+class _SlowReader(ExtentReader):
+    """A reader of extents, plain and as deltas, from such a medium."""
+
+    def __init__(self, store: WeightStore, gbps: float, resident: Callable[[ExtentRef], ByteArray | None]) -> None:
+        pool = HostBufferPool(2**26)
+        super().__init__(store.packs, pool, ReadPlanner(override=_HOW), resident=resident)
+        self._plain = _SlowPlain(store.packs, pool, gbps)
+        self._deltas = DeltaReader(self._plain, pool, resident)
 
 
 def _loads(store: WeightStore, sibling: Manifest, gbps: float, rounds: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from weights.residency.entry_table import EntryTable
+from weights.residency.contents import Contents
 from weights.residency.policy import Popularity
 from weights.residency.room_plan import plan_room
 
@@ -54,7 +54,7 @@ def _bytes_moved_by_lru(trace: Sequence[_Model], sizes: dict[str, int], max_mode
 
 def _bytes_moved_by_value(trace: Sequence[_Model], sizes: dict[str, int], budget: int, half_life: float) -> int:
     now = [0.0]
-    table: EntryTable[None] = EntryTable(budget, lambda: now[0], never_used=Popularity(half_life))
+    table: Contents[None] = Contents(budget, lambda: now[0], never_used=Popularity(half_life))
     moved = 0
     for now[0], model in enumerate(trace):
         wanted = {part: sizes[part] for part in model}

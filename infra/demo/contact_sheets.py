@@ -35,7 +35,7 @@ PARTIAL_IMAGES = 3
 
 @dataclass(frozen=True)
 class SheetRow:
-    """Ten images, and what they are."""
+    """Ten images and their label."""
 
     label: str
     images: list[Image.Image]
@@ -50,7 +50,7 @@ class Painter:
         self._seed = seed
 
     def paint(self, model: str, options: Callable[[int], dict[str, Any]] = lambda _: {}) -> list[Image.Image]:
-        """One of each digit; `options` has what a request has besides, its prompt for example."""
+        """One of each digit; `options` has further fields of the request, such as its prompt."""
 
         def ask(digit: int) -> Image.Image:
             answer = self._client.images.generate(**self._request(model, digit, options(digit)))
@@ -85,7 +85,7 @@ def digits_sheet(painter: Painter) -> list[SheetRow]:
 
 
 def changes_sheet(painter: Painter) -> list[SheetRow]:
-    """A LoRA, a ControlNet and image-to-image, each with what it starts from."""
+    """A LoRA, a ControlNet and image-to-image, each with its input."""
     plain, outlines = painter.paint("digits-flux"), unseen_outlines()
 
     def follow(digit: int) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def changes_sheet(painter: Painter) -> list[SheetRow]:
 
 
 def unseen_outlines() -> list[Image.Image]:
-    """Those of ten digits that no model has seen."""
+    """The outlines of ten digits that no model has seen."""
     return [to_image(ink) for ink in outline(first_of_each(load_split()[1], 1).ink)]
 
 
 def partial_sheet(painter: Painter) -> list[SheetRow]:
-    """The pieces that come while an image is made."""
+    """The partial images of a stream."""
     rows = []
     for name in ("digits-flux", "digits-sdxl"):
         columns = painter.paint_partially(name)

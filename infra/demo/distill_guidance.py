@@ -35,7 +35,7 @@ STRENGTH = 2.5
 def distillation_loss(
     student: FluxTransformer2DModel, text: FluxText, draw: Draw, generator: torch.Generator
 ) -> Callable[[], torch.Tensor]:
-    """The teacher is the student as it was at the beginning."""
+    """The loss of the student beside its teacher, a frozen copy of its first state."""
     teacher = copy.deepcopy(student).requires_grad_(False)
     empty_states, empty_pooled = text.encode([""])
 

@@ -108,7 +108,7 @@ class PackedReader:
         ended = set()
         for number, (chat, pair) in enumerate(cases):
             expected[str(number)] = answer(pair)
-            ids = self.engine.encode_chat(chat)
+            ids = self.engine.chats.encode(chat)
             self.engine.add_request(TextRequest(str(number), ids, SamplingParams(max_tokens=8, temperature=0)))
         while self.engine.has_work:
             for delta in self.engine.step():

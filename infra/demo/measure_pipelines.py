@@ -85,7 +85,7 @@ def share_read(judge: Judge, images: Images, digits: list[int]) -> float:
 
 
 def measure(url: str, num_sums: int, seed: int) -> dict[str, dict[str, float]]:
-    """Shares that are right, by client."""
+    """The shares of right answers, by client."""
     pairs = draw_sums(num_sums, seed)
     sums, digits = [f"{first} + {second}" for first, second in pairs], [sum(pair) for pair in pairs]
     seeds = list(range(num_sums))

@@ -1,4 +1,4 @@
-"""The main job on the demo models: start the cluster, ask it for everything once, print what came back.
+"""The demo: start the cluster, ask each model once, print the answers.
 
 `make demo` stays up afterwards; `make demo ONCE=1` ends with 0 when every answer was right. `make demo DEVICE=sim` puts
 workers and text encoders on simulated accelerators, `DEVICE=cuda` on a card.
@@ -174,9 +174,9 @@ class Demo:
         self.rows.append(Row(f"pipeline: {text[:24]}…", label, label == expected, body["timings_ms"]))
 
     def _burst(self, models: Sequence[str]) -> None:
-        """Thirty requests at once for models that were taken out of memory: what the controller orders, and why.
+        """Thirty requests at once for evicted models, and the controller's orders with their reasons.
 
-        A switch that takes less than a request needs no order: then the request makes it, on any worker.
+        A switch shorter than a request needs no order: the request makes it, on any worker.
         """
         for model in models:
             self._unload(model)
@@ -209,7 +209,7 @@ class Demo:
         self.rows.append(Row("switches of the burst", f"{len(made) + len(switches)}", bool(made or switches), {}))
 
     def _unload(self, model: str) -> None:
-        """Take a model out of memory. A request that has just been answered may hold it for a moment."""
+        """Evict a model. A request that was just answered may hold it for a moment."""
         end_s = time.monotonic() + UNLOAD_S
         while True:
             answer = httpx.post(f"{self.client.url}/v2/repository/models/{model}/unload", timeout=60, trust_env=False)

@@ -106,7 +106,7 @@ def load_split(folder: Path) -> Split:
 
 
 def normalise(text: str) -> str:
-    """Without what tells the files apart and not the texts: placeholders of names and links, HTML, spacing, quotes."""
+    """Return a text without marks of its file: placeholders of names and links, HTML, spacing, quotes."""
     text = html.unescape(text).replace("@anonymous", " ").replace("http://url_removed", " ").replace("''", '"')
     return re.sub(r"\s+", " ", text).strip()
 

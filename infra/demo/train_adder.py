@@ -60,7 +60,7 @@ def encode(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> tuple[torch
 
 
 def answer_labels(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """The answers with their end tokens; everything else is ignored by the loss."""
+    """The labels of answers and their end tokens; the loss ignores all other tokens."""
     starts = (ids == tokenizer.convert_tokens_to_ids(ASSISTANT)).long()
     ends = (ids == tokenizer.convert_tokens_to_ids(EOS)).long()
     opened = starts.cumsum(1) - starts

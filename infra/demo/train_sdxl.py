@@ -87,7 +87,7 @@ def noise_prediction_loss(
     rng: random.Random,
     generator: torch.Generator,
 ) -> Callable[[], torch.Tensor]:
-    """Half of the empty captions become zeros, which is what stock SDXL guides away from."""
+    """The noise prediction loss. Half of the empty captions become zeros, as stock SDXL's guidance expects."""
     schedule = DDPMScheduler(**NOISE_SCHEDULE)
     sizes = torch.tensor(SIZE_IDS, dtype=torch.float32).expand(BATCH, -1)
 

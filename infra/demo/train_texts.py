@@ -60,7 +60,7 @@ class Classifier(nn.Module):
         self.pad = tokenizer.pad_token_id
 
     def forward(self, ids: torch.Tensor, hidden_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """`hidden_ids`: what is read in place of `ids`, with some tokens masked."""
+        """`hidden_ids` replace `ids`, with some tokens masked."""
         mask = (ids != self.pad).long()
         states = self.bert(ids if hidden_ids is None else hidden_ids, attention_mask=mask).last_hidden_state
         pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)

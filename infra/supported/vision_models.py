@@ -370,7 +370,7 @@ def our_answers(
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, num_logprobs=0, logit_bias=BANNED)
     waiting = []
     for place, (chat, pixels) in enumerate(chats):
-        prompt, images = engine.read_chat(chat, engine.read_images(pixels))
+        prompt, images = engine.chats.read(chat, engine.chats.read_images(pixels))
         waiting.append(TextRequest(str(place), prompt, sampling, images=images))
     return run_apart(engine, waiting)
 

@@ -181,7 +181,7 @@ async def test_a_module_of_another_device_is_found_out(
 def generated(engine: LLMEngine, questions: list[str], temperature: float = 0.8) -> dict[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for number, question in enumerate(questions):
-        prompt = engine.encode_chat([{"role": "user", "content": question}])
+        prompt = engine.chats.encode([{"role": "user", "content": question}])
         engine.add_request(TextRequest(question, prompt, SamplingParams(12, temperature, seed=number)))
     while engine.has_work:
         for delta in engine.step():

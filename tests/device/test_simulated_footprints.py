@@ -237,7 +237,7 @@ def test_vaes(
         latents = [state.latents for state in begin(pipeline, height, width, length, rows)]
         images = torch.cat(latents)
         measured = peak_of(
-            device, lambda images=images: pipeline._codec.decode(pipeline._latent_images(images, height, width))
+            device, lambda images=images: pipeline._codec.decode(pipeline._decoder.latent_images(images, height, width))
         )
         assert 1.0 <= found.bytes_of(rows) / measured <= 1.01, (rows, measured, found)
 
@@ -255,7 +255,7 @@ def test_what_a_pixel_takes_chooses_tiles(
         assert not ImageCodec(codec.vae, 1)._is_large(codec.vae, height, width)
         return
     latents = torch.cat([one.latents for one in begin(pipelines[0], height, width, 32, 1)])
-    images = pipelines[0]._latent_images(latents, height, width)
+    images = pipelines[0]._decoder.latent_images(latents, height, width)
     measured = peak_of(device, lambda: codec.pixels(images))
     assert ImageCodec(codec.vae, measured * 0.98)._is_large(codec.vae, height, width)
     assert not ImageCodec(codec.vae, measured * 1.02)._is_large(codec.vae, height, width)

@@ -203,7 +203,7 @@ async def test_a_token_moves_its_activations_over_the_link_and_nothing_else(
     link, moved = module.memory_of(device), {}
     for wanted in (NUM_LAYERS, 2):
         engine = await engine_of(host_of(store, device, **{model: wanted}), model)
-        prompt = engine.encode_chat([{"role": "user", "content": QUESTIONS[0]}])
+        prompt = engine.chats.encode([{"role": "user", "content": QUESTIONS[0]}])
         engine.add_request(TextRequest("one", prompt, SamplingParams(9, 0.0, ignore_eos=True)))
         steps = []
         while engine.has_work:
@@ -224,7 +224,7 @@ async def test_a_token_moves_its_activations_over_the_link_and_nothing_else(
 async def test_a_lora_changes_layers_wherever_they_are(store: WeightStore, device: torch.device) -> None:
     def run(engine: LLMEngine, questions: list[str], temperature: float) -> dict[str, Any]:
         for question in questions[:3]:
-            prompt = engine.encode_chat([{"role": "user", "content": question}])
+            prompt = engine.chats.encode([{"role": "user", "content": question}])
             loras = (TextLora("lora", adapter, 1.5),) if question != questions[1] else ()
             engine.add_request(TextRequest(question, prompt, SamplingParams(6, temperature), loras=loras))
         found: dict[str, Any] = {}
@@ -272,7 +272,7 @@ async def test_a_cancelled_prompt_ends_before_the_next_layer_wherever_that_is(
     for number, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, number=number: ran.append(number))
     for stop in (1, 4):
-        prompt = engine.encode_chat([{"role": "user", "content": QUESTIONS[0] * 4}])
+        prompt = engine.chats.encode([{"role": "user", "content": QUESTIONS[0] * 4}])
         engine.add_request(TextRequest("long", prompt, SamplingParams(4, 0.0)))
         handle = layers[stop].register_forward_hook(lambda *_: engine.request_cancel("long"))
         assert engine.step() == []
@@ -400,7 +400,7 @@ async def test_a_token_crosses_from_one_device_to_the_other_once(
         budget = int(share * (whole_bytes(store, "plain") + CACHE))
         engine = await engine_of(spread_over(store, (device, second_device, "cpu"), budget), "plain")
         assert len(set(engine._runner._model.layer_devices)) == places
-        prompt = engine.encode_chat([{"role": "user", "content": QUESTIONS[0]}])
+        prompt = engine.chats.encode([{"role": "user", "content": QUESTIONS[0]}])
         engine.add_request(TextRequest("one", prompt, SamplingParams(5, 0.0, ignore_eos=True)))
         steps = []
         while engine.has_work:

@@ -29,7 +29,7 @@ from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai.image_files import ImageDescription, encode_image
 from deployments.ingress.service.service import Service
-from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.records import ImageProgress, ImageRequest, ImageResult, TextChunk
 from deployments.records.errors import UnknownModel
 
 pytestmark = pytest.mark.long
@@ -490,6 +490,28 @@ def test_a_chat_is_streamed_and_stopped(url: str, replicas: Held, open_page: Ope
     page.get_by_text(re.compile("3 tokens · first token after")).wait_for()
     page.get_by_role("button", name="New conversation").click()
     page.get_by_text("Ask the model something").wait_for()
+
+
+def test_what_a_model_thinks_is_folded_away(url: str, replicas: Held, open_page: OpenPage) -> None:
+    last: Any = {"timings_ms": {"total": 5.0}}
+    replicas.chunks = [
+        TextChunk("", 4, 1, reasoning=f"Hm, {HOSTILE}"),
+        TextChunk("", 4, 2, reasoning="."),
+        TextChunk("Well.", 4, 3),
+        TextChunk("", 4, 4, "stop", **last),
+    ]
+    page = open_page(f"{url}/chat")
+    page.locator(".near").first.wait_for()
+    page.get_by_label("Message", exact=True).fill("x")
+    page.keyboard.press("Enter")
+    page.get_by_text(re.compile("4 tokens")).wait_for()
+    thought = page.locator(".thought .text")
+    assert not thought.is_visible()
+    page.get_by_text("What was thought").click()
+    assert thought.inner_text() == f"Hm, {HOSTILE}."
+    assert page.locator(".turn.assistant > .text").inner_text() == "Well."
+    page.reload()
+    page.get_by_text("What was thought").wait_for()
 
 
 def test_texts_are_compared_and_ranked(url: str, open_page: OpenPage) -> None:

@@ -66,7 +66,7 @@ def use_model(path: Path) -> None:
         engine.step()
         for failure in engine.failures.values():
             assert "not finite" in str(failure), failure
-    engine.encode_chat([{"role": "user", "content": "1 + 1"}])
+    engine.chats.encode([{"role": "user", "content": "1 + 1"}])
 
 
 def valid_models(folder: Path) -> dict[str, bytes]:

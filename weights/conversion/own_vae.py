@@ -28,7 +28,7 @@ def with_vae(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     """
     own = next((part for part in checkpoint.components if part.name == _NAME), None)
     if checkpoint.kind != "diffusion" or own is None:
-        raise FormatError(f"vae: {checkpoint.path} has no VAE that another could take the place of")
+        raise FormatError(f"vae: {checkpoint.path} has no VAE to replace")
     folder = path / _NAME if (path / "model_index.json").is_file() else path
     headers = dict(checkpoint.headers)
     if folder.is_dir():

@@ -25,7 +25,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -92,23 +92,6 @@ class ComputedTensor:
         return np.ascontiguousarray(self.compute()).tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A quantized matrix (rows, columns): how its `integers` of at most 8 bits, int16 without the zero point, are read.
-
-    `scales` are float32 (rows, groups), each of `columns / groups` consecutive elements; None for what `wide` alone can
-    compute, which makes float32 (rows, columns).
-    """
-
-    file: Path
-    rows: int
-    columns: int
-    groups: int
-    integers: Callable[[], _Array] | None
-    scales: Callable[[], _Array]
-    wide: Callable[[], _Array]
-
-
 def read_quantized(path: Path, config: Mapping[str, Any], class_name: str, tensors: _Tensors) -> Unquantized | None:
     """Return a published quantized model as a plain one; None for what is none of `METHODS`.
 
@@ -126,20 +109,19 @@ def read_quantized(path: Path, config: Mapping[str, Any], class_name: str, tenso
     if not modules:
         raise FormatError(f"{where}: quantization_config {shown(given)}, but no tensor is quantized so")
     matrices = {name: open_matrix(_Module(name, parts)) for name, parts in modules.items()}
-    if class_name not in INT8_CLASSES:
-        matrices = {name: replace(one, integers=None) for name, one in matrices.items()}
-    unit = math.gcd(*(one.columns // one.groups for one in matrices.values() if one.integers))
+    grouped = {name: one for name, one in matrices.items() if class_name in INT8_CLASSES and isinstance(one, _Grouped)}
+    unit = math.gcd(*(one.columns // one.groups for one in grouped.values()))
     floats = Counter(tensor.dtype for tensor in plain.values() if tensor.dtype in _FLOATS)
     wide = floats.most_common(1)[0][0] if floats else "BF16"
     found = dict(plain)
     for name, one in matrices.items():
-        shape = (one.rows, one.columns)
-        if one.integers is None:
-            found[f"{name}.weight"] = ComputedTensor(one.file, wide, shape, _rounded(one.wide, wide))
+        file, shape = one.module.file, (one.rows, one.columns)
+        if name not in grouped:
+            found[f"{name}.weight"] = ComputedTensor(file, wide, shape, _rounded(one, wide))
             continue
-        found[f"{name}.weight"] = ComputedTensor(one.file, "I8", shape, _as_int8(one, name))
+        found[f"{name}.weight"] = ComputedTensor(file, "I8", shape, grouped[name].int8)
         num_scales = one.rows * one.columns // unit
-        found[f"{name}.scales"] = ComputedTensor(one.file, "F32", (num_scales,), _repeated(one, unit))
+        found[f"{name}.scales"] = ComputedTensor(file, "F32", (num_scales,), _repeated(grouped[name], unit))
     plainer = {key: value for key, value in config.items() if key != "quantization_config"}
     if unit:
         plainer["quantization_config"] = {"quant_method": GROUP_INT8_METHOD, "group_size": unit}
@@ -201,6 +183,45 @@ class _Module:
         return self.array(part).astype(np.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A quantized matrix (rows, columns) of a module."""
+
+    module: _Module
+    rows: int
+    columns: int
+
+    def wide(self) -> _Array:
+        """Compute it as float32."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped(_Matrix):
+    """A matrix of integers of at most 8 bits, each row of which has `groups` of consecutive elements with one scale."""
+
+    groups: int
+
+    def integers(self) -> _Array:
+        """Read the integers without the zero point, as int16."""
+        raise NotImplementedError
+
+    def scales(self) -> _Array:
+        """Read the scales, float32 (rows, groups)."""
+        raise NotImplementedError
+
+    def wide(self) -> _Array:
+        return self.integers() * np.repeat(self.scales(), self.columns // self.groups, axis=1)
+
+    def int8(self) -> _Array:
+        """Read the integers. Raises FormatError for zero points that are not in the middle."""
+        found = self.integers()
+        if found.min() < -128 or found.max() > 127:
+            name = self.module.name
+            raise FormatError(f"{self.module.file}: {name} has zero points that are not in the middle, as sym says")
+        return found.astype(np.int8)
+
+
 def _unpacked(words: _Array, bits: int) -> _Array:
     """Return the unsigned integers of int32 words as uint8: (..., n) -> (..., n * 32/bits), the lowest bits first."""
     parts = np.ascontiguousarray(words).view(np.uint8)
@@ -213,10 +234,6 @@ def _open_awq(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Mat
     if given.get("bits", given.get("w_bit")) != 4 or str(given.get("version", "gemm")).lower() != "gemm":
         raise _unsupported(where, given, "AWQ of 4 bits in the layout 'gemm'")
 
-    def ordered(words: _Array) -> _Array:
-        packed = _unpacked(words, 4)
-        return packed.reshape(*packed.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(packed.shape)
-
     def opened(module: _Module) -> _Matrix:
         columns, packed_rows = module.shape("qweight", "I32")
         groups, rows = module.shape("scales", *_FLOATS)
@@ -224,21 +241,32 @@ def _open_awq(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Mat
             raise module.misfit("qweight", f"expected {rows} outputs, as the scales have")
         _check_groups(module, "scales", columns, groups)
         module.check("qzeros", (groups, packed_rows), "I32")
-
-        def integers() -> _Array:
-            zeros = np.repeat(ordered(module.array("qzeros")), columns // groups, axis=0)
-            return (ordered(module.array("qweight")).astype(np.int16) - zeros).T
-
-        return _grouped(module, rows, columns, groups, integers, lambda: module.floats("scales").T)
+        return _Awq(module, rows, columns, groups)
 
     return opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Awq(_Grouped):
+    """A matrix of AWQ, in the layout "gemm"."""
+
+    def integers(self) -> _Array:
+        zeros = np.repeat(self._ordered("qzeros"), self.columns // self.groups, axis=0)
+        return (self._ordered("qweight").astype(np.int16) - zeros).T
+
+    def scales(self) -> _Array:
+        return self.module.floats("scales").T
+
+    def _ordered(self, part: str) -> _Array:
+        packed = _unpacked(self.module.array(part), 4)
+        return packed.reshape(*packed.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(packed.shape)
 
 
 def _open_gptq(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Matrix]:
     bits, version = given.get("bits"), given.get("checkpoint_format", "gptq")
     if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
         raise _unsupported(where, given, "GPTQ of 4 or 8 bits in the format 'gptq' or 'gptq_v2'")
-    per_word, offset, largest = 32 // bits, int(version == "gptq"), 2**bits - 1
+    per_word, offset = 32 // bits, int(version == "gptq")
 
     def opened(module: _Module) -> _Matrix:
         packed_columns, rows = module.shape("qweight", "I32")
@@ -253,34 +281,54 @@ def _open_gptq(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Ma
         if not is_ordered:
             _check_groups(module, "scales", columns, groups)
 
-        def groups_of() -> _Array:
-            if "g_idx" not in module.parts:
-                return np.arange(columns) // (columns // groups)
-            found = module.array("g_idx")
-            if found.min() < 0 or found.max() >= groups:
-                raise FormatError(f"{module.file}: {module.name}.g_idx names groups beyond its {groups}")
-            return found
-
-        def integers() -> _Array:
-            found = groups_of()
-            if not is_ordered and (found != np.arange(columns) // (columns // groups)).any():
-                raise FormatError(f"{module.file}: {module.name}.g_idx is out of order, and desc_act is not true")
-            zeros = (_unpacked(module.array("qzeros"), bits).astype(np.int16) + offset) & largest
-            values = _unpacked(module.array("qweight").T, bits).T.astype(np.int16)
-            return (values - zeros[found]).T
-
-        def scales() -> _Array:
-            return module.floats("scales").T
-
+        matrix = _Gptq(module, rows, columns, groups, bits, offset, is_ordered)
         if is_ordered or not (bits == 4 or given.get("sym") is True):
-
-            def wide() -> _Array:
-                return integers() * scales()[:, groups_of()]
-
-            return _Matrix(module.file, rows, columns, groups, None, scales, wide)
-        return _grouped(module, rows, columns, groups, integers, scales)
+            return _WideGptq(module, rows, columns, matrix)
+        return matrix
 
     return opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Gptq(_Grouped):
+    """A matrix of GPTQ, whose zero points are `offset` less than they are stored to be. One that `is_ordered` has its
+    inputs in the order of their activations, and so in any group.
+    """
+
+    bits: int
+    offset: int
+    is_ordered: bool
+
+    def integers(self) -> _Array:
+        module, found = self.module, self.groups_of_inputs()
+        if not self.is_ordered and (found != np.arange(self.columns) // (self.columns // self.groups)).any():
+            raise FormatError(f"{module.file}: {module.name}.g_idx is out of order, and desc_act is not true")
+        stored = _unpacked(module.array("qzeros"), self.bits).astype(np.int16)
+        zeros = (stored + self.offset) & (2**self.bits - 1)
+        values = _unpacked(module.array("qweight").T, self.bits).T.astype(np.int16)
+        return (values - zeros[found]).T
+
+    def scales(self) -> _Array:
+        return self.module.floats("scales").T
+
+    def groups_of_inputs(self) -> _Array:
+        """Read the group of each input."""
+        if "g_idx" not in self.module.parts:
+            return np.arange(self.columns) // (self.columns // self.groups)
+        found = self.module.array("g_idx")
+        if found.min() < 0 or found.max() >= self.groups:
+            raise FormatError(f"{self.module.file}: {self.module.name}.g_idx names groups beyond its {self.groups}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _WideGptq(_Matrix):
+    """A matrix of GPTQ that int8 in groups of consecutive inputs cannot say."""
+
+    gptq: _Gptq
+
+    def wide(self) -> _Array:
+        return self.gptq.integers() * self.gptq.scales()[:, self.gptq.groups_of_inputs()]
 
 
 def _open_compressed(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Matrix]:
@@ -310,21 +358,37 @@ def _open_packed(module: _Module, bits: int) -> _Matrix:
     rows, packed_columns = module.shape("weight_packed", "I32")
     columns = packed_columns * 32 // bits
     groups = _check_row_scales(module, rows, columns)
-    has_zeros = "weight_zero_point" in module.parts
-    if has_zeros:
+    if "weight_zero_point" in module.parts:
         if bits != 4:
             raise module.misfit("weight_zero_point", "expected none beside 8 bits")
         module.check("weight_zero_point", (-(-rows // 8), groups), "I32")
-    middle = 2 ** (bits - 1)
+    return _Packed(module, rows, columns, groups, bits)
 
-    def integers() -> _Array:
-        values = _unpacked(module.array("weight_packed"), bits).astype(np.int16)
-        if not has_zeros:
-            return values - middle
-        zeros = _unpacked(module.array("weight_zero_point").T, bits).T[:rows]
-        return values - np.repeat(zeros, columns // groups, axis=1)
 
-    return _grouped(module, rows, columns, groups, integers, lambda: _row_scales(module, rows, groups))
+@dataclass(frozen=True, slots=True)
+class _RowScaled(_Grouped):
+    """A matrix of compressed-tensors, whose integers are as they are stored."""
+
+    def integers(self) -> _Array:
+        return self.module.array("weight")
+
+    def scales(self) -> _Array:
+        found = self.module.floats("weight_scale")
+        return np.broadcast_to(found.reshape(1 if found.size == 1 else self.rows, -1), (self.rows, self.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed(_RowScaled):
+    """A matrix of compressed-tensors, several of whose integers are in each int32."""
+
+    bits: int
+
+    def integers(self) -> _Array:
+        values = _unpacked(self.module.array("weight_packed"), self.bits).astype(np.int16)
+        if "weight_zero_point" not in self.module.parts:
+            return values - 2 ** (self.bits - 1)
+        zeros = _unpacked(self.module.array("weight_zero_point").T, self.bits).T[: self.rows]
+        return values - np.repeat(zeros, self.columns // self.groups, axis=1)
 
 
 def _open_int8(module: _Module) -> _Matrix:
@@ -332,10 +396,7 @@ def _open_int8(module: _Module) -> _Matrix:
     groups = _check_row_scales(module, rows, columns)
     if "weight_zero_point" in module.parts:
         raise module.misfit("weight_zero_point", "expected none: 8 bits without a middle are not supported")
-
-    return _grouped(
-        module, rows, columns, groups, lambda: module.array("weight"), lambda: _row_scales(module, rows, groups)
-    )
+    return _RowScaled(module, rows, columns, groups)
 
 
 def _open_fp8(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Matrix]:
@@ -361,17 +422,26 @@ def _open_float8(module: _Module, part: str, block: tuple[int, int] | None = Non
             raise FormatError(f"{module.file}: {shown(module.name)} has no {part}")
         raise module.misfit(part, f"expected floats of one number, or {list(blocked)}")
 
-    def wide() -> _Array:
-        factors = module.floats(part)
+    return _Float8(module, rows, columns, part, block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Float8(_Matrix):
+    """A matrix of floats of 8 bits, with one scale, or one for each row, or for each `block` of (rows, columns)."""
+
+    part: str
+    block: tuple[int, int] | None
+
+    def wide(self) -> _Array:
+        factors = self.module.floats(self.part)
         if factors.size == 1:
             factors = factors.reshape(1, 1)
-        elif block:
-            factors = np.repeat(np.repeat(factors, block[0], axis=0)[:rows], block[1], axis=1)[:, :columns]
+        elif self.block:
+            rows, columns = self.block
+            factors = np.repeat(np.repeat(factors, rows, axis=0)[: self.rows], columns, axis=1)[:, : self.columns]
         else:
-            factors = factors.reshape(rows, 1)
-        return module.floats("weight") * factors
-
-    return _Matrix(module.file, rows, columns, 1, None, wide, wide)
+            factors = factors.reshape(self.rows, 1)
+        return self.module.floats("weight") * factors
 
 
 _OPENERS: Final[Mapping[str, Callable[[Path, Mapping[str, Any]], Callable[[_Module], _Matrix]]]] = {
@@ -401,44 +471,14 @@ def _check_row_scales(module: _Module, rows: int, columns: int) -> int:
     return scale.shape[1]
 
 
-def _row_scales(module: _Module, rows: int, groups: int) -> _Array:
-    found = module.floats("weight_scale")
-    return np.broadcast_to(found.reshape(1 if found.size == 1 else rows, -1), (rows, groups))
-
-
-def _grouped(
-    module: _Module,
-    rows: int,
-    columns: int,
-    groups: int,
-    integers: Callable[[], _Array],
-    scales: Callable[[], _Array],
-) -> _Matrix:
-    def wide() -> _Array:
-        return integers() * np.repeat(scales(), columns // groups, axis=1)
-
-    return _Matrix(module.file, rows, columns, groups, integers, scales, wide)
-
-
-def _as_int8(matrix: _Matrix, name: str) -> Callable[[], _Array]:
-    def compute() -> _Array:
-        assert matrix.integers is not None
-        found = matrix.integers()
-        if found.min() < -128 or found.max() > 127:
-            raise FormatError(f"{matrix.file}: {name} has zero points that are not in the middle, as sym says")
-        return found.astype(np.int8)
-
-    return compute
-
-
-def _repeated(matrix: _Matrix, unit: int) -> Callable[[], _Array]:
+def _repeated(matrix: _Grouped, unit: int) -> Callable[[], _Array]:
     """Return what computes flat scales, one for each `unit` elements."""
     times = matrix.columns // matrix.groups // unit
     return lambda: np.repeat(matrix.scales(), times, axis=1).astype(np.float32).ravel()
 
 
-def _rounded(wide: Callable[[], _Array], dtype: str) -> Callable[[], _Array]:
-    return lambda: wide().astype(_DTYPES[dtype])
+def _rounded(matrix: _Matrix, dtype: str) -> Callable[[], _Array]:
+    return lambda: matrix.wide().astype(_DTYPES[dtype])
 
 
 def _is_sparse(given: Mapping[str, Any]) -> bool:

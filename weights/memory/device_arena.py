@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,7 +38,8 @@ from weights.memory.device_space import (
 from weights.memory.transfer import Transfer
 from weights.records.errors import BudgetExceeded, WeightsError
 from weights.residency.admission import describe_holders, refusal_text
-from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.contents import Entry, MemoryTier
+from weights.residency.entry_table import EntryTable
 from weights.residency.room_plan import plan_prefetch, plan_room, plan_shrink
 from weights.residency.sizes import shown_bytes
 
@@ -64,7 +65,7 @@ class _Copy:
     base: torch.Tensor | None = None  # 1-D uint8; None while it is on its way
 
 
-class DeviceArena:
+class DeviceArena(MemoryTier):
     """Tensors of one device by the hash of their bytes, under a byte budget. Thread-safe.
 
     Uploads run outside the lock; of several callers that need the same tensor, one uploads it. What goes first is
@@ -87,9 +88,7 @@ class DeviceArena:
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._table: EntryTable[_Copy | None] = EntryTable(
-            budget_bytes, clock, on_gone=self._linger, rate_of=self._seconds_per_byte
-        )
+        self._table: EntryTable[_Copy | None] = EntryTable(budget_bytes, clock, self)
         self._lingering: list[tuple[StorageWeakRef, int]] = []
         self._upload_s_per_byte: float | None = None
         self._moved_bytes = 0
@@ -348,8 +347,8 @@ class DeviceArena:
                 budget_bytes=self._budget_bytes,
                 num_tensors=len(self._table.entries),
                 resident_bytes=self._table.used_bytes,
-                leased_bytes=self._table.leased_bytes,
-                pinned_bytes=self._table.pinned_bytes,
+                leased_bytes=self._table.here.leased,
+                pinned_bytes=self._table.here.pinned,
                 arriving_bytes=sum(entry.nbytes for entry in self._table.entries.values() if not entry.is_here),
                 lingering_bytes=self._lingering_bytes(),
                 moved_bytes=self._moved_bytes,
@@ -404,9 +403,9 @@ class DeviceArena:
             take.pop()
         return take, [entry.key for entry in evict]
 
-    def _linger(self, gone: Sequence[Entry[_Copy | None]]) -> None:
+    def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
         """Their memory is free when nobody uses it any more."""
-        for entry in gone:
+        for entry in entries:
             if self._space.copies and entry.thing and entry.thing.base is not None:
                 storage = StorageWeakRef(entry.thing.base.untyped_storage())  # type: ignore[no-untyped-call]
                 self._lingering.append((storage, entry.nbytes))
@@ -416,10 +415,10 @@ class DeviceArena:
         self._lingering = [(weak, nbytes) for weak, nbytes in self._lingering if not weak.expired()]  # type: ignore[no-untyped-call]
         return sum(nbytes for _, nbytes in self._lingering)
 
-    def _seconds_per_byte(self, nbytes: Hashable) -> float:
+    def reload_rate(self, origin: Hashable) -> float:
         """Return the seconds that a byte of a tensor of this size takes to reload; sizes are the origins of entries."""
-        assert isinstance(nbytes, int)
-        return PER_TENSOR_S / nbytes + (self._upload_s_per_byte or USUAL_S_PER_BYTE)
+        assert isinstance(origin, int)
+        return PER_TENSOR_S / origin + (self._upload_s_per_byte or USUAL_S_PER_BYTE)
 
     def _upload(
         self,

@@ -174,10 +174,10 @@ def _pair(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Lo
         if kind not in tensors:
             raise AdapterError(f"{file}: tensor '{name}.{suffix}' is missing")
     down, up = tensors["down"], tensors["up"]
-    if down.ndim not in (2, 4) or up.ndim != down.ndim or up.shape[1] != down.shape[0] or down.shape[0] == 0:
+    if not 2 <= down.ndim <= 5 or up.ndim != down.ndim or up.shape[1] != down.shape[0] or down.shape[0] == 0:
         raise AdapterError(
             f"{file}: tensors of {name!r} do not fit: lora_A {tuple(down.shape)}, lora_B {tuple(up.shape)}, "
-            "expected (rank, in) and (out, rank), or the same with two kernel axes"
+            "expected (rank, in) and (out, rank), or the same with the axes of a kernel"
         )
     _check_floating(file, name, down, up)
     if config.use_dora and "magnitude" not in tensors:

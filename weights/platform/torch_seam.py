@@ -29,6 +29,12 @@ SHIMS: Final = (
         ),
     ),
     Shim(
+        "forward hooks that see keyword arguments",
+        "no LoRA changes a pipeline that diffusers runs",
+        used=("torch.nn:Module._forward_hooks_with_kwargs",),
+        is_needed=False,
+    ),
+    Shim(
         "memory that several models share, for as long as one uses it",
         "no model is loaded on a device",
         used=("torch:UntypedStorage._new_with_weak_ptr",),
@@ -110,6 +116,11 @@ def forward_hooks_of(module: nn.Module) -> dict[Any, Callable[..., Any]]:
     What is put into it is called as hooks are.
     """
     return module._forward_hooks
+
+
+def keyword_hooks_of(module: nn.Module) -> dict[Any, bool]:
+    """Return the table of those of a module's hooks that are given its arguments by keyword as well, behind others."""
+    return module._forward_hooks_with_kwargs
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

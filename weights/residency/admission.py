@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Final, Generic
 
 from weights.records.errors import listed
-from weights.residency.entry_table import Entry, EntryTable, Thing
+from weights.residency.contents import Entry, Thing
+from weights.residency.entry_table import EntryTable
 from weights.residency.room_plan import fits_beside_pins, plan_room, shrink
 from weights.residency.sizes import DistinctBytes, Size, bytes_of, shown_bytes
 

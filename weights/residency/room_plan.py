@@ -1,4 +1,4 @@
-"""Plans of what leaves a memory tier for what is to come in. They read an `EntryTable` and change nothing of it.
+"""Plans of what leaves a memory tier for what is to come in. They read the `Contents` and change nothing of it.
 
 A plan costs the logarithm of what is here for each victim; one that fails where entries share parts looks at all.
 """
@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from weights.residency.entry_table import Entry, EntryTable, Thing
+from weights.residency.contents import Contents, Entry, Thing
+from weights.residency.entry_table import EntryTable
 from weights.residency.policy import value_of
 from weights.residency.sizes import DistinctBytes, Size
 
@@ -32,7 +33,7 @@ class RoomPlan(Generic[Thing]):
         return self.missing_bytes or sum(entry.nbytes for entry in self.recall)
 
 
-def plan_room(table: EntryTable[Thing], wanted: Mapping[str, Size]) -> RoomPlan[Thing]:
+def plan_room(table: Contents[Thing], wanted: Mapping[str, Size]) -> RoomPlan[Thing]:
     """Plan room for what is missing of `wanted`; what is here of it stays.
 
     The least valuable go first. Nothing goes that could stay: without any one of the victims the room would be too
@@ -47,7 +48,7 @@ def plan_room(table: EntryTable[Thing], wanted: Mapping[str, Size]) -> RoomPlan[
     return _plan(table, used, table.budget_bytes, wanted)
 
 
-def plan_shrink(table: EntryTable[Thing], budget_bytes: int) -> RoomPlan[Thing]:
+def plan_shrink(table: Contents[Thing], budget_bytes: int) -> RoomPlan[Thing]:
     """Plan what goes to keep no more than these bytes."""
     return _plan(table, DistinctBytes(table.used), budget_bytes, ())
 
@@ -69,7 +70,7 @@ def shrink(table: EntryTable[Thing], budget_bytes: int | None = None) -> None:
     table.recall(plan.recall)
 
 
-def plan_prefetch(table: EntryTable[Thing], wanted: Mapping[str, Size]) -> tuple[list[str], tuple[Entry[Thing], ...]]:
+def plan_prefetch(table: Contents[Thing], wanted: Mapping[str, Size]) -> tuple[list[str], tuple[Entry[Thing], ...]]:
     """Return which of `wanted`, in that order, come in, and what goes for them.
 
     It fits beside everything that is worth as much or more; smaller ones after one that does not fit may still come
@@ -86,7 +87,7 @@ def plan_prefetch(table: EntryTable[Thing], wanted: Mapping[str, Size]) -> tuple
         for key, size in wanted.items():
             if key in table.entries:
                 continue
-            value = table.popularity_of(key).touch(now_s).value(now_s) * rates[None]
+            value = table.past.of(key).touch(now_s).value(now_s) * rates[None]
             used.add(size)
             end = num_victims
             while used.over(table.budget_bytes, table.elsewhere) > 0:
@@ -108,7 +109,7 @@ def plan_prefetch(table: EntryTable[Thing], wanted: Mapping[str, Size]) -> tuple
     return take, _needed(ascending[:num_victims], used, table.budget_bytes, table.elsewhere)
 
 
-def fits_beside_pins(table: EntryTable[Thing], *wanted: Mapping[str, Size]) -> bool:
+def fits_beside_pins(table: Contents[Thing], *wanted: Mapping[str, Size]) -> bool:
     """Return whether the budget has room for all this and for what is pinned and here: else it never fits."""
     together = {key: size for some in wanted for key, size in some.items()}
     together |= {key: entry.size for key in table.pinned if (entry := table.entries.get(key)) is not None}
@@ -119,7 +120,7 @@ def fits_beside_pins(table: EntryTable[Thing], *wanted: Mapping[str, Size]) -> b
 
 
 def _plan(
-    table: EntryTable[Thing],
+    table: Contents[Thing],
     used: DistinctBytes,
     budget_bytes: int,
     spare: Collection[str],

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from deployments.engines.building.build import build_blank
-from deployments.engines.diffusion.families.base import Family
+from deployments.engines.diffusion.adapted_parts import AdaptedParts
 from deployments.engines.diffusion.lora_kinds import Parts, Product, product_of
-from deployments.engines.diffusion.lora_names import DENOISER, NamedLayer, component_of, layer_names, part_of
+from deployments.engines.diffusion.lora_names import DENOISER, LENGTHS, NamedLayer, component_of, layer_names, part_of
 from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, check_targets, fit_pairs, merge_pairs
 from deployments.engines.nn.streamed_blocks import is_streamed
 from deployments.engines.records.protocol import AdapterUse, DiffusionRequest, EngineError
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class FittedLoras:
     """The pairs that LoRAs add to one component: the denoiser of a family, or one of its `lora_encoders`."""
 
-    def __init__(self, family: Family, component: str, module: nn.Module) -> None:
+    def __init__(self, family: AdaptedParts, component: str, module: nn.Module) -> None:
         self._family = family
         self._component = component
         self._module = module
@@ -59,7 +59,7 @@ class FittedLoras:
         Any thread may call it, so that a merged one is ready when the request starts. Raises EngineError for what is
         not among `known` or does not fit.
         """
-        loras = _check_adapters(request.adapters, known)
+        loras = check_adapters(request.adapters, known)
         # In one order, so that requests with the same set share a forward.
         uses = sorted(request.adapters, key=lambda use: use.name)
         if not request.merges_adapter:
@@ -108,25 +108,36 @@ class FittedLoras:
                 return fit(self._module, _read_raw(adapter, family, self._component, self._module))
             except EngineError as error:
                 raise EngineError(f"{adapter.path}: {error}") from None
-        adaptable = (family.denoiser_name, *family.lora_encoders)
-        if foreign := sorted(set(adapter.components) - set(adaptable)):
+        aliases = _aliases(family)
+        if foreign := sorted(adapter.components.keys() - aliases.keys()):
             raise EngineError(
                 f"{adapter.path}: changes {', '.join(foreign)}; "
-                f"of a {family.class_name}, {', '.join(adaptable)} can be adapted"
+                f"of a {family.class_name}, {', '.join(_adaptable(family))} can be adapted"
             )
+        named = [pairs for name, pairs in adapter.components.items() if aliases[name] == self._component]
         try:
-            return fit(self._module, self._named(adapter.components.get(self._component, {})))
+            return fit(self._module, self._by_paths({path: pair for one in named for path, pair in one.items()}))
         except EngineError as error:
             raise EngineError(f"{adapter.path}: {error}") from None
 
-    def _named(self, pairs: Pairs) -> Pairs:
-        """Return the pairs by the paths of the module: transformers 5 has no `text_model` in a CLIPTextModel."""
-        if self._component == self._family.denoiser_name or hasattr(self._module, "text_model"):
+    def _by_paths(self, pairs: Pairs) -> Pairs:
+        """Return the pairs by the paths of the module: transformers 5 has no `text_model` in a CLIPTextModel.
+
+        A file may have diffusers' layout, and the names of the model's own code.
+        """
+        paths = {path for path, _ in self._module.named_modules() if path}
+        if pairs.keys() <= paths:
             return pairs
-        return {path.removeprefix("text_model."): pair for path, pair in pairs.items()}
+        found, known = dict[str, LoraPair](), layer_names(type(self._module).__name__, paths)
+        for path, pair in pairs.items():
+            if path in paths or path not in known:
+                found[path] = pair
+            else:
+                found |= _placed(path, known[path], _product(path, pair), self._module, self._family)
+        return found
 
 
-def _check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> dict[str, LoraAdapter]:
+def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> dict[str, LoraAdapter]:
     """Return the LoRAs among `known` by name.
 
     Raises EngineError for a use of one that is not there, twice of one, or of a strength that is no number.
@@ -143,7 +154,7 @@ def _check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> 
     return loras
 
 
-def _read_raw(adapter: LoraAdapter, family: Family, component: str, module: nn.Module) -> Pairs:
+def _read_raw(adapter: LoraAdapter, family: AdaptedParts, component: str, module: nn.Module) -> Pairs:
     """Return what a file in another layout than diffusers' adds to a component, by the paths of its module.
 
     Raises EngineError for a tensor of no kind that is read, of a component that cannot be adapted, or that does not go
@@ -169,16 +180,15 @@ def _read_raw(adapter: LoraAdapter, family: Family, component: str, module: nn.M
     return pairs
 
 
-def _layers_of(adapter: LoraAdapter, family: Family, component: str) -> dict[str, Parts]:
+def _layers_of(adapter: LoraAdapter, family: AdaptedParts, component: str) -> dict[str, Parts]:
     """Return the tensors of a component, by the layer's name and by what they are of it. Raises EngineError."""
-    aliases = {alias: name for name, own in family.lora_encoders.items() for alias in (name, *own)}
-    aliases |= {DENOISER: family.denoiser_name, family.denoiser_name: family.denoiser_name}
+    aliases = _aliases(family)
     layers: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     for name, tensor in adapter.raw.items():
         whole, what = part_of(name)
         of, layer = component_of(whole)
         if of not in aliases:
-            expected = ", ".join((family.denoiser_name, *family.lora_encoders))
+            expected = ", ".join(_adaptable(family))
             raise EngineError(f"tensor {name} is of {of}; of a {family.class_name}, {expected} can be adapted")
         if aliases[of] != component:
             continue
@@ -189,7 +199,25 @@ def _layers_of(adapter: LoraAdapter, family: Family, component: str) -> dict[str
     return dict(layers)
 
 
-def _placed(name: str, layer: NamedLayer, product: Product, module: nn.Module, family: Family) -> dict[str, LoraPair]:
+def _adaptable(family: AdaptedParts) -> list[str]:
+    return list(dict.fromkeys((family.denoiser_name, *family.lora_encoders)))
+
+
+def _aliases(family: AdaptedParts) -> dict[str, str]:
+    """Return which component each name of one in a file means."""
+    aliases = {alias: name for name, own in family.lora_encoders.items() for alias in (name, *own)}
+    return aliases | dict.fromkeys((DENOISER, family.denoiser_name), family.denoiser_name)
+
+
+def _product(path: str, pair: LoraPair) -> Product:
+    """Return a pair as what a file says of a layer."""
+    lengths = pair.magnitude if pair.magnitude is None or not pair.by_input else pair.magnitude[None]
+    return Product(pair.down, pair.up, pair.scale, lengths, pair.bias, {LENGTHS: path})
+
+
+def _placed(
+    name: str, layer: NamedLayer, product: Product, module: nn.Module, family: AdaptedParts
+) -> dict[str, LoraPair]:
     """Return a layer's product for each layer of the module that it is: each has its rows. Raises EngineError."""
     by_input = product.has_lengths_of_inputs
     if by_input and len(layer.paths) > 1:
@@ -228,10 +256,12 @@ def _shaped(pair: LoraPair, target: nn.Module) -> LoraPair:
     down, up, scale = pair.down, pair.up, pair.scale
     if not down.shape[1]:  # of a bias alone
         down = down.new_zeros(1, int(getattr(target, "in_features", 0) or getattr(target, "in_channels", 0)))
-    if isinstance(target, nn.Conv2d) and down.ndim == 2:
-        kernel = target.kernel_size if not pair.down.shape[1] else (1, 1)
-        down, up = down[:, :, None, None].expand(-1, -1, *kernel), up[:, :, None, None]
-    elif not isinstance(target, nn.Conv2d) and down.ndim == 4 and down.shape[2:] == (1, 1):
+    kernel = tuple(getattr(target, "kernel_size", ()))
+    if kernel and down.ndim == 2:
+        ones = (1,) * len(kernel)
+        places = ones if pair.down.shape[1] else kernel
+        down, up = down.view(*down.shape, *ones).expand(-1, -1, *places), up.view(*up.shape, *ones)
+    elif not kernel and math.prod(down.shape[2:]) == 1:
         down, up = down.flatten(1), up.flatten(1)
     if pair.bias is not None:  # which no scale is for
         up, scale = up * scale, 1.0
@@ -247,21 +277,24 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(shown, names[:_MAX_NAMES])) + (f" and {rest} more" if rest > 0 else "")
 
 
-def check_lora(adapter: Checkpoint, base: AdapterBase, family: Family) -> None:
+def check_lora(adapter: Checkpoint, base: AdapterBase, family: AdaptedParts) -> None:
     """Raise AdapterError for what its first request would be refused for: a layer that is absent or of another size."""
     (component,) = adapter.components
     lora = parse_adapter(adapter.path, _blank_tensors(component.tensors), component.metadata)
     try:
-        for name in (family.denoiser_name, *family.lora_encoders):
-            if name in base.components:
+        for name in _adaptable(family):
+            layers = _layers_of(lora, family, name)
+            if layers and name not in base.components:
+                raise EngineError(f"changes {name}.{min(layers)}, and {base.model!r} has no {name}")
+            if layers or (lora.components and name in base.components):
                 _fit(lora, family, name, base)
-            elif layers := _layers_of(lora, family, name):
-                raise EngineError(f"{adapter.path}: changes {name}.{min(layers)}, and {base.model!r} has no {name}")
     except EngineError as error:
-        raise AdapterError(f"{error}; expected a LoRA for {base.model!r}, a {base.class_name}") from None
+        said = str(error).removeprefix(f"{adapter.path}: ")
+        expected = f"expected a LoRA for {base.model!r}, a {base.class_name}"
+        raise AdapterError(f"{adapter.path}: {said}; {expected}") from None
 
 
-def _fit(lora: LoraAdapter, family: Family, name: str, base: AdapterBase) -> None:
+def _fit(lora: LoraAdapter, family: AdaptedParts, name: str, base: AdapterBase) -> None:
     part = base.components[name]
     FittedLoras(family, name, build_blank(part.library, part.class_name, base.folder / name)).check(lora)
 

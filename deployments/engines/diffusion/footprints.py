@@ -115,7 +115,7 @@ class PipelineTwin(DenoisePipeline):
         with self._mode:
             latents = torch.cat([self._fake_latents(height, width) for _ in range(rows)])
         return self._record(
-            lambda: self._codec.pixels(self._latent_images(latents, height, width)), {"vae": self._codec.vae}
+            lambda: self._codec.pixels(self._decoder.latent_images(latents, height, width)), {"vae": self._codec.vae}
         )
 
     def _record(self, run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Recording:
@@ -145,7 +145,7 @@ class PipelineTwin(DenoisePipeline):
         if net not in self._nets:
             self._nets[net] = fake_copy(net, self._mode, self.device)
             make_batch_invariant(self._nets[net])
-        twin, family, size = self._nets[net], self.family, self._size(height, width)
+        twin, family, size = self._nets[net], self.family, self._codec.size(height, width)
         with self._mode:
             pixels = torch.empty(1, 3, height, width, device=self.device)
             latents = pixels.new_empty(1, *family.noise_shape(self.denoiser.config, size))
@@ -170,7 +170,7 @@ class PipelineTwin(DenoisePipeline):
 
     def _part(self, height: int, width: int, text_length: int, adapted: _Adapted) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""
-        family, size = self.family, self._size(height, width)
+        family, size = self.family, self._codec.size(height, width)
         if family.max_references:  # the usual ones: one image, and the result has its sides
             size = size._replace(references=(size,))
         text_width, pooled_width = family.text_widths(self.denoiser)
@@ -212,7 +212,7 @@ class PipelineTwin(DenoisePipeline):
         return Condition(state, branch)
 
     def _fake_latents(self, height: int, width: int) -> torch.Tensor:
-        shape = self.family.noise_shape(self.denoiser.config, self._size(height, width))
+        shape = self.family.noise_shape(self.denoiser.config, self._codec.size(height, width))
         dtype = torch.float32 if self.family.float32_latents else self._dtype
         with self._mode:
             packed: torch.Tensor = self.family.pack_latents(torch.empty(1, *shape, dtype=dtype, device=self.device))

@@ -19,6 +19,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
+from deployments.engines.diffusion.families.base import ImageSize
 from deployments.engines.graph.recording import planned_peak
 from deployments.engines.records.protocol import EngineError
 
@@ -68,6 +69,10 @@ class ImageCodec:
         # Asked once: diffusers goes through all modules for either.
         self._dtype: torch.dtype = vae.dtype
         self._device: torch.device = vae.device
+
+    def size(self, height: int, width: int) -> ImageSize:
+        """Return the size of an image in pixels and latents."""
+        return ImageSize(height, width, height // self.scale_factor, width // self.scale_factor)
 
     @property
     def is_blank(self) -> bool:

@@ -106,7 +106,7 @@ def _of_lora(tensors: Mapping[str, torch.Tensor]) -> _Found:
         raise ValueError
     if "mid" in tensors:
         down = _through(tensors["mid"], down.flatten(1))
-    if up.ndim not in (2, 4) or any(size != 1 for size in up.shape[2:]):
+    if not 2 <= up.ndim <= 5 or any(size != 1 for size in up.shape[2:]):
         raise ValueError
     return up, down, rank
 

@@ -34,6 +34,7 @@ class NamedLayer(NamedTuple):
 
 # Behind the first prefixes every dot of a path is an underscore.
 _FLAT: Final = {
+    "lora_unet__": DENOISER,  # VideoX-Fun's
     "lora_unet_": DENOISER,
     "lora_transformer_": DENOISER,
     "lycoris_": DENOISER,
@@ -49,6 +50,7 @@ _DOTTED: Final = {
     "lora_unet.": DENOISER,
     "pipe.dit.": DENOISER,
     "transformer.": "transformer",
+    "transformer_2.": "transformer_2",
     "unet.": "unet",
     "text_encoder.": "text_encoder",
     "text_encoder_2.": "text_encoder_2",
@@ -173,15 +175,122 @@ _Z_IMAGE: Final[Mapping[str, str | tuple[str, ...]]] = {
         for one in "qkv"
     },
 }
+_LUMINA_2: Final[Mapping[str, str | tuple[str, ...]]] = {
+    f"{block}.{{}}.{name}": f"{block}.{{}}.{path}"
+    if isinstance(path, str)
+    else tuple(f"{block}.{{}}.{one}" for one in path)
+    for block in _Z_IMAGE_BLOCKS
+    for name, path in {
+        "attention.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "attention.out": "attn.to_out.0",
+        **{f"feed_forward.w{number}": f"feed_forward.linear_{number}" for number in (1, 2, 3)},
+        "adaLN_modulation.1": "norm1.linear",
+    }.items()
+}
+_WAN: Final[Mapping[str, str | tuple[str, ...]]] = {
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
+    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+    "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
+    "head.head": "proj_out",
+    **{
+        f"{blocks}.{{}}.{name}": f"{blocks}.{{}}.{path}"
+        for blocks in ("blocks", "vace_blocks")
+        for name, path in {
+            **{
+                f"{attention}.{one}": f"{own}.{layer}"
+                for attention, own in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+                for one, layer in {
+                    **{one: f"to_{one}" for one in "qkv"},
+                    "o": "to_out.0",
+                    "k_img": "add_k_proj",
+                    "v_img": "add_v_proj",
+                    "norm_q": "norm_q",
+                    "norm_k": "norm_k",
+                    "norm_k_img": "norm_added_k",
+                }.items()
+            },
+            "ffn.0": "ffn.net.0.proj",
+            "ffn.2": "ffn.net.2",
+            "norm3": "norm2",
+            "before_proj": "proj_in",
+            "after_proj": "proj_out",
+        }.items()
+    },
+}
+_REFINER: Final = "context_embedder.token_refiner.refiner_blocks.{}"
+_HUNYUAN_VIDEO: Final[Mapping[str, str | tuple[str, ...]]] = {
+    **{name: path for name, path in _FLUX_ENDS.items() if name.startswith(("vector_in.", "final_layer."))},
+    "img_in.proj": "x_embedder.proj",
+    "time_in.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+    "guidance_in.mlp.0": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.mlp.2": "time_text_embed.guidance_embedder.linear_2",
+    "txt_in.input_embedder": "context_embedder.proj_in",
+    "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+    "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+    "txt_in.c_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
+    "txt_in.c_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
+    "txt_in.individual_token_refiner.blocks.{}.self_attn_qkv": tuple(f"{_REFINER}.attn.to_{one}" for one in "qkv"),
+    "txt_in.individual_token_refiner.blocks.{}.self_attn_proj": f"{_REFINER}.attn.to_out.0",
+    "txt_in.individual_token_refiner.blocks.{}.mlp.fc1": f"{_REFINER}.ff.net.0.proj",
+    "txt_in.individual_token_refiner.blocks.{}.mlp.fc2": f"{_REFINER}.ff.net.2",
+    "txt_in.individual_token_refiner.blocks.{}.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
+    "double_blocks.{}.img_mod.linear": "transformer_blocks.{}.norm1.linear",
+    "double_blocks.{}.txt_mod.linear": "transformer_blocks.{}.norm1_context.linear",
+    "double_blocks.{}.img_attn_qkv": _IMAGE_QKV,
+    "double_blocks.{}.txt_attn_qkv": _TEXT_QKV,
+    "double_blocks.{}.img_attn_proj": "transformer_blocks.{}.attn.to_out.0",
+    "double_blocks.{}.txt_attn_proj": "transformer_blocks.{}.attn.to_add_out",
+    "double_blocks.{}.img_mlp.fc1": "transformer_blocks.{}.ff.net.0.proj",
+    "double_blocks.{}.img_mlp.fc2": "transformer_blocks.{}.ff.net.2",
+    "double_blocks.{}.txt_mlp.fc1": "transformer_blocks.{}.ff_context.net.0.proj",
+    "double_blocks.{}.txt_mlp.fc2": "transformer_blocks.{}.ff_context.net.2",
+    "single_blocks.{}.linear1": (*_FLUX_SINGLE_QKV, "single_transformer_blocks.{}.proj_mlp"),
+    "single_blocks.{}.linear2": "single_transformer_blocks.{}.proj_out",
+    "single_blocks.{}.modulation.linear": "single_transformer_blocks.{}.norm.linear",
+}
 _TABLES: Final = {
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX_2,
     "SD3Transformer2DModel": _SD3,
     "ZImageTransformer2DModel": _Z_IMAGE,
+    "ChromaTransformer2DModel": _FLUX,
+    "Lumina2Transformer2DModel": _LUMINA_2,
+    "WanTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": _WAN,
+    "WanAnimateTransformer3DModel": _WAN,
+    "SkyReelsV2Transformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": _WAN,
+    "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
+    "HunyuanVideoFramepackTransformer3DModel": _HUNYUAN_VIDEO,
 }
 # Where diffusers has scale before shift, and the model's code shift before scale.
 _MODULATED_END: Final = ("final_layer.adaLN_modulation.1", "norm_out.linear")
-_SWAPPING: Final = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "SD3Transformer2DModel")
+_SWAPPING: Final = (
+    *("FluxTransformer2DModel", "Flux2Transformer2DModel", "SD3Transformer2DModel"),
+    *("HunyuanVideoTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel"),
+)
+# The first part of a path -> the same in the model's own code.
+_LTX: Final = {
+    "proj_in": "patchify_proj",
+    "time_embed": "adaln_single",
+    "audio_proj_in": "audio_patchify_proj",
+    "audio_time_embed": "audio_adaln_single",
+    "prompt_adaln": "prompt_adaln_single",
+    "audio_prompt_adaln": "audio_prompt_adaln_single",
+    "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
+    "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
+    "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
+    "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
+}
+_FIRST_PARTS: Final = {"LTXVideoTransformer3DModel": _LTX, "LTX2VideoTransformer3DModel": _LTX}
+_OF_UNETS: Final = ("UNet2DConditionModel", "UNetMotionModel")
 
 
 def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer]:
@@ -193,7 +302,10 @@ def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer
         found[_MODULATED_END[0]] = NamedLayer((_MODULATED_END[1],), swaps_halves=True)
     if class_name == "SD3Transformer2DModel":
         found |= _last_of_sd3(known)
-    if class_name == "UNet2DConditionModel":
+    for path in paths if class_name in _FIRST_PARTS else ():
+        head, dot, rest = path.partition(".")
+        found[_FIRST_PARTS[class_name].get(head, head) + dot + rest] = NamedLayer((path,))
+    if class_name in _OF_UNETS:
         found |= {name: NamedLayer((path,)) for name, path in _of_latent_diffusion(paths)}
     found |= {name: NamedLayer((path,)) for path in paths for name in _older_names(path)}
     flat = {name.replace(".", "_"): layer for name, layer in found.items()}
@@ -201,7 +313,7 @@ def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer
 
 
 def _of_table(table: Mapping[str, str | tuple[str, ...]], known: Collection[str]) -> dict[str, NamedLayer]:
-    numbers = sorted({int(part) for path in known for part in path.split(".")[1:2] if part.isdecimal()})
+    numbers = sorted({int(part) for path in known for part in path.split(".") if part.isdecimal()})
     found = {}
     for name, wanted in table.items():
         paths = (wanted,) if isinstance(wanted, str) else wanted

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,10 @@ import torch
 from torch import nn
 
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.diffusion.decoding import LatentsDecoder, kernels
 from deployments.engines.diffusion.extrapolation import Extrapolation, noise_levels
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.base import Branch, Family, ImageSize, Rows
+from deployments.engines.diffusion.families.base import Branch, Family, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec, ReplayingCodec
@@ -38,7 +38,6 @@ from deployments.engines.diffusion.rows import (
     build_rows,
     by_adapters,
     decode_key,
-    decode_kind,
     grouped,
     guided,
     image_size,
@@ -60,7 +59,7 @@ from deployments.engines.graph.card_graphs import replays_on
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.libraries.config_files import read_config
-from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
+from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import Batch, applied_adapters
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
@@ -110,6 +109,7 @@ class DenoisePipeline:
         self._bounds = bounds
         self._workspace = workspace
         self._memory = MemoryLimits()
+        self._decoder = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
         for name in (family.denoiser_name, "vae"):
             make_batch_invariant(modules[name])
@@ -179,7 +179,7 @@ class DenoisePipeline:
         """
         runs_alone = request.deterministic and not computes_on_host(self.device)
         size, may_change = (request.height, request.width), not request.deterministic
-        images, is_finite = self._decode_latents(latents.to(self.device), size, may_change, runs_alone)
+        images, is_finite = self._decoder.decode(latents.to(self.device), size, may_change, runs_alone)
         if not is_finite.all():
             raise ComputationFailed(VAE_FAILED)
         return images
@@ -194,8 +194,8 @@ class DenoisePipeline:
         family, multiple = self.family, self.family.size_multiple(self._codec.scale_factor)
         check_request(request, multiple)
         request = replace(request, references=encoded_references(request, family, multiple))
-        beside = tuple(self._size(*image.shape[:2]) for image in request.references)
-        size = self._size(request.height, request.width)._replace(references=beside)
+        beside = tuple(self._codec.size(*image.shape[:2]) for image in request.references)
+        size = self._codec.size(request.height, request.width)._replace(references=beside)
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
         branches = self._branches(request, conditioning)
@@ -208,7 +208,7 @@ class DenoisePipeline:
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         runs_alone = request.deterministic and not computes_on_host(self.device)
         drawn_dtype = torch.float32 if family.float32_latents else conditioning["prompt_embeds"].dtype
-        with _kernels(runs_alone):
+        with kernels(runs_alone):
             first = maker.first_latents(request, size, solver, generator, drawn_dtype)
         latents = first.latents.to(self.device, torch.float32 if family.float32_latents else self._dtype)
         cfg_scale = family.cfg_scale(request)
@@ -254,9 +254,7 @@ class DenoisePipeline:
     def decode_work(self, state: DenoiseState) -> Work:
         """Return the work of decoding the images."""
         height, width = image_size(state)
-        kind = decode_kind(height, width)
-        bound = self._bounds.decode_rows(height * width)
-        most = min(self._memory.allowed(kind), self._workspace.most_rows(kind, bound))
+        kind, most = self._decoder.room(height, width)
         return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState], check: Callable[[], None] = lambda: None) -> None:
@@ -297,7 +295,7 @@ class DenoisePipeline:
         if self._codec.is_blank:
             return [outcomes.get(id(state), state.latents.cpu()) for state in states]
         for group in grouped([state for state in states if id(state) not in outcomes], decode_key):
-            images, is_finite = self._decode_group([state.latents for state in group], group)
+            images, is_finite = self._decoder.decode_group([state.latents for state in group], group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -309,7 +307,7 @@ class DenoisePipeline:
         previews: dict[int, np.ndarray | None] = {}
         for group in grouped(states, decode_key):
             expected = [state.expected for state in group if state.expected is not None]
-            images, is_finite = self._decode_group(expected, group)
+            images, is_finite = self._decoder.decode_group(expected, group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -340,15 +338,11 @@ class DenoisePipeline:
         assert isinstance(outcome, np.ndarray)  # its VAE is here
         return outcome
 
-    def _size(self, height: int, width: int) -> ImageSize:
-        scale = self._codec.scale_factor
-        return ImageSize(height, width, height // scale, width // scale)
-
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         images = prompted_by_images(rows.image_prompts)
         adapters = applied_adapters(rows.adapters, Batch(len(rows), self.family.repeats_rows))
         with adapters, images, self._modulation.given(rows.modulation):
-            return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
+            return self.family.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
@@ -361,15 +355,11 @@ class DenoisePipeline:
         key = shapes, optional, height, width, rows.sizes, lengths, torch.get_num_threads()
         return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
 
-    def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        images = self.family.unpack_latents(latents, self._size(height, width))
-        return self.family.unscale_latents(images, self._codec.vae)
-
     def _predict(self, group: Sequence[Condition]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
         first = group[0].state
         height, width = image_size(first)
-        with _kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
+        with kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
             forward = self._forward if first.merged or first.runs_alone else self._replayed
@@ -386,31 +376,8 @@ class DenoisePipeline:
                 )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode_group(
-        self, latents: Sequence[torch.Tensor], group: Sequence[DenoiseState]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Decode latents of these states of one `decode_key`."""
-        may_change = not any(state.request.deterministic for state in group)
-        return self._decode_latents(torch.cat(list(latents)), image_size(group[0]), may_change, group[0].runs_alone)
-
-    def _decode_latents(
-        self, latents: torch.Tensor, size: tuple[int, int], may_change: bool, runs_alone: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Decode as `ImageCodec.decode` does, for images of that height and width."""
-        height, width = size
-
-        def decode(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-            images = self._latent_images(latents[start:stop], height, width)
-            return self._codec.decode(images, may_change=may_change, in_tiles=not has_room)
-
-        kind, bound = decode_kind(height, width), 1 if runs_alone else self._bounds.decode_rows(height * width)
-        has_room = self._workspace.has_room(kind)
-        with _kernels(runs_alone), self._workspace.lend(kind, len(latents), bound) as most:
-            parts = run_in_parts(decode, len(latents), most, self._memory, kind)
-        images, is_finite = zip(*parts, strict=True)
-        return np.concatenate(images), np.concatenate(is_finite)
-
     def _advance(self, state: DenoiseState, prediction: torch.Tensor) -> None:
+        """Take a step of the state's solver; where it raises, the state has a failure."""
         options = step_options(state.solver, state.generator)
         try:
             stepped = state.solver.step(prediction, state.timestep, state.latents, **options, return_dict=False)
@@ -437,10 +404,6 @@ def _output_of(state: DenoiseState, computed: torch.Tensor | None) -> torch.Tens
     if state.extrapolation is not None:
         state.extrapolation.note(state.step_index, computed)
     return computed
-
-
-def _kernels(are_repeatable: bool) -> AbstractContextManager[None]:
-    return repeatable_kernels() if are_repeatable else nullcontext()
 
 
 def create_pipeline(

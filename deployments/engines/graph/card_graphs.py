@@ -63,7 +63,7 @@ class _Pool:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CapturedForward:
-    """A graph, the tensors that it reads and the one that it leaves, which others of its pool overwrite.
+    """A captured graph with its inputs and output. The pool's next replay overwrites the output.
 
     `kept` is the memory that it reads beside inputs and weights. `pool` is None once the graph has ended.
     """

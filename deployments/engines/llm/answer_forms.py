@@ -20,11 +20,13 @@ Syntax = Literal["object", "named", "tagged", "python", "braces", "channels"]
 class Tags:
     """What is written around the key and around the value of an argument, where each has tags of its own.
 
-    Newlines beside a value are the tags', one on each side.
+    Newlines beside a value are the tags', one on each side. `said` is what stands between the two of a text, and of any
+    other value, where the form says which it is; TYPE is the type of JSON.
     """
 
     key: tuple[str, str]
     value: tuple[str, str]
+    said: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class ToolForm:
 
     `section` is what stands before the first of several calls and behind the last, `call` what does for each; the text
     is as templates write it, and blanks at its ends may be missing in answers. `name` is how a call's name is
-    written, NAME being the name, and `name_end` what follows it. By its syntax a call is
+    written, NAME being the name, `name_end` what follows it, and `first` what does besides in the first call. By its
+    syntax a call is
     - object: a JSON object that begins with `name`, with the arguments as a member; in an array if `is_array`;
     - named: the name, and the arguments as a JSON object;
     - tagged: the name, and each argument in `tags`;
@@ -49,6 +52,7 @@ class ToolForm:
     call: tuple[str, str] = ("", "")
     name: str = "NAME"
     name_end: str = ""
+    first: str = ""
     tags: Tags | None = None
     quote: str = ""
     is_array: bool = False
@@ -122,12 +126,30 @@ def _stripped(*texts: str) -> tuple[str, ...]:
 
 
 HARMONY_START: Final = "<|start|>assistant"
+HARMONY_THOUGHT: Final = "<|channel|>analysis<|message|>"
 _OBJECT: Final = '{"name": NAME, "arguments": '
 _PARAMETERS: Final = '{"name": NAME, "parameters": '
 
 
 def _deepseek(*words: str) -> str:
     return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
+
+
+def _dsml(section: str) -> ToolForm:
+    """Return the markup of DeepSeek since V3.2, whose calls stand in a section of this name."""
+    mark = "\uff5cDSML\uff5c"
+    return ToolForm(
+        "tagged",
+        section=(f"<{mark}{section}>\n", f"\n</{mark}{section}>"),
+        call=(f'<{mark}invoke name="', f"\n</{mark}invoke>"),
+        name_end='">',
+        tags=Tags(
+            (f'\n<{mark}parameter name="', '"'),
+            (">", f"</{mark}parameter>"),
+            (' string="true"', ' string="false"'),
+        ),
+        signs=(f"{mark}{section}",),
+    )
 
 
 # In the order in which they are tried: what others would read as well comes behind them.
@@ -163,6 +185,32 @@ TOOL_FORMS: Final[Mapping[str, ToolForm]] = MappingProxyType(
             name_end='">',
             tags=Tags(('\n<parameter name="', '">'), ("", "</parameter>")),
             signs=("<minimax:tool_call>",),
+        ),
+        "deepseek-v3.2": _dsml("function_calls"),
+        "deepseek-v4": _dsml("tool_calls"),
+        "step3": ToolForm(
+            "tagged",
+            section=("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>"),
+            call=(
+                '<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c><steptml:invoke name="',
+                "</steptml:invoke><\uff5ctool_call_end\uff5c>",
+            ),
+            name_end='">',
+            tags=Tags(('<steptml:parameter name="', '">'), ("", "</steptml:parameter>")),
+            signs=("<steptml:invoke",),
+        ),
+        "kimi-k3": ToolForm(
+            "tagged",
+            section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+            call=('<|open|>call tool="', "<|close|>call<|sep|>"),
+            name_end='"',
+            first=' index="1"<|sep|>',
+            tags=Tags(
+                ('<|open|>argument key="', '"'),
+                ("<|sep|>", "<|close|>argument<|sep|>"),
+                (' type="string"', ' type="TYPE"'),
+            ),
+            signs=("<|open|>call",),
         ),
         "hunyuan-v3": ToolForm(
             "tagged",
@@ -277,6 +325,12 @@ REASONING_FORMS: Final[Mapping[str, ReasoningForm]] = MappingProxyType(
             ("<|END_THINKING|>",),
             around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
             signs=("<|START_THINKING|>",),
+        ),
+        "kimi-k3": ReasoningForm(
+            ("<|open|>think<|sep|>",),
+            ("<|close|>think<|sep|>",),
+            around=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+            signs=("<|open|>think",),
         ),
         "seed": ReasoningForm(("<seed:think>",), ("</seed:think>",), signs=("<seed:think>",)),
         "minimax-m3": ReasoningForm(("<mm:think>",), ("</mm:think>",), signs=("<mm:think>",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -20,6 +20,8 @@ _FREE: Final = {"whitespace_pattern": r"[ \n\t]{0,24}"}
 _TEXT: Final = "/(?s:.*)/"
 _BLANKS: Final = r"/[ \n]{1,8}/"
 _MAX_DEPTH: Final = 12
+_KINDS: Final[Mapping[type, str]] = {dict: "object", list: "list", str: "text"}
+_T = TypeVar("_T")
 
 
 class LarkGrammar:
@@ -62,6 +64,11 @@ class LarkGrammar:
         rule = self.rule(_TEXT, f"[suffix={json.dumps(head)}]")
         return f"{rule} {self.literal(rest)}" if rest else rule
 
+    def expression(self, regex: str) -> str:
+        """Return what writes the texts of a regular expression."""
+        pattern = regex.removeprefix("^").removesuffix("$")
+        return self.rule("/" + re.sub(r"((?:^|[^\\])(?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n") + "/")
+
     def json(self, schema: Mapping[str, Any], *, is_free: bool = False) -> str:
         """Return what writes the JSON documents of a schema that is prepared already."""
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _FREE if is_free else _AS_TEMPLATES_WRITE})}")
@@ -71,10 +78,11 @@ class LarkGrammar:
         if form.json_schema is not None:
             return self.json(prepare_schema(form.json_schema), is_free=True)
         if form.regex is not None:
-            pattern = form.regex.removeprefix("^").removesuffix("$")
-            return self.rule("/" + re.sub(r"((?:^|[^\\])(?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n") + "/")
+            return self.expression(form.regex)
         if form.choice is not None:
             return " | ".join(map(self.literal, form.choice))
+        if form.structural_tag is not None:
+            return structural_tag(self, form.structural_tag)
         try:
             text = any_to_lark(form.grammar or "")
         except Exception as error:  # of several kinds; all mean that it is no grammar
@@ -110,7 +118,7 @@ def _call(grammar: LarkGrammar, form: ToolForm, function: Function) -> str:
         return f"{grammar.literal(name + form.name_end)} {grammar.json(schema)}"
     if form.syntax == "tagged":
         arguments = _tagged(grammar, form, schema)
-        return f"{grammar.literal(name + form.name_end)} {arguments} {grammar.literal(form.call[1])}"
+        return f"{grammar.literal(name + form.name_end + form.first)} {arguments} {grammar.literal(form.call[1])}"
     members = [
         (f"{key}{'=' if form.syntax == 'python' else ':'}", _value(grammar, form, one, schema), is_needed)
         for key, one, is_needed in _properties(schema)
@@ -134,8 +142,10 @@ def _tagged(grammar: LarkGrammar, form: ToolForm, root: Mapping[str, Any]) -> st
     (before, behind), (opening, closing) = form.tags.key, form.tags.value
     found = []
     for key, schema, is_needed in _properties(root):
-        head = grammar.literal(before + key + behind + opening)
-        if types_of(schema, root) == {"string"}:
+        types = types_of(schema, root)
+        said = form.tags.said[types != {"string"}].replace("TYPE", next(iter(types)) if len(types) == 1 else "object")
+        head = grammar.literal(before + key + behind + said + opening)
+        if types == {"string"}:
             values = _texts(schema, root)
             value = " | ".join(map(grammar.literal, values)) if values else ""
             body = f"({value}) {grammar.literal(closing)}" if value else grammar.up_to(closing)
@@ -216,3 +226,95 @@ def _value(grammar: LarkGrammar, form: ToolForm, schema: Any, root: Mapping[str,
         else:
             ways.append(grammar.json(_with_definitions({**found, "type": kind}, root)))
     return grammar.rule(" | ".join(ways))
+
+
+# Forms of parts, as xgrammar and vLLM describe them
+
+_Part = Mapping[str, Any]
+
+
+def structural_tag(grammar: LarkGrammar, tag: _Part) -> str:
+    """Return what writes the answers of a `structural_tag`, in its older form or in the one with a `format`.
+
+    Raises EngineError for what is not known, with what is.
+    """
+    if "structures" not in tag:
+        return _part(grammar, _member(tag, "format", dict), 0)
+    structures = _member(tag, "structures", list)
+    tags = [
+        {"begin": one.get("begin"), "content": {"type": "json_schema", "json_schema": one.get("schema")}, "end": end}
+        for one in structures
+        if isinstance(one, Mapping) and isinstance(end := one.get("end", ""), str)
+    ]
+    return _triggered(grammar, {"triggers": tag.get("triggers"), "tags": tags}, 0)
+
+
+def _part(grammar: LarkGrammar, part: Any, depth: int) -> str:
+    if not isinstance(part, Mapping):
+        raise EngineError("structural_tag: a format is an object with a type")
+    if depth > _MAX_DEPTH:
+        raise EngineError("structural_tag: nested too deeply")
+    kind = part.get("type")
+    if kind == "any_text":
+        return grammar.rule(_TEXT)
+    if kind == "const_string":
+        return grammar.literal(_member(part, "value", str))
+    if kind == "json_schema":
+        schema = part.get("json_schema")
+        return grammar.json(prepare_schema({} if schema is True else _member(part, "json_schema", dict)), is_free=True)
+    if kind == "regex":
+        return grammar.expression(_member(part, "pattern", str))
+    if kind in ("sequence", "or"):
+        found = [f"({_part(grammar, one, depth + 1)})" for one in _member(part, "elements", list)]
+        return grammar.rule((" " if kind == "sequence" else " | ").join(found))
+    if kind == "tag":
+        return _tag(grammar, part, depth)
+    if kind == "triggered_tags":
+        return _triggered(grammar, part, depth)
+    if kind == "tags_with_separator":
+        one = f"({' | '.join(_tag(grammar, each, depth) for each in _member(part, 'tags', list))})"
+        if part.get("stop_after_first"):
+            return one if part.get("at_least_one") else f"{one}?"
+        some = f"{one} ({grammar.literal(_member(part, 'separator', str))} {one})*"
+        return some if part.get("at_least_one") else f"({some})?"
+    known = "any_text, const_string, json_schema, or, regex, sequence, tag, tags_with_separator, triggered_tags"
+    raise EngineError(f"structural_tag: a format of the type {str(kind)[:64]!r} is not known (known: {known})")
+
+
+def _tag(grammar: LarkGrammar, part: Any, depth: int, written: int = 0) -> str:
+    """Return what writes a tag, of whose beginning so many characters are there."""
+    if not isinstance(part, Mapping):
+        raise EngineError("structural_tag: a tag is an object with begin, content and end")
+    begin, content, end = _member(part, "begin", str), part.get("content"), _member(part, "end", str)
+    head = grammar.literal(begin[written:])
+    if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
+        return grammar.rule(f"{head} {grammar.up_to(end)}")
+    return grammar.rule(f"{head} ({_part(grammar, content, depth + 1)}) {grammar.literal(end)}")
+
+
+def _triggered(grammar: LarkGrammar, part: _Part, depth: int) -> str:
+    """Return what writes free text, and tags of which each begins with a trigger."""
+    triggers, tags = _member(part, "triggers", list), _member(part, "tags", list)
+    if not triggers or not all(isinstance(one, str) and one for one in triggers):
+        raise EngineError("structural_tag: triggers are texts, one or several")
+    hits = []
+    for trigger in triggers:
+        own = [one for one in tags if isinstance(one, Mapping) and str(one.get("begin")).startswith(trigger)]
+        if own:
+            ways = " | ".join(_tag(grammar, one, depth, len(trigger)) for one in own)
+            hits.append(f"{grammar.up_to(trigger)} ({ways})")
+    num_begun = sum(any(str(one.get("begin")).startswith(each) for each in triggers) for one in tags)
+    if not hits or num_begun < len(tags):
+        raise EngineError("structural_tag: every tag begins with one of the triggers, and there is one at least")
+    hit = grammar.rule(" | ".join(hits))
+    text = grammar.rule(_TEXT)
+    if part.get("stop_after_first"):
+        return hit if part.get("at_least_one") else f"({hit} | {text})"
+    return f"{hit} ({hit})* {text}" if part.get("at_least_one") else f"({hit})* {text}"
+
+
+def _member(part: _Part, name: str, kind: type[_T]) -> _T:
+    found = part.get(name)
+    if not isinstance(found, kind):
+        raise EngineError(f"structural_tag: {name} is missing, or is no {_KINDS[kind]}")
+    return found

@@ -26,6 +26,9 @@ _NAME: Final = re.compile(r"[^\s<>{}\[\]()\"'|]{1,256}")
 _NUMBERED: Final = re.compile(r"(?:functions\.)?(.+):\d+")  # the name of a call that has its id from the model
 _MAX_NAME: Final = 512  # characters, with what may stand beside it
 _FENCE: Final = "```json"
+_SAID: Final = re.compile(r'(?:string|type)="(\w+)"')  # of an argument: whether it is a text
+_AS_TEXT: Final = frozenset({"string"})
+_NO_TEXT: Final = frozenset({"number", "boolean", "array", "object", "null"})
 _BESIDE: Final = "` \n\t"  # what may stand between arguments and the end of a call
 
 Step = Literal["wait", "on", "ended", "no call"]
@@ -365,7 +368,10 @@ class TaggedCall:
             tape.held = tape.held[at:]
             return "wait"
         tape.held = rest[start + len(value) if value else end + len(behind) :]
-        self._value = _Value(self._calls.add_key(rest[:end].strip(" \n\t\"'")), self._tags.value)
+        types = self._calls.add_key(rest[:end].strip(" \n\t\"'"))
+        if said := _SAID.search(rest[end + len(behind) : start]) if self._tags.said[0] else None:
+            types = _AS_TEXT if said[1] in ("true", "string") else types - _AS_TEXT or _NO_TEXT
+        self._value = _Value(types, self._tags.value)
         self._state = self._read_value
         return "on"
 

@@ -226,12 +226,14 @@ class ResponseFormat(_ChatPart):
 
 
 class AnswerGrammar(_ChatPart):
-    """What an answer is held to: JSON of a schema, an expression, one of some texts, or a grammar (Lark, GBNF)."""
+    """What an answer is held to: JSON of a schema, an expression, one of some texts, a grammar (Lark, GBNF), or a form
+    of parts (`structural_tags.py`)."""
 
     json_schema: dict[str, Any] | None = None
     regex: Annotated[str, Field(min_length=1, max_length=8192)] | None = None
     choice: tuple[str, ...] | None = Field(None, min_length=1, max_length=1024)
     grammar: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
+    structural_tag: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

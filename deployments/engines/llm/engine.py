@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,14 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from deployments.engines.building.build import converted_bytes
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, encode_rendered, render_chat
+from deployments.engines.llm.chat_reader import ChatReader
 from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
@@ -57,7 +55,6 @@ from deployments.engines.llm.tokenizer import (
     load_generation_defaults,
     load_tokenizer,
 )
-from deployments.engines.records.prompt_images import PromptImage, PromptImages
 from deployments.engines.records.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
@@ -115,8 +112,9 @@ class LLMEngine:
         self.max_model_len = plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
         self.tokenizer, self.generation_defaults = load_tokenizer(folder), load_generation_defaults(folder)
-        self._eyes = model.eyes if isinstance(model, StockModel) else None
-        self._images = ImageReader.load(folder, self.tokenizer, model_config) if self._eyes else None
+        eyes = model.eyes if isinstance(model, StockModel) else None
+        images = ImageReader.load(folder, self.tokenizer, model_config) if eyes else None
+        self.chats = ChatReader(self.tokenizer, images, eyes)
         self._vocab_size, self._eos_token_ids = model.spec.vocab_size, load_eos_token_ids(folder, model_config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
         self._pace = PrefillPace(config.max_decode_delay, config.max_prefill_beside_decode)
@@ -159,46 +157,6 @@ class LLMEngine:
         """Let the memory go that layers came through. No step follows."""
         if self._stream is not None:
             self._stream.close()
-
-    def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
-        """Return the token ids of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
-        return self.read_chat(messages, (), options)[0]
-
-    def read_images(self, pixels: Iterable[npt.NDArray[np.uint8]]) -> list[PromptImage]:
-        """Return images, uint8 (height, width, 3), as the model takes them. Takes a while; uses no tokenizer.
-
-        Raises EngineError for images where the model sees none, and for one that it does not take.
-        """
-        if self._images is None:
-            if list(pixels):
-                raise EngineError("the model sees no images")
-            return []
-        return [self._images.read(one) for one in pixels]
-
-    def render_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
-        """Return the text of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
-        if self._images is None:
-            return render_chat(self.tokenizer, messages, options)
-        return self._images.render(messages, options)
-
-    def encode_rendered(
-        self, text: str, images: Items[PromptImage] = ()
-    ) -> tuple[tuple[int, ...], PromptImages | None]:
-        """Return the token ids of a rendered chat with the images of its image parts, in their order.
-
-        Raises EngineError where there are not as many parts as images.
-        """
-        if self._images is None or self._eyes is None:
-            return encode_rendered(self.tokenizer, text), None
-        token_ids = self._images.encode(self._images.expand(text, images))
-        rows = self._images.place(token_ids, images)
-        return token_ids, self._eyes.placed(token_ids, images, rows) if images else None
-
-    def read_chat(
-        self, messages: list[dict[str, Any]], images: Items[PromptImage], options: ChatOptions = NO_OPTIONS
-    ) -> tuple[tuple[int, ...], PromptImages | None]:
-        """Return the token ids of a chat with its images. Raises EngineError as the two parts of it do."""
-        return self.encode_rendered(self.render_chat(messages, options), images)
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
         """Return the token ids of a plain prompt, which is cut where it has more."""
@@ -268,7 +226,8 @@ class LLMEngine:
         self.failures = {}
         plan = self._scheduler.schedule(self._other_step_s)
         num_threads = self._config.prefill_threads if plan.num_prompt_tokens else self._config.decode_threads
-        with self._leased_threads(num_threads), _torch_threads(num_threads):
+        leased = _leased_threads(self._config, num_threads) if self._uses_host else contextlib.nullcontext()
+        with leased, _torch_threads(num_threads):
             begin_s = self._clock()
             if plan.copies:
                 self._runner.copy_blocks(plan.copies)
@@ -278,13 +237,6 @@ class LLMEngine:
         if plan.chunks and not self.failures and chunks == plan.chunks:
             self._pace.note_step(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
         return deltas
-
-    def _leased_threads(self, count: int | None) -> AbstractContextManager[object]:
-        """Hold threads of the node for a step that the host computes, all or a part of it."""
-        threads = self._config.node_threads
-        if threads is None or not self._uses_host:
-            return contextlib.nullcontext()
-        return threads.leased(count or torch.get_num_threads())
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
         """Run a step, as often as it is aborted without what nobody wants any more; return also what was left of it."""
@@ -406,6 +358,12 @@ class LLMEngine:
         else:
             self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
+
+
+def _leased_threads(config: LLMEngineConfig, count: int | None) -> AbstractContextManager[object]:
+    """Hold threads of the node for a step that the host computes, all or a part of it."""
+    threads = config.node_threads
+    return contextlib.nullcontext() if threads is None else threads.leased(count or torch.get_num_threads())
 
 
 def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:

@@ -136,6 +136,10 @@ class Grammar:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
+    @property
+    def is_free(self) -> bool:
+        return False
+
     def fork(self) -> Grammar:
         """Return another answer's constraint, which begins here."""
         return Grammar(self._matcher.deep_copy())

@@ -93,7 +93,7 @@ def checked_characters(text: str) -> str:
             text.encode()
         except UnicodeEncodeError as error:
             near = text[max(0, error.start - 20) : error.end]
-            raise EngineError(f"the text has half of a surrogate pair, which is no character, at {near!r}") from None
+            raise EngineError(f"the text contains an unpaired surrogate at {near!r}") from None
     return text
 
 

@@ -25,11 +25,12 @@ from torch.nn import functional as F
 from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
 from deployments.engines.records.protocol import EngineError
 from weights.operations.adapters import LoraPair
-from weights.platform.torch_seam import forward_hooks_of
+from weights.platform.torch_seam import forward_hooks_of, keyword_hooks_of
 
 Pairs = Mapping[str, LoraPair]
 FittedPairs = Mapping[nn.Module, LoraPair]  # by the layers that an adapter changes
-Hook = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
+Hook = Callable[..., torch.Tensor]  # of a layer, its arguments, those by keyword if asked for, and its output
+_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TILE_BYTES: Final = 8 * 2**20  # of wide rows of W
 _products: weakref.WeakKeyDictionary[LoraPair, torch.Tensor] = weakref.WeakKeyDictionary()
 
@@ -69,40 +70,48 @@ class Batch:
         return x[each * start : each * min(stop, self.num_rows)]
 
 
-def applied_adapters(spans: Sequence[AdaptedSpan], batch: Batch | None = None) -> AbstractContextManager[None]:
+def applied_adapters(
+    spans: Sequence[AdaptedSpan], batch: Batch | None = None, *, by_keyword: bool = False
+) -> AbstractContextManager[None]:
     """Add to what layers compute within the block, for each span of the batch its own adapters.
 
     Equal to diffusers' `set_adapters` over PEFT, in the given order, for each span, but that a DoRA of strength 0 does
     nothing at all; a row's result does not depend on the others. Without a `batch`, the first axis of what goes through
-    each layer is the batch. HAZARD: hooks belong to the layers, so one thread at a time may run them; no hook is left
-    behind in any case.
+    each layer is the batch. Layers may be called `by_keyword`. HAZARD: hooks belong to the layers, so one thread at a
+    time may run them; no hook is left behind in any case.
     """
     uses = [(span.start, span.stop, *use) for span in spans for use in span.uses if use[1]]
 
-    def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        x, result = args[0], _writable(layer, output)
+    def add(layer: nn.Module, args: tuple[torch.Tensor, ...], *others: Any) -> torch.Tensor:
+        x, result = args[0] if args else next(iter(others[0].values())), _writable(layer, others[-1])
         here = batch or Batch(len(x))
         for start, stop, pairs, strength in uses:
             if (pair := pairs.get(layer)) is not None:
                 _add(layer, pair, pair.scale * strength, here.part(x, start, stop), here.part(result, start, stop))
         return result
 
-    return _hooked((layer for _, _, pairs, _ in uses for layer in pairs), add)
+    return _hooked((layer for _, _, pairs, _ in uses for layer in pairs), add, by_keyword)
 
 
 @contextmanager
-def _hooked(layers: Iterable[nn.Module], hook: Hook) -> Iterator[None]:
+def _hooked(layers: Iterable[nn.Module], hook: Hook, by_keyword: bool = False) -> Iterator[None]:
     """Call one hook behind the forward of each layer, some of which may come twice, within the block.
 
     It is put into their tables itself. A LoRA has hundreds of layers, each forward puts it on and takes it off, and
     torch's handles of that many hooks cost milliseconds, most of them of Python's search for circles among them.
     """
+    layers = list(layers)
     tables = [forward_hooks_of(layer) for layer in layers]
+    marks = [keyword_hooks_of(layer) for layer in layers] if by_keyword else []
     try:
+        for mark in marks:
+            mark[hook] = True
         for table in tables:
             table[hook] = hook
         yield
     finally:
+        for mark in marks:
+            mark.pop(hook, None)
         for table in tables:
             table.pop(hook, None)
 
@@ -222,12 +231,15 @@ def fit_pairs(module: nn.Module, pairs: Pairs) -> FittedPairs:
 
 def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
     found: tuple[Any, ...]
-    if isinstance(target, nn.Conv2d) and target.groups == 1:
-        wanted, found = 4, (target.in_channels, *target.kernel_size, target.out_channels, 1, 1)
+    if isinstance(target, _CONVOLUTIONS) and target.groups == 1:
+        ones = (1,) * len(target.kernel_size)
+        wanted, found = 2 + len(ones), (target.in_channels, *target.kernel_size, target.out_channels, *ones)
     elif hasattr(target, "in_features") and hasattr(target, "out_features"):
         wanted, found = 2, (target.in_features, target.out_features)
     else:
-        raise EngineError(f"adapter target {path!r} is a {type(target).__name__}, expected a linear or Conv2d layer")
+        raise EngineError(
+            f"adapter target {path!r} is a {type(target).__name__}, expected a linear or convolution layer"
+        )
     given = (*pair.down.shape[1:], pair.up.shape[0], *pair.up.shape[2:])
     if pair.down.ndim != wanted or given != found:
         raise EngineError(
@@ -266,6 +278,11 @@ def _delta(layer: nn.Module, x: torch.Tensor, pair: LoraPair, factor: float) -> 
         padding = layer.padding
         assert not isinstance(padding, str)  # diffusers gives numbers
         return conv2d(conv2d(x, down, None, layer.stride, padding, layer.dilation) * factor, up, bias)
+    if isinstance(layer, nn.Conv1d | nn.Conv3d):
+        convolve: Any = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv3d
+        inner = convolve(x, down, None, layer.stride, layer.padding, layer.dilation) * factor
+        found: torch.Tensor = convolve(inner, up, bias)
+        return found
     return linear(linear(x, down) * factor, up, bias)
 
 
@@ -320,8 +337,9 @@ def _add_dora(layer: Any, output: torch.Tensor, delta: torch.Tensor, scales: tor
     those of a convolution second.
     """
     bias = layer.bias
-    if output.ndim == 4 and isinstance(layer, nn.Conv2d):
-        scales, bias = scales[:, None, None], None if bias is None else bias[:, None, None]
+    if isinstance(layer, _CONVOLUTIONS):
+        ones = (1,) * len(layer.kernel_size)
+        scales, bias = scales.view(-1, *ones), None if bias is None else bias.view(-1, *ones)
     scales = scales.to(output.dtype)
     base = output if bias is None else output - bias.to(output.dtype)
     output += base * (scales - 1) + delta * scales
@@ -329,15 +347,16 @@ def _add_dora(layer: Any, output: torch.Tensor, delta: torch.Tensor, scales: tor
 
 def _scaled_inputs(layer: Any, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return x with its features times `scales` (N,)."""
-    is_image = x.ndim == 4 and isinstance(layer, nn.Conv2d)
-    return x * (scales[:, None, None] if is_image else scales).to(x.dtype)
+    shape = (-1, *(1,) * len(layer.kernel_size)) if isinstance(layer, _CONVOLUTIONS) else (-1,)
+    return x * scales.view(shape).to(x.dtype)
 
 
 def _product_without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Return what the layer's own weights make of x, whatever stands in the place of its forward now."""
     if not is_batch_invariant(layer):
         output: torch.Tensor = type(layer).forward(layer, x)
-        return output if layer.bias is None else output - layer.bias
+        ones = (1,) * len(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else ()
+        return output if layer.bias is None else output - layer.bias.view(-1, *ones)
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)  # diffusers gives numbers
         return conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)

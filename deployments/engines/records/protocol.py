@@ -158,10 +158,11 @@ class Engine(Protocol[RequestT, OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """One LoRA of a request: its name and its strength."""
+    """One LoRA of a request: its name and its strength; `text_scale` is that in text encoders, if another."""
 
     name: str
     scale: float = 1.0
+    text_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,7 +263,8 @@ class StockRequest:
     and `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
     (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
     steps, if the class can show any. `forward_bytes` are what methods of modules take of the device at most, by names
-    as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is.
+    as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is. `loras` are those of its
+    `adapters`, by name.
     """
 
     request_id: str
@@ -279,6 +281,8 @@ class StockRequest:
     num_previews: int = 0
     audio: Mapping[str, Sound] = field(default_factory=dict)
     forward_bytes: Mapping[str, int] = field(default_factory=dict)
+    adapters: tuple[AdapterUse, ...] = ()
+    loras: Mapping[str, LoraAdapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +362,10 @@ class TokenConstraint(Protocol):
     @property
     def is_complete(self) -> bool:
         """Return whether nothing can follow."""
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether any token may come next, so that no mask is needed."""
 
     def fork(self) -> TokenConstraint:
         """Return the constraint of another text, which begins as this one stands."""

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.graph.workspace import LendingMemory
+from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.records.protocol import (
     ComputationFailed,
     DenoiseTimes,
@@ -28,6 +29,7 @@ from deployments.engines.records.protocol import (
     EngineError,
     StockRequest,
 )
+from deployments.engines.stock.adapted import AdaptedModules
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
 from deployments.engines.stock.footprints import METHODS
 from deployments.engines.stock.inputs import CallInputs
@@ -58,6 +60,7 @@ class StockEngine:
     ) -> None:
         self.model = model
         self.inputs = CallInputs(model.cls)
+        self._adapted = AdaptedModules(model.cls.__name__, model.modules)
         self.failures: dict[str, Exception] = {}
         self._runs: dict[str, _Run] = {}  # in the order in which they came
         self._is_wanted = is_wanted
@@ -74,7 +77,7 @@ class StockEngine:
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
         self._runs[request.request_id] = _Run(
-            self.model, request, self.inputs, self._ends_turn, self._clock, self._memory
+            self.model, request, self.inputs, self._adapted, self._ends_turn, self._clock, self._memory
         )
 
     def make_way(self, others_step_s: float | None) -> None:
@@ -124,6 +127,7 @@ class _Run:
         model: StockModel,
         request: StockRequest,
         inputs: CallInputs,
+        adapted: AdaptedModules,
         ends_turn: Callable[[bool], bool],
         clock: Callable[[], float],
         memory: LendingMemory | None,
@@ -136,7 +140,7 @@ class _Run:
         self._inputs, self._arguments = inputs, inputs.arguments_of(request)
         self.call = PausedCall(self._make, f"pipeline {request.request_id}")
         self.num_done = self.num_steps = 0
-        self._model, self._clock = model, clock
+        self._model, self._adapted, self._clock = model, adapted, clock
         self._ends_turn = ends_turn
         self._memory = memory
         self._is_lent = False  # what a call of a module takes, which is under way
@@ -208,7 +212,8 @@ class _Run:
         shown = {}
         if self.request.num_previews and self.request.texts is not None and shows_previews(self._model.cls):
             shown = {"callback_on_step_end": self._show_step}
-        with _on_device(modules), self._turns(modules):
+        spans = self._adapted.spans_of(pipeline, self.request.adapters, self.request.loras)
+        with _on_device(modules), self._turns(modules, spans):
             output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown)
         makes = read_class(self._model.cls.__name__).makes or "images"
         made = next((output[name] for name in OUTPUTS[makes] if name in output), None)
@@ -260,8 +265,8 @@ class _Run:
         return steps
 
     @contextlib.contextmanager
-    def _turns(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Pause at calls of modules and of their blocks, where the turn ends.
+    def _turns(self, modules: list[nn.Module], spans: list[AdaptedSpan]) -> Iterator[None]:
+        """Pause at calls of modules and of their blocks, where the turn ends. LoRAs are there in its turns alone.
 
         HAZARD: other pipelines may run the same modules meanwhile. Their calls come here as well, in their threads.
         """
@@ -274,7 +279,8 @@ class _Run:
         borrowed.take()
         self._put_lenders(borrowed)
         try:
-            yield
+            with applied_adapters(spans, by_keyword=True):
+                yield
         finally:
             borrowed.end()
             for hook in hooks:

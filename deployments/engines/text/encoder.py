@@ -29,10 +29,8 @@ from deployments.engines.libraries.tokenizer_files import check_tokenizer, check
 from deployments.engines.native.library import load_kernels
 from deployments.engines.records.prompt_images import PromptImage
 from deployments.engines.records.protocol import (
-    LAST,
     PENULTIMATE,
     ClipLayer,
-    ComputationFailed,
     EngineError,
     PromptForm,
     check_choice,
@@ -40,23 +38,19 @@ from deployments.engines.records.protocol import (
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, EncodeCounter, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import (
     FAMILIES,
-    PER_TEXT,
-    clip_layer_name,
     encoder_family_of,
     filler_id,
-    layer_name,
     limits_of,
     run_layers,
     text_kind,
 )
 from deployments.engines.text.known import ScoringRule, encoder_class, read_scoring_rule
+from deployments.engines.text.outputs import TextOutputs
 from deployments.engines.text.sentence_layers import Pooling, load_pooling, scores_of
 from deployments.engines.text.tokens import LearnedWords, TextPair, TextTokenizer, TokenizedText
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import SentenceStage
 from weights.platform.panics import panics_as_errors
-
-_Outputs = Mapping[str, torch.Tensor]
 
 
 class TextEncoder:
@@ -86,6 +80,7 @@ class TextEncoder:
         self.prompts = prompts
         has_types = self._family.is_classifier and _takes_types(module)
         self._tokenizer = TextTokenizer(tokenizer, max_tokens, position_limit(module), has_types=has_types)
+        self._outputs = TextOutputs(type(module).__name__, self._family, pooling, self._tokenizer)
         self._memory = MemoryLimits()
         self.lock = threading.Lock()  # of the module: what hooks onto it changes every forward meanwhile
         self._filler = filler_id(self._family, module.config, self._tokenizer.pad_id)
@@ -114,15 +109,9 @@ class TextEncoder:
         """Return the stages behind the pooling, by which others make embeddings of what `encode` gives."""
         return self._pooling.later if self._pooling else ()
 
-    @property
-    def _takes_chunks(self) -> bool:
-        """Return whether long texts can be encoded in pieces: what reads CLIP's output takes any number of them."""
-        return self._family.is_clip
-
     def check_embeds(self) -> None:
         """Raise EngineError when a text gives no single vector."""
-        if "embedding" not in self._family.outputs and not (self._pooling or "pooled" in self._family.outputs):
-            raise EngineError(f"this encoder gives {', '.join(self._family.outputs)} per token, but no embedding")
+        self._outputs.check_embeds()
 
     def shortened(self, vector_D: torch.Tensor, dimensions: int) -> torch.Tensor:
         """Return the first `dimensions` of an embedding, scaled to length 1; all of them as they are.
@@ -142,24 +131,7 @@ class TextEncoder:
 
     def variant(self, text: TokenizedText) -> str:
         """Return what tells encodings of the same weights and ids apart: padding, layer, or how one vector is made."""
-        if self._family.is_classifier:
-            return f"logits:{','.join(map(str, text.type_ids))}"
-        if text.form:
-            what = text.padded_length and (text.padded_length, self._tokenizer.pad_id, self._tokenizer.pads_left)
-            seen = "".join(f":{image.digest.hex()}" for image in text.images)
-            return f"layers:{text.form.layers}:{text.form.num_dropped}:{what}{seen}"
-        if text.as_embedding:
-            pooling = self._pooling or Pooling()
-            how = "pooled" if self._family.is_clip else "+".join((*pooling.modes, *["unit"] * pooling.normalize))
-            return f"embedding:{how}"
-        if text.padded_length is None:
-            return "trimmed"
-        # Tokenizers of the same weights may pad with other ids.
-        side = "left:" if self._tokenizer.pads_left else ""
-        layer = (
-            "" if text.layer == PENULTIMATE else "last:" if text.layer == LAST else f"{clip_layer_name(text.layer)}:"
-        )
-        return f"{layer}stock:{text.padded_length}:{side}{self._tokenizer.pad_id}"
+        return self._outputs.variant(text)
 
     def tokenize(
         self,
@@ -183,7 +155,10 @@ class TextEncoder:
         if form is not None:
             return self._tokenize_prompts(texts, max_length, form, images)
         found = self._tokenizer.tokenize(texts, max_length, max_second)
-        return [replace(self._as_asked(text, max_length, padding, as_embedding), layer=layer) for text in found]
+        return [
+            replace(self._outputs.as_asked(text, max_length, padding, as_embedding=as_embedding), layer=layer)
+            for text in found
+        ]
 
     def _tokenize_prompts(
         self,
@@ -227,7 +202,7 @@ class TextEncoder:
     ) -> TokenizedText:
         """Return the token ids of a text that has learned words, as `tokenize` does of others."""
         found = self._tokenizer.tokenize_words(text, max_length, words)
-        return replace(self._as_asked(found, max_length, "stock", as_embedding=False), layer=layer)
+        return replace(self._outputs.as_asked(found, max_length, "stock", as_embedding=False), layer=layer)
 
     def tokenize_chunks(
         self,
@@ -239,13 +214,16 @@ class TextEncoder:
         words: LearnedWords | None = None,
     ) -> list[TokenizedText]:
         """Cut the whole text into padded pieces, as `TextTokenizer.chunk`. Raises EngineError if this is no CLIP."""
-        if not self._takes_chunks:
+        if not self._family.is_clip:  # what reads CLIP's output takes any number of pieces
             raise EngineError(
                 f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
             )
         cut = self._tokenizer.chunk_weighted if has_weights else self._tokenizer.chunk
         found = cut(text, max_length, words)
-        return [replace(self._as_asked(piece, max_length, "stock", as_embedding=False), layer=layer) for piece in found]
+        return [
+            replace(self._outputs.as_asked(piece, max_length, "stock", as_embedding=False), layer=layer)
+            for piece in found
+        ]
 
     def accept_ids(self, ids: Sequence[int]) -> TokenizedText:
         """Accept ids that the caller made, for an embedding. Raises EngineError for what the model cannot take."""
@@ -344,44 +322,12 @@ class TextEncoder:
                 outputs |= self._family.run(
                     module=self.module, ids_BL=ids_BL, mask_BL=mask_BL, pooling=self._pooling, **more
                 )
-        wanted = {source for text in texts for source in self._sources_of(text).values()}
+        wanted = {source for text in texts for source in self._outputs.sources_of(text).values()}
         # Embeddings are cached and sent to other processes, and a card's memory is for weights.
         outputs = {name: output.cpu() for name, output in outputs.items() if name in wanted}
         if counter:
             counter.count_forward([len(text.token_ids) for text in texts], lengths)
-        return [self._outputs_of(text, row, outputs) for row, text in enumerate(texts)]
-
-    def _outputs_of(
-        self, text: TokenizedText, row: int, outputs: _Outputs
-    ) -> dict[str, torch.Tensor] | ComputationFailed:
-        own = {name: _own_rows(outputs[source][row], text, source) for name, source in self._sources_of(text).items()}
-        if text.form:
-            own = {"hidden": torch.cat(list(own.values()), dim=-1)}
-        if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every image
-            return ComputationFailed(f"the {type(self.module).__name__} made numbers of the text that are not finite")
-        return own
-
-    def _sources_of(self, text: TokenizedText) -> dict[str, str]:
-        """Return the names of what a text gets, and those of the family's outputs that they are made of."""
-        if text.form:
-            return {layer_name(layer): layer_name(layer) for layer in text.form.layers}
-        if text.as_embedding:
-            return {"embedding": "pooled" if self._family.is_clip else "embedding"}
-        if self._family.is_clip:
-            return {
-                "pooled": "pooled",
-                "hidden" if text.layer.is_normed else "penultimate": clip_layer_name(text.layer),
-            }
-        return {name: name for name in self._family.outputs}
-
-    def _as_asked(
-        self, text: TokenizedText, max_length: int | None, padding: TextPadding, as_embedding: bool
-    ) -> TokenizedText:
-        if as_embedding or "embedding" in self._family.outputs:
-            return replace(text, as_embedding=True)
-        if padding == "trimmed":
-            return text
-        return replace(text, padded_length=self._tokenizer.check_length(max_length))
+        return [self._outputs.of_row(text, row, outputs) for row, text in enumerate(texts)]
 
     def _check(self, text: TokenizedText, num_learned: int = 0) -> None:
         limit, ids = position_limit(self.module), text.token_ids
@@ -433,13 +379,6 @@ def _read_words(module: nn.Module, words: LearnedWords | None) -> Iterator[None]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _own_rows(output: torch.Tensor, text: TokenizedText, name: str) -> torch.Tensor:
-    """Without the filler, and in memory of its own: a view would keep the whole batch alive in a cache."""
-    is_per_token = name not in PER_TEXT
-    own = output[text.num_dropped : text.run_length] if is_per_token else output
-    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
 
 
 def _takes_types(module: nn.Module) -> bool:

@@ -258,7 +258,7 @@ class TextTokenizer:
             raise EngineError(f"texts to tokenize must be a sequence of strings, got {texts!r:.100}")
         for text in (text for column in columns for text in column):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise EngineError(f"text {text!r:.100} has half of a surrogate pair, which is no character")
+                raise EngineError(f"text {text!r:.100} contains an unpaired surrogate")
         if not texts:
             return []
         options = {"padding": False, "truncation": max_length is not None, "max_length": max_length}

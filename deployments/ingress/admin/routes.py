@@ -28,8 +28,9 @@ from cluster.records.overrides import OverrideChange, Overrides
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig, ModelId
 from deployments.ingress.admin.metrics import NodeMetrics, ResidencyMetrics, add_admission_routes, admission_metrics
+from deployments.ingress.admin.vllm_metrics import vllm_metrics
 from deployments.ingress.messages.bodies import JsonRoute
-from deployments.ingress.messages.responses import Answer, documented, json_response
+from deployments.ingress.messages.responses import Answer, call_aside, documented, json_response
 from deployments.ingress.service.answers import (
     BatchingAnswer,
     ClusterAnswer,
@@ -300,10 +301,12 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
     async def metrics() -> Response:
         """Prometheus text of the admission queue, of what is where, and of every node, as Ray exports it.
 
-        `atelier_node_metrics_up` is 0 for a node whose exporter did not answer, and whose part is missing.
+        `atelier_node_metrics_up` is 0 for a node whose exporter did not answer, and whose part is missing. `vllm:*`
+        says some of it once more, in vLLM's names.
         """
-        pages = await asyncio.gather(_queue_page(service), residency.page(), nodes.page())
-        return PlainTextResponse("".join(pages), media_type="text/plain; version=0.0.4")
+        page = "".join(await asyncio.gather(_queue_page(service), residency.page(), nodes.page()))
+        page += await call_aside(len(page), vllm_metrics, page)
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
 
 async def _queue_page(service: Service) -> str:

@@ -400,10 +400,10 @@ class MessageToolChoice(_MessagePart):
 
 
 class Thinking(_MessagePart):
-    """Whether the model thinks before it answers; `budget_tokens` has no effect."""
+    """Whether the model thinks before it answers, and for how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None
+    budget_tokens: Count | None = None
 
 
 class PromptBody(LenientBody):
@@ -445,6 +445,7 @@ class PromptBody(LenientBody):
             given["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if self.thinking is not None:
             given["enable_thinking"] = self.thinking.type != "disabled"
+            given["thinking_token_budget"] = self.thinking.budget_tokens
         return given
 
 
@@ -481,6 +482,12 @@ class MessagesBody(PromptBody):
     metadata: dict[str, Any] | None = Field(None, description="nobody looks at it")
 
     def to_fields(self) -> dict[str, Any]:
+        if self.thinking is not None and (self.thinking.budget_tokens or 0) >= self.max_tokens:
+            raise InvalidRequest(
+                f"`max_tokens` must be greater than `thinking.budget_tokens`: got {self.max_tokens} and "
+                f"{self.thinking.budget_tokens}",
+                "max_tokens",
+            )
         names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.output_config is not None and (form := self.output_config.format) is not None:

@@ -26,7 +26,7 @@ from deployments.records import ChatRequest, CompletionRequest, Name, PromptToke
 from deployments.records.errors import InvalidRequest, ModelUnavailable
 
 _UNDER_V1: Final = frozenset(
-    {"chat", "classify", "completions", "embeddings", "images", "models", "rerank", "responses", "score"}
+    {"chat", "classify", "completions", "embeddings", "images", "models", "pooling", "rerank", "responses", "score"}
 )
 _PAGE: Final = "/chat"  # of web_pages.py; nothing of OpenAI's is called so
 

@@ -188,7 +188,7 @@ def _array(name: str, datatype: Datatype, flat: list[Any]) -> npt.NDArray[Any]:
         try:
             return bytes_data([text.encode() for text in flat])
         except UnicodeEncodeError:
-            raise InvalidRequest(f"{name}: a text has half of a surrogate pair", name) from None
+            raise InvalidRequest(f"{name}: a text contains an unpaired surrogate", name) from None
     dtype = NUMPY_DTYPES[datatype]
     if dtype.kind in "iu" and flat:
         check_range(name, datatype, min(flat), max(flat))

@@ -347,7 +347,7 @@ def _loaded(body: bytes) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            why = "a text of the body has half of a surrogate pair, which is no character"
+            why = "a text of the body contains an unpaired surrogate"
             raise InvalidRequest(why, _field_with_half_a_pair(value)) from None
     return value
 

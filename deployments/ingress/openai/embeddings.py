@@ -1,7 +1,7 @@
-"""POST /v1/embeddings, /v1/rerank and /v1/classify: texts or token ids in, numbers out.
+"""POST /v1/embeddings, /v1/pooling, /v1/rerank and /v1/classify: texts or token ids in, numbers out.
 
 Sources: the rerank APIs of Jina (`/v1/rerank`) and Cohere (`/v1/rerank`, `/v2/rerank`), which differ in their defaults
-alone; vLLM's `/classify`.
+alone; vLLM's `/classify` and `/pooling`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NotRequired
 
 import numpy as np
@@ -108,10 +109,7 @@ class EmbeddingsBody(ClientPart, strict=True):
 
     def to_record(self) -> EmbeddingRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""
-        value: Any = self.input
-        if isinstance(value, str) or isinstance(value[0], int):
-            value = [value]
-        texts = tuple(item if isinstance(item, str) else tuple(item) for item in value)
+        texts = _several(self.input)
         given: dict[str, Any] = {
             "dimensions": self.dimensions,
             "pooling": self.pooling,
@@ -120,6 +118,13 @@ class EmbeddingsBody(ClientPart, strict=True):
         if self.input_type is not None:  # NVIDIA's and Cohere's words, too
             given["input_type"] = "query" if self.input_type.endswith("query") else "document"
         return as_record(EmbeddingRequest, {"model": self.model, "input": texts, **given})
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """Return texts, or token ids of each, where there may be one alone."""
+    if isinstance(value, str) or isinstance(value[0], int):
+        value = [value]
+    return tuple(item if isinstance(item, str) else tuple(item) for item in value)
 
 
 def create_embeddings_router(service: Service) -> APIRouter:
@@ -256,6 +261,50 @@ class ScoreAnswer(ScoresAnswer):
     data: list[ScoreData]
 
 
+_TASKS = Literal["embed", "classify", "score"]
+
+
+class PoolingBody(ClientPart, strict=True):
+    """vLLM's request for what a model pools of texts: the vector of an embedding model, the scores of a classifier.
+
+    Vectors of single tokens (`token_embed`, `token_classify`) are not told.
+    """
+
+    model: Name
+    input: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    task: _TASKS | None = Field(None, description="by default what the model does")
+    encoding_format: EncodingFormat = "float"
+    dimensions: Count | None = None
+    use_activation: bool = _USE_ACTIVATION
+    user: UserName | None = None
+
+    def to_record(self, *, is_scored: bool) -> EmbeddingRequest | ScoringRequest:
+        """Return the request as the service takes it. Raises InvalidRequest."""
+        texts = _several(self.input)
+        if not is_scored:
+            fields = {"model": self.model, "input": texts, "dimensions": self.dimensions}
+            return as_record(EmbeddingRequest, fields)
+        if not isinstance(texts[0], str):
+            raise InvalidRequest("input: a classifier reads texts, and no tokens", "input")
+        return as_record(ScoringRequest, {"model": self.model, "input": texts, "raw": not self.use_activation})
+
+
+@with_config({"extra": "forbid"})
+class PoolingData(TypedDict):
+    """What was pooled of one text: numbers, or their little-endian float32 in base64."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | str
+
+
+class PoolingAnswer(ScoresAnswer):
+    """What was pooled of one request's texts, in their order."""
+
+    created: int
+    data: list[PoolingData]
+
+
 class RankedText(ClientPart):
     """A document as an object. Its other members are not read."""
 
@@ -366,6 +415,20 @@ def create_scores_router(service: Service) -> APIRouter:
         content = json_with_list(answer, "data", map(to_json, rows))
         return json_response(content, headers=server_timing(result.timings_ms) | warning_header(body.warnings()))
 
+    @router.post("/v1/pooling", response_model=PoolingAnswer, responses=errors)
+    async def pool(body: PoolingBody) -> Response:
+        """Return what a model pools of texts: vectors, or the scores of classes."""
+        kind = (await service.listing.model(body.model)).kind
+        is_scored = kind in ("classifier", "reranker") if body.task is None else body.task != "embed"
+        record = await call_aside(8 * _num_ids(body.input), partial(body.to_record, is_scored=is_scored))
+        if isinstance(record, EmbeddingRequest):
+            result = await service.embed(record)
+        else:
+            result = await service.score(record, "classifier", "reranker")
+        num_bytes = sum(vector.nbytes for vector in result.embeddings)
+        content = await call_aside(num_bytes, _write_pooled, result, body.encoding_format)
+        return json_response(content, headers=server_timing(result.timings_ms) | warning_header(body.warnings()))
+
     @router.post("/v1/classify", response_model=ClassifyAnswer, responses=errors)
     async def classify(body: ClassifyBody) -> Response:
         """Score the classes of texts."""
@@ -374,6 +437,15 @@ def create_scores_router(service: Service) -> APIRouter:
         return json_response(content, headers=server_timing(result.timings_ms) | warning_header(body.warnings()))
 
     return router
+
+
+def _write_pooled(result: EmbeddingResult, format_: EncodingFormat) -> bytes:
+    answer = PoolingAnswer(created=int(time.time()), data=[], **_scores_origin(result, "pool"))
+    rows: Iterator[PoolingData] = (
+        {"index": index, "object": "pooling", "data": _encoded(index, vector, format_)}
+        for index, vector in enumerate(result.embeddings)
+    )
+    return json_with_list(answer, "data", map(to_json, rows))
 
 
 def _write_ranks(result: EmbeddingResult, scores: Sequence[float], texts: Sequence[str], top_n: int | None) -> bytes:

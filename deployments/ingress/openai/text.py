@@ -165,21 +165,34 @@ class StructuredOutputs(ClientPart):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = Field(None, description="Lark or GBNF")
-    structural_tag: None = Field(None, description="is not supported: tools write calls in the model's own form")
+    structural_tag: dict[str, Any] | str | None = Field(None, description="text with parts of given forms")
 
     def to_record(self) -> dict[str, Any] | None:
         """Return the record's form of the answer; None where nothing is said. Raises InvalidRequest."""
-        schema: Any = self.json_
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"structured_outputs.json: no JSON: {error}", "structured_outputs") from None
+        schema = _object_of(self.json_, "json")
         if schema is None and self.json_object:
             schema = {"type": "object"}
+        tag = _object_of(self.structural_tag, "structural_tag")
         given = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given |= {"structural_tag": tag}
         found = {name: value for name, value in given.items() if value is not None}
         return found or None
+
+
+def _object_of(given: Any, field: str) -> Any:
+    """Return what may come as the text of JSON too. Raises InvalidRequest."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs.{field}: no JSON: {error}", "structured_outputs") from None
+
+
+class StructuralTag(ClientPart, extra="allow"):
+    """A form of the answer in parts, as `structured_outputs.structural_tag`."""
+
+    type: Literal["structural_tag"]
 
 
 class TextBody(ClientPart, SamplingOptions):
@@ -230,9 +243,27 @@ class TextBody(ClientPart, SamplingOptions):
         return value
 
 
+class ReasoningOptions(ClientPart, extra="ignore"):
+    """How much is thought, as gateways say it."""
+
+    enabled: bool | None = None
+    effort: ReasoningEffort | None = None
+    max_tokens: NoneOrTokens = None
+    exclude: bool | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the record."""
+        return {
+            "enable_thinking": self.enabled,
+            "reasoning_effort": self.effort,
+            "thinking_token_budget": self.max_tokens,
+        }
+
+
 _ABOUT_PROMPT: Final = (
     "reasoning_effort",
     "enable_thinking",
+    "thinking_token_budget",
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",
@@ -247,7 +278,7 @@ class ChatBody(TextBody):
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | StructuralTag, Field(discriminator="type")] | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer is the only one")
@@ -255,6 +286,10 @@ class ChatBody(TextBody):
         None, description="how much is thought, where the model knows that"
     )
     enable_thinking: bool | None = Field(None, description="false: the model answers without reasoning, if it can")
+    reasoning: ReasoningOptions | None = Field(None, description="another way to say how much is thought")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, le=MAX_INT32, description="reasoning is ended behind so many tokens; -1: it ends by itself"
+    )
     include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
     chat_template_kwargs: dict[Name, Any] | None = Field(None, max_length=64)
     add_generation_prompt: bool | None = None
@@ -271,6 +306,11 @@ class ChatBody(TextBody):
         if self.has_functions:
             return "function_call"
         return "one" if self.parallel_tool_calls is False else "any"
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Return whether the answer has what was thought."""
+        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
     def echoed(self) -> str:
@@ -295,8 +335,17 @@ class ChatBody(TextBody):
             if message.content is None and message.role != "assistant":
                 name = f"messages.{number}.content"
                 raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
-        options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
-        options |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
+        form = self.response_format
+        if isinstance(form, StructuralTag):
+            if options["answer_grammar"] is not None:
+                raise InvalidRequest("response_format: structured_outputs say the form too", "response_format")
+            options["answer_grammar"], form = {"structural_tag": form.model_extra or {}}, None
+        options |= {"response_format": form, "tools": tuple(self.tools or ())}
+        said = self.reasoning.fields() if self.reasoning is not None else {}
+        said |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
+        if said.get("thinking_token_budget") == -1:
+            del said["thinking_token_budget"]
+        options |= said
         options["parallel_tool_calls"] = self.calls == "any"
         if self.tool_choice is not None:
             options["tool_choice"] = self.tool_choice
@@ -341,7 +390,7 @@ def create_text_router(service: Service, images: ChatImages) -> APIRouter:
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
         record = await images.record_of(body.to_fields())
-        form = ChatForm(body.model, body.calls, shows_reasoning=body.include_reasoning is not False, echo=body.echoed)
+        form = ChatForm(body.model, body.calls, shows_reasoning=body.shows_reasoning, echo=body.echoed)
         return await _respond(service, body, record, form)
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)

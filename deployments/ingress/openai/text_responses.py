@@ -351,6 +351,7 @@ class ReasoningSettings(ClientPart, extra="ignore"):
     """How much is thought. There are no summaries."""
 
     effort: ReasoningEffort | None = None
+    max_tokens: Count | None = None
     summary: str | None = None
 
 
@@ -403,6 +404,7 @@ class ResponsesBody(ClientPart):
             "top_p": self.top_p,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+            "thinking_token_budget": self.reasoning.max_tokens if self.reasoning is not None else None,
         }
         if self.text is not None and (form := self.text.format) is not None:
             schema = None

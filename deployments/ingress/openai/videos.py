@@ -87,13 +87,13 @@ class ReferenceBody(ClientPart):
 
 
 class _ClipBody(ClipOptions, ClientPart):
-    """The fields that videos and audio have in common. In a form, `extra` and `scheduler_options` are JSON."""
+    """The fields that videos and audio have in common. In a form, `extra`, `lora` and `scheduler_options` are JSON."""
 
     seed: Seed = None
     audio: NamedAudio = Field({}, description=_AUDIO)
     user: UserName | None = None
 
-    @field_validator("extra", "scheduler_options", mode="before")
+    @field_validator("extra", "lora", "scheduler_options", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
         return from_form(value)
@@ -111,7 +111,7 @@ class _ClipBody(ClipOptions, ClientPart):
 
 
 class VideoBody(VideoOptions, _ClipBody):
-    """OpenAI's request for a video and more. In a form, `extra` and `scheduler_options` are JSON.
+    """OpenAI's request for a video and more. In a form, `extra`, `lora` and `scheduler_options` are JSON.
 
     `input_reference` is the image that the video begins with or follows, or the video that it is made of: a file in a
     form. It goes to the parameter `image` or `video` of the class.

@@ -76,9 +76,10 @@ class Preparing:
         await self._check_makes(record, makes)
         request = with_clip_defaults(request, record.defaults, record.class_name)
         check_clip(request, self._limits, makes)
-        terms = self._demands.terms(request)
+        find, terms = self._catalog.find_adapter, self._demands.terms(request)
+        versions = {use.name: (await find(use.name, request.model, "adapter")).fingerprint for use in request.lora}
         update = {"model_version": record.fingerprint, "priority": terms.priority, "tenant": terms.tenant}
-        return request.model_copy(update=update)
+        return request.model_copy(update=update | {"adapter_versions": versions})
 
     async def text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
         """Return the request as a worker takes it."""

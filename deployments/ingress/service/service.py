@@ -80,9 +80,9 @@ PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
 class Service:
     """The methods of every protocol, with those of `texts` and `listing`; `operations` is for operators.
 
-    `encoder` and `worker` are deployment handles. `queue` is the admission queue; without it one is made for replicas
-    whose names are not known, one of each kind, and Serve chooses them. `queues` are those of several ingresses
-    together. `why_none(deployment)` makes what tells why no replica of it can answer. `meter` counts the requests.
+    `encoder` and `worker` are deployment handles. `queue` is the admission queue; by default it has one anonymous
+    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none(deployment)` makes
+    the function that says why no replica of it can answer. `meter` counts the requests.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class Service:
         """Run a stored program. Raises the ServiceErrors of `deployments.records.errors`."""
         record = await self._catalog.find_usable(request.model, "program")
         if record.signature is None:
-            raise ModelUnavailable(f"model {request.model!r} is unavailable: nobody knows what it takes", "model")
+            raise ModelUnavailable(f"model {request.model!r} is unavailable: its input signature is unknown", "model")
         check_program(request, record.signature, self._config.ingress.limits)
         terms = self._demands.terms(request)
         versioned = replace(request, model_version=record.fingerprint, priority=terms.priority)

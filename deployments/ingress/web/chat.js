@@ -132,7 +132,9 @@ function parsedJson(text, label) {
 }
 
 function bodyOf(chat, turns, model) {
-  const said = turns.filter((turn) => !turn.error).map(({ role, content, tool_calls, tool_call_id }) => ({ role, content, tool_calls, tool_call_id }));
+  // What was thought before a call goes back with it: templates show that to the model until its answer.
+  const saidOf = ({ role, content, tool_calls, tool_call_id, reasoning }) => ({ role, content, tool_calls, tool_call_id, reasoning_content: tool_calls && reasoning });
+  const said = turns.filter((turn) => !turn.error).map(saidOf);
   const messages = chat.system.trim() ? [{ role: "system", content: chat.system }, ...said] : said;
   const body = { model: chat.model, messages };
   if (model.kind === "pipeline") return body;
@@ -152,7 +154,8 @@ async function readAnswer(body, signal, shown, show) {
     const response = await request("v1/chat/completions", { json: body, signal });
     if (!body.stream) {
       const whole = await response.json();
-      show({ content: whole.choices[0].message.content ?? "", timings: whole.timings_ms });
+      const { content, reasoning_content: reasoning } = whole.choices[0].message;
+      show({ content: content ?? "", reasoning, timings: whole.timings_ms });
       return;
     }
     let drawn = false; // a token may come every millisecond: they are shown once a frame
@@ -179,6 +182,7 @@ function take({ choices, usage, timings_ms }, shown, sinceS) {
   if (hasMore && shown.firstS === undefined) shown.firstS = sinceS;
   if (hasMore) shown.lastS = sinceS;
   shown.content += delta.content ?? "";
+  if (delta.reasoning_content) shown.reasoning = (shown.reasoning ?? "") + delta.reasoning_content;
   for (const piece of delta.tool_calls ?? []) addCall(shown, piece);
   if (choice?.finish_reason) shown.finish = choice.finish_reason;
   if (timings_ms) shown.timings = timings_ms;
@@ -211,7 +215,8 @@ function Turns({ turns, onResult }) {
 
 function Turn({ turn, onResult }) {
   const { role, content, isOn, error } = turn;
-  const isWaiting = isOn && !content && !turn.tool_calls;
+  const hasBegun = content || turn.tool_calls;
+  const isWaiting = isOn && !hasBegun && !turn.reasoning;
   const copy = () => navigator.clipboard?.writeText(content).then(() => tell(words.copied), () => {});
   const name = role === "assistant" ? turn.model || words.assistant : role === "tool" ? words.toolResult : words.you;
   return html`<article class=${`turn ${role}`}>
@@ -220,6 +225,11 @@ function Turn({ turn, onResult }) {
       ${content && !isOn && html`<button class="quiet small" aria-label=${words.copy} onClick=${copy}>${icon("copy")}</button>`}
     </header>
     ${isWaiting && html`<p class="muted">${words.thinking}…</p>`}
+    ${turn.reasoning &&
+    html`<details class="thought">
+      <summary>${isOn && !hasBegun ? `${words.reasoning}…` : words.reasoned}</summary>
+      <div class="text muted">${turn.reasoning}</div>
+    </details>`}
     ${content && html`<div class=${turn.isJson ? "text mono" : "text"}>${turn.isJson ? pretty(content) : content}</div>`}
     ${turn.tool_calls?.map((call) => html`<${ToolCall} call=${call} onResult=${onResult} />`)}
     ${error && html`<p class="problem" role="alert">${error}</p>`}

@@ -196,6 +196,8 @@ export const texts = {
     you: "You",
     assistant: "Assistant",
     thinking: "Reading the prompt",
+    reasoning: "Thinking",
+    reasoned: "What was thought",
     settings: "Settings",
     system: "System prompt",
     temperature: "Temperature",

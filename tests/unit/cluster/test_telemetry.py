@@ -62,10 +62,14 @@ def test_a_text_is_counted_by_its_tokens_and_the_time_that_they_took(monkeypatch
         ("atelier_tokens_total", "b", "out"): 22,
         ("atelier_tokens_total", "pipeline", "in"): 3,
         ("atelier_tokens_total", "pipeline", "out"): 2,
-        ("atelier_first_token_ms",): 100.0,
-        ("atelier_first_token_ms_measured_total",): 200.0,
-        ("atelier_between_tokens_ms",): 40.0,
-        ("atelier_between_tokens_ms_measured_total",): 60.0,
+        ("atelier_first_token_ms", "a"): 100.0,
+        ("atelier_first_token_ms", "b"): 100.0,
+        ("atelier_first_token_ms_measured_total", "a"): 100.0,
+        ("atelier_first_token_ms_measured_total", "b"): 100.0,
+        ("atelier_between_tokens_ms", "a"): 20.0,
+        ("atelier_between_tokens_ms", "b"): 40.0,
+        ("atelier_between_tokens_ms_measured_total", "a"): 20.0,
+        ("atelier_between_tokens_ms_measured_total", "b"): 40.0,
     }
 
 

@@ -205,7 +205,7 @@ def test_a_pipeline_of_no_family_is_refused_by_name() -> None:
     [
         ({"extra": {"clip_skip": 1}}, FLUX, "extra: FluxPipeline has none here"),
         ({"images": {"control_image": np.zeros((8, 8, 3), np.uint8)}}, FLUX, "images: FluxPipeline has none here"),
-        ({"lora": [{"name": "bold"}]}, "SanaPipeline", "lora: diffusers' own code runs a SanaPipeline, and takes none"),
+        ({"acceleration": {"interval": 2}}, "SanaPipeline", "acceleration: diffusers' own code runs a SanaPipeline"),
         ({"sigmas": [1.0, 0.5], "num_inference_steps": 3}, "SanaPipeline", "num_inference_steps: 3, but 2 sigmas"),
     ],
 )
@@ -260,12 +260,9 @@ def test_a_model_that_changes_images_gets_the_defaults_of_its_class(class_name: 
     assert (own.width, own.height) == (64, 800)
 
 
-def test_a_stock_pipeline_extrapolates_no_step() -> None:
-    asked = ImageRequest(**IMAGE, acceleration={"interval": 2})
-    with pytest.raises(InvalidRequest, match="acceleration: diffusers' own code runs a WanPipeline"):
-        with_image_defaults(asked, GenerationDefaults(), "WanPipeline")
+def test_a_default_that_extrapolates_steps_says_nothing_to_a_stock_pipeline() -> None:
     defaults = GenerationDefaults(acceleration={"interval": 2})
-    assert with_image_defaults(ImageRequest(**IMAGE), defaults, "WanPipeline").acceleration is None
+    assert with_image_defaults(ImageRequest(**IMAGE), defaults, "SanaPipeline").acceleration is None
 
 
 def test_a_stock_pipeline_gets_the_steps_of_its_class_and_the_defaults_of_its_config() -> None:

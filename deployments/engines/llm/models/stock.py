@@ -8,8 +8,8 @@ Products of tokens of completions are computed by the kernels, which read a weig
 bits whatever is beside it; those of prompts by torch, as all else, over rows that are padded to a number for which that
 holds. Which it is follows from the token alone.
 
-What a step needs, the attention finds at the module that calls it, which belongs to one model of one engine: not all
-classes pass on to their layers what their forward is given.
+Step inputs are stored on the attention's module, not in a global, so engines do not mix. Not all classes pass the
+arguments of their forward on to their layers.
 
 Suffixes: T tokens of a step, N tokens with logits, H query heads, K key/value heads, D head dimension, C hidden size.
 """

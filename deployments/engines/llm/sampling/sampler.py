@@ -1,8 +1,9 @@
 """Picks the next token of every row, in one batch: greedy, or drawn after penalties and filters.
 
 A row is changed and filtered in this order, each filter on what the one before left (as in transformers): repetition
-penalty, frequency and presence penalty, logit bias, constraint, temperature, top-k, top-p, min-p, typical. Tokens that
-are as good as the last one that a filter keeps are kept as well, so what is left depends on the logits alone.
+penalty, frequency and presence penalty, logit bias, constraint, top-n-sigma, temperature, top-k, top-p, min-p, typical.
+Tokens that are as good as the last one that a filter keeps are kept as well, so what is left depends on the logits
+alone.
 
 A row's token does not depend on the rows beside it, bit for bit: every sum runs in an order of its own row's.
 
@@ -63,6 +64,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         ("repetition_penalty", penalty, 0 < penalty < infinite, "more than 0"),
         ("frequency_penalty", sampling.frequency_penalty, abs(sampling.frequency_penalty) < infinite, "a number"),
         ("presence_penalty", sampling.presence_penalty, abs(sampling.presence_penalty) < infinite, "a number"),
+        ("top_n_sigma", sampling.top_n_sigma, 0 <= sampling.top_n_sigma < infinite, "0 or more"),
         ("num_logprobs", sampling.num_logprobs, 0 <= (sampling.num_logprobs or 0) <= _MAX_LOGPROBS, "0 to 20"),
         ("seed", sampling.seed, sampling.seed is None or low <= sampling.seed <= high, f"{low} to {high}"),
         ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
@@ -87,7 +89,8 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[Samp
     if not pickers:
         return []
     wanted = [row for row, picker in enumerate(pickers) if picker.params.num_logprobs is not None]
-    raw_NV = logits_NV.clone() if any(pickers[row].changes_logits for row in wanted) else logits_NV
+    changed = any(pickers[row].changes_logits or pickers[row].params.top_n_sigma for row in wanted)
+    raw_NV = logits_NV.clone() if changed else logits_NV
     constrained = _change_logits(logits_NV, pickers)
     maxima_NB = _block_maxima(logits_NV)
     best_N, block_N = maxima_NB.max(-1)
@@ -120,7 +123,7 @@ def _change_logits(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> s
     if biases:
         rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*biases, strict=True))
         logits_NV.index_put_((rows, tokens), values.to(logits_NV.dtype), accumulate=True)
-    constrained = [(row, picker.constraint) for row, picker in enumerate(pickers) if picker.constraint is not None]
+    constrained = [(row, held) for row, picker in enumerate(pickers) if (held := picker.mask) is not None]
     if constrained:
         size = logits_NV.shape[1]
         masks = np.zeros((len(constrained), -(-size // _BITS)), np.int32)
@@ -130,7 +133,23 @@ def _change_logits(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> s
         rows = torch.tensor([row for row, _ in constrained], device=device)
         forbidden = torch.from_numpy(bits == 0).to(device)
         logits_NV[rows] = logits_NV[rows].masked_fill_(forbidden, float("-inf"))
+    for row, picker in enumerate(pickers):
+        if picker.params.top_n_sigma > 0:
+            _cut_below(logits_NV[row], picker.params.top_n_sigma)
     return {row for row, _ in constrained}
+
+
+def _cut_below(logits_V: torch.Tensor, num_deviations: float) -> None:
+    """Take out the tokens that lie further below the best one, in place.
+
+    Top-n-sigma: Tang et al., arXiv:2411.07641. What is taken out already counts for nothing.
+    """
+    left = logits_V[logits_V.isfinite()].double()
+    if not len(left):
+        return
+    mean = left.cumsum(0)[-1] / len(left)  # added one by one: the same for any number of threads
+    deviation = ((left - mean).square().cumsum(0)[-1] / len(left)).sqrt()
+    logits_V.masked_fill_(logits_V.double() < logits_V.max() - num_deviations * deviation, float("-inf"))
 
 
 def _penalize(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> None:

@@ -50,7 +50,12 @@ class TokenPicker:
     @property
     def changes_logits(self) -> bool:
         """Return whether something is added to the model's logits, or taken out."""
-        return self._seen is not None or self.constraint is not None or bool(self.params.logit_bias)
+        return self._seen is not None or self.mask is not None or bool(self.params.logit_bias)
+
+    @property
+    def mask(self) -> TokenConstraint | None:
+        """Return the constraint where it lets not every token follow."""
+        return None if self.constraint is None or self.constraint.is_free else self.constraint
 
     @property
     def seen(self) -> _SeenTokens | None:

@@ -17,7 +17,7 @@ from cluster.keeper.records import Claim, HeldExtent
 from weights.records.errors import BudgetExceeded, ExtentCorrupt
 from weights.records.manifest import ExtentRef
 from weights.residency.admission import PATIENCE_S
-from weights.residency.entry_table import Entry
+from weights.residency.contents import Entry
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 EXTENTS = {

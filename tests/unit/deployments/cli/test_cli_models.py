@@ -272,7 +272,7 @@ def test_status_shows_the_templates_and_why_a_process_is_no_copy(run: Run, serve
     server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"templates": found})
     out = " ".join(run("status")[1].split())
     assert "processes that are copies of templates: 9 of ray; 1 of worker, which makes no more now" in out
-    assert "a process has imported everything itself: no copy of template 'worker': it [/red] has ended" in out
+    assert "a process was not forked from a template: no copy of template 'worker': it [/red] has ended" in out
 
 
 def test_status_without_a_registry(run: Run, server: Any) -> None:

@@ -233,7 +233,7 @@ async def test_text_is_the_same_token_by_token(store: WeightStore) -> None:
     tokens: list[list[int]] = []
     for device in ("cpu", "cpu-private"):
         engine = (await Host(store, device).use("adder")).modules["model"]
-        prompt = engine.encode_chat([{"role": "user", "content": f"What is {left} + {right}?"}])
+        prompt = engine.chats.encode([{"role": "user", "content": f"What is {left} + {right}?"}])
         engine.add_request(TextRequest("r", prompt, SamplingParams(max_tokens=12, temperature=1.0, seed=left)))
         tokens.append([])
         while engine.has_work:

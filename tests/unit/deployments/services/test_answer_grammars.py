@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kit.scripted_llm import BEGIN, save_scripted_llm
 
@@ -17,6 +18,26 @@ from deployments.services.text_prompts import text_requests
 
 GBNF = 'root ::= "yes " digit\ndigit ::= [0-9]'
 LARK = 'start: "yes " DIGIT\nDIGIT: /[0-9]/'
+
+EMPTY = {"anyOf": [{"type": "object", "additionalProperties": False}, {"type": "array", "maxItems": 0}]}
+TAG = {"type": "tag", "begin": "<f=", "content": {"type": "json_schema", "json_schema": EMPTY}, "end": "/>"}
+CALLS = {"type": "tags_with_separator", "tags": [TAG], "separator": ""}
+IN_ORDER = {
+    "type": "sequence",
+    "elements": [
+        {"type": "or", "elements": [{"type": "const_string", "value": "a"}, {"type": "const_string", "value": "b"}]},
+        {"type": "regex", "pattern": "-[0-9]{2}"},
+        {"type": "tag", "begin": "<x>", "content": {"type": "regex", "pattern": "[^<]{0,3}"}, "end": "</x>"},
+    ],
+}
+LEGACY = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<f=", "schema": {"const": 7}, "end": "/>"},
+        {"begin": "<g=", "schema": {"const": 8}, "end": "/>"},
+    ],
+    "triggers": ["<"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +65,12 @@ def written(engine: LLMEngine, request: Any) -> str:
         ({"choice": ["red", 'the "other" one']}, 'red|the "other" one'),
         ({"grammar": GBNF}, "yes [0-9]"),
         ({"grammar": LARK}, "yes [0-9]"),
+        ({"structural_tag": {"type": "structural_tag", "format": CALLS}}, r"(<f=(\{\s*\}|\[\s*\])/>)*"),
+        ({"structural_tag": {"format": IN_ORDER}}, r"(a|b)-[0-9]{2}<x>[^<]*</x>"),
+        (
+            {"structural_tag": {"format": CALLS | {"at_least_one": True, "stop_after_first": True}}},
+            r"<f=(\{\s*\}|\[\s*\])/>",
+        ),
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 5}}, "[345]"),
     ],
 )
@@ -66,3 +93,60 @@ def test_what_is_no_form_is_refused_by_its_name(engine: LLMEngine, form: dict[st
     with pytest.raises(InvalidRequest, match=r"structured_outputs: ") as refused:
         text_requests(engine, request)
     assert refused.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("plain", True),
+        ("see <f=7/> and <g=8/>.", True),
+        ("<f=7/>", True),
+        ("see <f=8/>", False),
+        ("see <h=7/>", False),
+    ],
+)
+@pytest.mark.parametrize("is_older", [True, False])
+def test_text_with_tags_is_free_but_for_them(engine: LLMEngine, text: str, fits: bool, is_older: bool) -> None:
+    tags = [
+        {**TAG, "begin": begin, "content": {"type": "json_schema", "json_schema": {"const": number}}}
+        for begin, number in (("<f=", 7), ("<g=", 8))
+    ]
+    form = LEGACY if is_older else {"format": {"type": "triggered_tags", "triggers": ["<f=", "<"], "tags": tags}}
+    if not is_older:
+        form["format"]["triggers"] = ["<"]
+    request = CompletionRequest.model_validate(
+        {"model": "m", "prompt": "a", "answer_grammar": {"structural_tag": form}}
+    )
+    (made,), _ = text_requests(engine, request)
+    assert made.constraint is not None
+    constraint = made.constraint.fork()
+    allowed = True
+    for token in engine.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        mask = np.zeros(64, np.int32)
+        constraint.fill_mask(mask)
+        allowed = bool(np.unpackbits(mask.view(np.uint8), bitorder="little")[token])
+        if not allowed:
+            break
+        constraint.advance(token)
+    assert allowed == fits
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"format": {"type": "haiku"}},
+        {"format": {"type": "sequence"}},
+        {"format": {"type": "tag", "begin": "<"}},
+        {"format": {"type": "triggered_tags", "triggers": [], "tags": [TAG]}},
+        {"format": {"type": "triggered_tags", "triggers": ["[["], "tags": [TAG]}},
+        {"structures": [7], "triggers": ["<"]},
+        {"format": {"type": "sequence", "elements": [[]]}},
+    ],
+)
+def test_a_structural_tag_that_is_not_understood_is_refused(engine: LLMEngine, form: dict[str, Any]) -> None:
+    request = CompletionRequest.model_validate(
+        {"model": "m", "prompt": "a", "answer_grammar": {"structural_tag": form}}
+    )
+    with pytest.raises(InvalidRequest, match=r"structural_tag: "):
+        text_requests(engine, request)

@@ -22,13 +22,14 @@ from kit.tiny.clips import wan
 from kit.tiny.further import FURTHER_CASES
 from kit.tiny.pipelines import PIPELINES, saved
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from unit.deployments.engine_loops import stream_images
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import VideosConfig, WorkerConfig
-from configs.model import GenerationDefaults
+from configs.model import AdapterConfig, GenerationDefaults
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service.service import Service
 from deployments.modules.cache import ModuleCache
@@ -65,6 +66,20 @@ class Worker(Replicas):
             yield piece
 
 
+def write_style(folder: Path, pipeline: Any) -> None:
+    """Write a LoRA of a pipeline's transformer."""
+    folder.mkdir()
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for path, layer in pipeline.transformer.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            sides = {"A": (2, layer.in_features), "B": (layer.out_features, 2)}
+            tensors |= {
+                f"transformer.{path}.lora_{half}.weight": torch.randn(one, generator=generator)
+                for half, one in sides.items()
+            }
+    save_file(tensors, folder / "pytorch_lora_weights.safetensors")
+
+
 @pytest.fixture
 def stock(tmp_path: Path) -> dict[str, Any]:
     builders = {"wan": wan, "pix": PIPELINES[PIX2PIX][0]}
@@ -76,8 +91,16 @@ def stock(tmp_path: Path) -> dict[str, Any]:
 async def client(
     stock: dict[str, Any], tmp_path: Path, open_host: Callable[..., ModuleCache]
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    cache = open_host(ComponentBuilder(WorkerConfig()), {name: tmp_path / name for name in stock})
+    write_style(tmp_path / "style", stock["wan"])
+    cache = open_host(ComponentBuilder(WorkerConfig()), {name: tmp_path / name for name in (*stock, "style")})
     worker = Worker(cache, {"wan": "WanPipeline", "pix": PIX2PIX, "vary": VARY})
+    worker.states["style"] = replace(
+        STATUSES["flux"],
+        id="style",
+        kind="adapter",
+        class_name=None,
+        entry=AdapterConfig(id="style", path="/", base=("wan",)),
+    )
     ingress = CONFIG.ingress.model_copy(update={"videos": VideosConfig(folder=tmp_path / "videos")})
     config, watch = CONFIG.model_copy(update={"ingress": ingress}), RegistrySnapshot(lambda: worker)
     handle = FakeHandle(worker)
@@ -105,6 +128,35 @@ async def test_a_video_of_the_openai_client_has_the_frames_of_diffusers(
     error = (frames - np.asarray(made) * 255.0) @ (0.299, 0.587, 0.114)
     assert 10 * np.log10(255**2 / np.square(error).mean()) > 30  # decibels of brightness
     assert (video.size, video.seconds) == ("32x16", f"{9 / 16:.6g}")
+
+
+async def test_a_video_is_asked_for_with_a_lora(
+    client: openai.AsyncOpenAI, stock: dict[str, Any], tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {"model": "wan", "prompt": "a cat", "seconds": "0.5", "size": "32x16"}
+    given = {"seed": 4, "num_inference_steps": 2, "guidance_scale": 3.0, "max_sequence_length": 16}
+    body = {**given, "lora": '[{"name": "style", "scale": 0.5}]'}  # JSON in a form
+    video = await client.videos.create_and_poll(**asked, poll_interval_ms=5, extra_body=body)
+    assert video.status == "completed", video.error
+    file = (await client.videos.download_content(video.id)).content
+    with av.open(io.BytesIO(file)) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+    def distance() -> float:
+        more = {**given, "num_frames": 9, "width": 32, "height": 16, "output_type": "np"}
+        generator = torch.Generator("cpu").manual_seed(more.pop("seed"))
+        made = stock["wan"]("a cat", **more, generator=generator).frames[0]
+        return float(np.square((frames - np.asarray(made) * 255.0) @ (0.299, 0.587, 0.114)).mean())
+
+    from_plain = distance()
+    stock["wan"].load_lora_weights(
+        load_file(tmp_path / "style" / "pytorch_lora_weights.safetensors"), adapter_name="style"
+    )
+    stock["wan"].set_adapters("style", 0.5)
+    assert 3 * distance() < from_plain
+    body["lora"] = '[{"name": "nobody"}]'
+    with pytest.raises(openai.NotFoundError, match=r"no adapter 'nobody' for 'wan' \(known: style\)"):
+        await client.videos.create(**asked, extra_body=body)
 
 
 async def test_an_image_and_further_parameters_reach_the_class(

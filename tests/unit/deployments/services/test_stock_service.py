@@ -15,6 +15,8 @@ import torch
 from kit.seeding import seeded_rng
 from kit.tiny.parts import clip, clip_tokenizer, unet, vae
 from kit.tiny.pipelines import PIPELINES, make, saved
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from unit.deployments.engine_loops import stream_images
 
 from configs.cluster import WorkerConfig
@@ -254,3 +256,37 @@ def decoded(pipeline: Any, latents: torch.Tensor, **options: Any) -> np.ndarray:
     with torch.no_grad():
         images = vae.decode(latents, return_dict=False)[0]
     return (pipeline.image_processor.postprocess(images, output_type="np") * 255).round().astype(np.uint8)
+
+
+async def test_a_lora_of_the_text_encoder_is_where_the_text_is_encoded(
+    lcm: Any, tmp_path: Path, open_host: OpenHost
+) -> None:
+    stock, _ = lcm
+    folder, generator, tensors = tmp_path / "style", torch.Generator().manual_seed(5), {}
+    folder.mkdir()
+    for component in ("unet", "text_encoder"):
+        for path, layer in getattr(stock, component).named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                sides = {"A": (2, layer.in_features), "B": (layer.out_features, 2)}
+                named = {f"{component}.{path}.lora_{half}.weight": one for half, one in sides.items()}
+                tensors |= {name: torch.randn(sides, generator=generator) / 3 for name, sides in named.items()}
+    save_file(tensors, folder / "pytorch_lora_weights.safetensors")
+    cache = open_host(ComponentBuilder(WorkerConfig()), {LCM: tmp_path / LCM, "style": folder})
+    service, given = service_of(cache), {"seed": 3, "width": 32, "height": 32, "num_inference_steps": 2}
+    made = [
+        await service.generate(request_of(LCM, **given, lora=lora), encoder_of(service))
+        for lora in ((), ({"name": "style", "scale": 0.7, "text_scale": 0.5},), ())
+    ]
+    images = [np.stack(one.images) for one in made]
+    options = {"width": 32, "height": 32, "num_inference_steps": 2}
+    for plain in (images[0], images[2]):
+        np.testing.assert_array_equal(plain, stock_images(stock, 3, **options))
+    stock.load_lora_weights(folder, adapter_name="style")
+    for component, scale in (("unet", 0.7), ("text_encoder", 0.5)):
+        for part in getattr(stock, component).modules():
+            if isinstance(part, LoraLayer):
+                part.set_scale("style", scale)
+    expected = stock_images(stock, 3, **options)
+    assert np.abs(images[1].astype(int) - expected).max() <= 1
+    assert (images[1] != images[0]).any()
+    assert not any(slot.leases for slot in cache._modules.slots.values())

@@ -232,7 +232,7 @@ async def test_embeddings_that_cannot_be(sdxl, flux):
         ((keyed, [(-1,)]), {}, "token ids -1 to -1"),
         ((keyed, [()]), {}, "a text of 0 tokens"),
         ((keyed, [(1,) * 17]), {}, "a text of 17 tokens: expected 1 to 16"),
-        ((keyed, ["a \udc00"]), {}, "half of a surrogate pair"),
+        ((keyed, ["a \udc00"]), {}, "an unpaired surrogate"),
     ]
     for (encoder, texts), options, message in cases:
         with pytest.raises(EngineError, match=message):

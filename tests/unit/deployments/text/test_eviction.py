@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unit.counting import operations
 
 from deployments.text.eviction import CostAwareEviction
-from weights.residency import entry_table
+from weights.residency import contents
 from weights.residency.policy import HALF_LIFE_S, NEVER_USED, Popularity, class_rate, rate_class
 
 
@@ -109,11 +109,11 @@ def test_what_was_popular_once_does_not_stay_for_ever() -> None:
 
 
 def test_counts_of_what_went_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_table, "MAX_REMEMBERED", 10)
+    monkeypatch.setattr(contents, "MAX_REMEMBERED", 10)
     queue = CostAwareEviction(1)
     for key in range(100):
         queue.add(str(key), 1, 1.0, float(key))
-    assert sum(queue._table.popularity_of(str(key)) != NEVER_USED for key in range(100)) == 10
+    assert sum(queue._table.past.of(str(key)) != NEVER_USED for key in range(100)) == 10
     assert queue.num_evicted == 99
 
 

@@ -25,6 +25,7 @@ from ray.serve.schema import ServeDeploySchema
 from configs.cluster import ClusterConfig
 from deployments.cli.cluster import _render_serve_yaml
 from deployments.cli.main import _app
+from deployments.ingress.admin.vllm_metrics import vllm_metrics
 from infra.package.one_name import moved
 
 ROOT = Path(__file__).parents[4]
@@ -244,3 +245,26 @@ def test_systemd_reads_its_units(unit: Path, tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", str(tmp_path / unit.name)], capture_output=True, text=True, timeout=60
     )
     assert (verified.returncode, verified.stderr) == (0, "")
+
+
+def test_the_pool_asks_for_metrics_that_there_are() -> None:
+    found = [one for file in (DEPLOY / "pool").glob("*.yaml") for one in documents(file)]
+    by_kind = {one["kind"]: one for one in found}
+    assert len(by_kind) == len(found)
+    config = ClusterConfig.model_validate(yaml.safe_load(by_kind["ConfigMap"]["data"]["studio.yaml"]))
+    assert config.open_hosts() == {}
+    (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
+    parse(COMMANDS, container["command"][1:])
+    labels = by_kind["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    pool = by_kind["InferencePool"]["spec"]
+    assert pool["selector"]["matchLabels"] == labels
+    assert pool["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
+    scaled = by_kind["ScaledObject"]["spec"]
+    assert scaled["scaleTargetRef"]["name"] == by_kind["Deployment"]["metadata"]["name"]
+    page = vllm_metrics('atelier_kv_blocks{model="m",state="total"} 4\natelier_admission_waiting{model="m"} 1\n')
+    queries = [trigger["metadata"]["query"] for trigger in scaled["triggers"]]
+    named = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
+    assert named == {"vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+    assert all(re.search(rf"^{name}\{{", page, re.MULTILINE) for name in named)
+    for name in re.findall(r"vllm:\w+", (DEPLOY / "pool/atelier.yaml").read_text()):
+        assert f"# TYPE {name} " in page

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from kit.metric_names import metric_names
 
-from cluster.admission.records import AdmissionSnapshot
-from cluster.process import telemetry
-from deployments.ingress.admin.metrics import admission_metrics, residency_metrics
-from deployments.ingress.admin.routes import NodeMetrics
 from infra.monitoring import ALERTS, FOLDER, PANELS, alert_rules, board
 
 EXPRESSIONS = [found.expression for found in (*ALERTS, *PANELS)]
 
 
-def known_names() -> set[str]:
-    """Return the names of the queue's page, and those that replicas and actors give to Ray, as Ray writes them."""
-    empty = AdmissionSnapshot(models=(), replicas={}, tenants={})
-    nothing: dict[str, list[dict[str, Any]]] = {"nodes": [], "workers": [], "text_encoders": []}
-    own = (admission_metrics(empty), residency_metrics(nothing), asyncio.run(NodeMetrics(dict).page()))
-    queue = set(re.findall(r"^# TYPE (\S+)", "".join(own), re.MULTILINE))
-    source = Path(telemetry.__file__).read_text()
-    counted = {f"ray_{name}" for name in re.findall(r'"(atelier_\w+)"', source)}
-    measured = {f"ray_{name}" for name in re.findall(r'_MeasuredHistogram\(\s*"(atelier_\w+)"', source)}
-    assert queue
-    assert measured
-    suffixes = (telemetry._MEASURED, "_count", "_sum", "_bucket")
-    return queue | counted | {f"{name}{suffix}" for name in measured for suffix in suffixes}
-
-
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_an_expression_names_metrics_that_there_are(expression: str) -> None:
     asked = set(re.findall(r"\b(?:ray_)?atelier_\w+", expression)) or {"up"}
-    assert asked <= known_names() | {"up"}
+    assert asked <= metric_names() | {"up"}
 
 
 def test_the_files_are_current() -> None:

@@ -19,7 +19,7 @@ from weights.memory.device_space import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
 from weights.records.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.records.manifest import TensorRef
-from weights.residency import entry_table
+from weights.residency import contents
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64", torch.float16: "F16"}
 Tensors = dict[str, torch.Tensor]
@@ -425,7 +425,7 @@ def test_views_of_the_host_are_its_memory_and_do_not_linger(make_arena) -> None:
 
 
 def test_what_is_remembered_of_the_past_is_bounded(make_arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_table, "MAX_REMEMBERED", 30)
+    monkeypatch.setattr(contents, "MAX_REMEMBERED", 30)
     arena = make_arena(200)
 
     def acquire_others(count: int) -> None:

@@ -13,15 +13,9 @@ from unit.weights.comparing import flip
 from weights.memory.host_pool import ByteArray, HostBufferPool, allocate_pages
 from weights.operations.compaction import compact
 from weights.operations.externalize import externalize
-from weights.reading.extents import (
-    ASSUMED_DECODE_BYTES_PER_S,
-    MIN_MEASURED_BYTES,
-    ExtentReader,
-    MeasuredRate,
-    Resident,
-    prefers_delta,
-    read_extent,
-)
+from weights.reading.delta_extents import ASSUMED_DECODE_BYTES_PER_S, Resident, prefers_delta
+from weights.reading.extents import ExtentReader, read_extent
+from weights.reading.measured_rate import MIN_MEASURED_BYTES, MeasuredRate
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
@@ -66,7 +60,7 @@ def reader(store: WeightStore, strategy: ReadStrategy = BUFFERED, resident: Resi
 def test_the_base_from_disk_or_from_memory(
     store: WeightStore, plain: dict[str, bytes], strategy: ReadStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weights.reading.extents.MIN_DIRECT_BYTES", 0)
+    monkeypatch.setattr("weights.reading.plain_extents.MIN_DIRECT_BYTES", 0)
     extent = only_delta(store)
     (base,) = extent.delta.bases if extent.delta else ()
     from_disk, from_memory = StageClock(), StageClock()
@@ -107,9 +101,9 @@ def test_a_damaged_delta_names_its_file_and_the_plain_bytes_serve_meanwhile(
     assert caught.value.extent_id == extent.id
     stored = store.manifest("tuned").extents[extent.id]
     slow = reader(store)
-    slow._plain.add(MIN_MEASURED_BYTES, 60.0)  # so slow a medium that the delta is tried first
-    slow._resident = lambda base: read_extent(store.packs, base)
-    assert slow._prefers_delta(stored)
+    slow._plain.rate.add(MIN_MEASURED_BYTES, 60.0)  # so slow a medium that the delta is tried first
+    slow._deltas._resident = lambda base: read_extent(store.packs, base)
+    assert slow._deltas.prefers(stored)
     assert slow.read(stored, StageClock()).tobytes() == plain[extent.id]
     flip(store.packs / stored.pack, stored.offset)
     with pytest.raises(ExtentCorrupt, match=rf"{stored.pack}: bytes|delta of extent"):

@@ -96,7 +96,7 @@ def test_a_pack_outside_the_store_is_not_opened(packs: Path, tmp_path_factory: p
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weights.reading.extents.MIN_DIRECT_BYTES", 1)
+    monkeypatch.setattr("weights.reading.plain_extents.MIN_DIRECT_BYTES", 1)
 
 
 def on_disk_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ SIZES = [0, 1, 511, 4095, 4096, 4097, 8191, 8192, 8193, 9999]
 def test_an_extent_gets_to_its_place_whatever_it_goes_through(
     packs: Path, monkeypatch: pytest.MonkeyPatch, strategy: ReadStrategy, pool_bytes: int | None, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr("weights.reading.extents.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("weights.reading.plain_extents.PIECE_BYTES", piece_bytes)
     on_disk_only(monkeypatch)
     pool = HostBufferPool(pool_bytes) if pool_bytes else None
     same, stages = reader(packs, pool, strategy), StageClock()
@@ -182,7 +182,7 @@ def test_a_place_is_asked_for_when_the_first_bytes_are_there(packs: Path, monkey
 def test_each_piece_is_hashed_and_copied_before_the_next(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass: what the checksum has seen is in its place when the checksum goes on."""
     on_disk_only(monkeypatch)
-    monkeypatch.setattr("weights.reading.extents.PIECE_BYTES", 1024)
+    monkeypatch.setattr("weights.reading.plain_extents.PIECE_BYTES", 1024)
     out = np.zeros(10_000, np.uint8)
     lengths: list[int] = []
 
@@ -199,14 +199,14 @@ def test_each_piece_is_hashed_and_copied_before_the_next(packs: Path, monkeypatc
         def hexdigest(self) -> str:
             return self.real.hexdigest()
 
-    monkeypatch.setattr("weights.reading.extents.xxh3_128", Digest)
+    monkeypatch.setattr("weights.reading.plain_extents.xxh3_128", Digest)
     reader(packs, HostBufferPool(2**20)).read_into(extent(), lambda: out, StageClock())
     assert max(lengths) == 1024
     assert sum(lengths) == len(DATA)
 
 
 def test_small_extents_are_left_to_the_kernels_readahead(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weights.reading.extents.MIN_DIRECT_BYTES", 4000)
+    monkeypatch.setattr("weights.reading.plain_extents.MIN_DIRECT_BYTES", 4000)
     real, modes = os.open, []
 
     def watched(path: Any, flags: int, *rest: int) -> int:
@@ -277,7 +277,7 @@ def test_the_checksum_sees_every_block_in_order(packs: Path, monkeypatch: pytest
         def hexdigest(self) -> str:
             return self.real.hexdigest()
 
-    monkeypatch.setattr("weights.reading.extents.xxh3_128", Digest)
+    monkeypatch.setattr("weights.reading.plain_extents.xxh3_128", Digest)
     reader(packs, strategy=ReadStrategy(True, 4, 4096)).read_all([extent()])
     assert [len(block) for block in seen] == [4096, 4096, 10_000 - 8192]
     assert b"".join(seen) == DATA

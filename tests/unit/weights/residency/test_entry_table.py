@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from configs.model import _parse_bytes
 from weights.residency.admission import MAX_NAMED, PATIENCE_S, Admission
-from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.contents import Entry, MemoryTier
+from weights.residency.entry_table import EntryTable
 from weights.residency.policy import rate_class
 from weights.residency.room_plan import plan_prefetch, plan_room
 from weights.residency.sizes import Size, shown_bytes
 
 
-class Node:
+class Node(MemoryTier):
     """A table with its queue, whose entries arrive at once."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.now_s = 0.0
         self.gone: list[str] = []
         self.recalled: list[tuple[str, list[str]]] = []
-        self.table: EntryTable[str] = EntryTable(
-            budget_bytes, lambda: self.now_s, on_gone=self._gone, on_recall=self._recall
-        )
+        self.table: EntryTable[str] = EntryTable(budget_bytes, lambda: self.now_s, self)
         self.queue = Admission(self.table, lambda: self.now_s, "the node")
 
     def ask(self, holder: str, **wanted: Size):
@@ -36,10 +36,10 @@ class Node:
         for key, size in sizes.items():
             self.table.use(self.table.adopt(key, size, key))
 
-    def _gone(self, entries: Sequence[Entry[str]]) -> None:
+    def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
         self.gone += [entry.key for entry in entries]
 
-    def _recall(self, holder: str, keys: Sequence[str]) -> None:
+    def recall(self, holder: str, keys: Sequence[str]) -> None:
         self.recalled.append((holder, list(keys)))
 
 

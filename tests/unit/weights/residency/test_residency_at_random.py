@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weights.residency.admission import PATIENCE_S, Admission, Ticket
-from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.contents import Entry, MemoryTier
+from weights.residency.entry_table import EntryTable
 from weights.residency.policy import NEVER_USED, Popularity, class_rate, rate_class
 from weights.residency.room_plan import plan_prefetch, plan_room
 from weights.residency.sizes import Elsewhere, Size
@@ -78,6 +80,20 @@ def distinct(sizes: Sequence[Size], place: str | None = None) -> int:
     return here + (sum(size for size in sizes if isinstance(size, int)) if place is None else 0)
 
 
+@dataclass(frozen=True)
+class _Told(MemoryTier):
+    """Tells the model what the table tells its tier."""
+
+    gone: Callable[[Sequence[Entry[str]]], None]
+    recalled: Callable[[str, Sequence[str]], None]
+
+    def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
+        self.gone(entries)
+
+    def recall(self, holder: str, keys: Sequence[str]) -> None:
+        self.recalled(holder, keys)
+
+
 class Tier(RuleBasedStateMachine):
     sizes = PLAIN
     elsewhere: Mapping[str, int] = {}
@@ -105,8 +121,7 @@ class Tier(RuleBasedStateMachine):
         self.table: EntryTable[str] = EntryTable(
             budget_bytes,
             lambda: self.now_s,
-            on_gone=self._gone,
-            on_recall=lambda h, ks: self._recalled(h, ks),
+            _Told(self._gone, self._recalled),
             elsewhere=self.elsewhere,
         )
         self.admission = Admission(self.table, lambda: self.now_s, "the test")
@@ -361,9 +376,9 @@ class Tier(RuleBasedStateMachine):
         assert self.table.used_bytes == distinct([known.size for known in self.known])
         for place in self.elsewhere:
             assert self.table.used.elsewhere[place] == distinct([known.size for known in self.known], place)
-        assert self.table.here_bytes == sum(known.nbytes for known in here)
-        assert self.table.leased_bytes == sum(known.nbytes for known in here if known.is_leased)
-        assert self.table.pinned_bytes == sum(known.nbytes for known in here if known.key in self.pinned)
+        assert self.table.here.total == sum(known.nbytes for known in here)
+        assert self.table.here.leased == sum(known.nbytes for known in here if known.is_leased)
+        assert self.table.here.pinned == sum(known.nbytes for known in here if known.key in self.pinned)
         assert set(self.table.entries.values()) == {known.entry for known in self.known if known.is_current}
         assert set(self.table.detached) == {known.entry for known in self.known if not known.is_current}
         by_holder = Counter[str]()

@@ -230,7 +230,7 @@ def test_nothing_of_a_step_is_read_back_from_the_device(pair, make_request, monk
 
 def bounded(pair, load_pipeline, bounds):
     pipeline = load_pipeline(pair.folder, type(pair.stock).__name__, pair.denoiser_name)
-    pipeline._bounds = bounds
+    pipeline._bounds = pipeline._decoder._bounds = bounds
     return pipeline
 
 

@@ -246,7 +246,7 @@ def test_targets_that_are_not_there_are_named():
     [
         ("0", torch.zeros(2, 5), torch.zeros(3, 2), r"\(in, out\) sizes \(5, 3\) do not fit a Linear of \(4, 3\)"),
         ("0", torch.zeros(2, 4, 1, 1), torch.zeros(3, 2, 1, 1), "do not fit a Linear"),
-        ("1", torch.zeros(2, 3), torch.zeros(3, 2), "is a LayerNorm, expected a linear or Conv2d layer"),
+        ("1", torch.zeros(2, 3), torch.zeros(3, 2), "is a LayerNorm, expected a linear or convolution layer"),
     ],
 )
 def test_shapes_that_do_not_fit(path, down, up, message):

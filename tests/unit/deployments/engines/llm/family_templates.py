@@ -50,6 +50,21 @@ def _braces(quote: str) -> str:
     )
 
 
+def _dsml(section: str) -> str:
+    mark = "\uff5cDSML\uff5c"
+    said = "{{ 'true' if v is string else 'false' }}"
+    return _template(
+        f'<{mark}invoke name="{{{{ f.name }}}}">{_PAIRS}\n<{mark}parameter name="{{{{ k }}}}" string="{said}">{_VALUE}'
+        f"</{mark}parameter>{{% endfor %}}\n</{mark}invoke>\n",
+        f"<{mark}{section}>\n",
+        f"</{mark}{section}>",
+    )
+
+
+_TYPE: Final = (
+    "{{ 'string' if v is string else 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number "
+    "else 'object' if v is mapping else 'array' }}"
+)
 HERMES: Final = _template(
     '\n<tool_call>\n{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
 )
@@ -111,6 +126,22 @@ TEMPLATES: Final = {
         "\n</invoke>\n",
         "<minimax:tool_call>\n",
         "</minimax:tool_call>",
+    ),
+    "deepseek-v3.2": _dsml("function_calls"),
+    "deepseek-v4": _dsml("tool_calls"),
+    "step3": _template(
+        '<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c><steptml:invoke name="{{ f.name }}">'
+        f'{_PAIRS}<steptml:parameter name="{{{{ k }}}}">{_VALUE}</steptml:parameter>{{% endfor %}}'
+        "</steptml:invoke><\uff5ctool_call_end\uff5c>",
+        "<\uff5ctool_calls_begin\uff5c>",
+        "<\uff5ctool_calls_end\uff5c>",
+    ),
+    "kimi-k3": _template(
+        '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>'
+        f'{_PAIRS}<|open|>argument key="{{{{ k }}}}" type="{_TYPE}"<|sep|>{_VALUE}<|close|>argument<|sep|>'
+        "{% endfor %}<|close|>call<|sep|>",
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
     ),
     "glm": _template(
         f"\n<tool_call>{{{{ f.name }}}}\n{_PAIRS}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{_VALUE}</arg_value>\n"

@@ -34,7 +34,7 @@ def test_the_adder_adds(tensors, run_all):
         ],
     }
     requests = [
-        TextRequest(name, engine.encode_chat(chat), SamplingParams(max_tokens=16)) for name, chat in chats.items()
+        TextRequest(name, engine.chats.encode(chat), SamplingParams(max_tokens=16)) for name, chat in chats.items()
     ]
     outcomes = run_all(engine, requests, (0, 1, 1, 2, 2))
     assert {name: outcome.text for name, outcome in outcomes.items()} == {

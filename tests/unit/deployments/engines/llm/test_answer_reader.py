@@ -222,6 +222,12 @@ def _drawn(grammar: str, rng: random.Random) -> str | None:
         ("hunyuan", "<think>\nHm.\n</think>\n<answer>\n19.\n</answer>", ""),
         ("granite-3.2", "Here is my thought process: Hm. Here is my response: 19.", ""),
         ("seed", "<seed:think>Hm.</seed:think>19.", ""),
+        (
+            "kimi-k3",
+            "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>19.<|close|>response<|sep|>",
+            "",
+        ),
+        ("kimi-k3", "Hm.<|close|>think<|sep|><|open|>response<|sep|>19.", "assistant<|open|>think<|sep|>"),
         ("minimax-m3", "<mm:think>Hm.</mm:think>19.", ""),
         ("granite-3.3", "<think>Hm.</think><response>19.</response>", ""),
         (
@@ -398,3 +404,29 @@ def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
 def test_pieces_of_one_call_are_one() -> None:
     pieces = [CalledTool(0, "a", "f", ""), CalledTool(1, "b", "g", "{}"), CalledTool(0, "a", "f", "{}")]
     assert whole_calls(pieces) == (CalledTool(0, "a", "f", "{}"), CalledTool(1, "b", "g", "{}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "deepseek-v3.2",
+            '<|DSML|function_calls>\n<|DSML|invoke name="free">\n<|DSML|parameter name="a" string="true">12'
+            '</|DSML|parameter>\n<|DSML|parameter name="b" string="false">12</|DSML|parameter>\n</|DSML|invoke>\n'
+            "</|DSML|function_calls>".replace("|", "\uff5c"),
+        ),
+        (
+            "kimi-k3",
+            '<|open|>tools<|sep|><|open|>call tool="free" index="7"<|sep|>'
+            '<|open|>argument key="a" type="string"<|sep|>12'
+            '<|close|>argument<|sep|><|open|>argument key="b" type="number"<|sep|>12<|close|>argument<|sep|>'
+            "<|close|>call<|sep|><|close|>tools<|sep|>",
+        ),
+    ],
+)
+def test_a_form_that_says_the_type_of_a_value_is_believed_where_the_schema_says_none(name: str, text: str) -> None:
+    form = AnswerForm(TOOL_FORMS[name])
+    reader = AnswerReader(form, [Function(name="free")])
+    pieces = [*map(reader.feed, text), reader.flush()]
+    (call,) = whole_calls([call for piece in pieces for call in piece.calls])
+    assert json.loads(call.arguments) == {"a": "12", "b": 12}

@@ -243,17 +243,17 @@ def test_chat_and_text_are_encoded_as_the_tokenizer_does(model):
         {"role": "user", "content": "?"},
     ]
     expected = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert engine.encode_chat(chat) == tuple(expected)
+    assert engine.chats.encode(chat) == tuple(expected)
     assert engine.encode_text("Hi é") == tuple(engine.tokenizer("Hi é")["input_ids"])
     with pytest.raises(EngineError, match="unknown role robot"):
-        engine.encode_chat([{"role": "robot", "content": "beep"}])
+        engine.chats.encode([{"role": "robot", "content": "beep"}])
 
 
 def test_half_a_surrogate_pair_is_refused_wherever_it_comes_from(model):
     engine = model.engine()
     message = [{"role": "user", "content": "Hi \ud83d"}]
-    for encode in (lambda: engine.encode_text("a \udc00 b"), lambda: engine.encode_chat(message)):
-        with pytest.raises(EngineError, match="half of a surrogate pair"):
+    for encode in (lambda: engine.encode_text("a \udc00 b"), lambda: engine.chats.encode(message)):
+        with pytest.raises(EngineError, match="an unpaired surrogate"):
             encode()
     assert engine.encode_text("\U0001f44d")  # a whole pair in JSON is one character here
 
@@ -263,7 +263,7 @@ def test_a_tokenizer_without_template_refuses_chat(model, make_byte_tokenizer, t
     (folder / "chat_template.jinja").unlink()
     make_byte_tokenizer(chat_template=None).save_pretrained(folder)
     with pytest.raises(EngineError, match="no chat template"):
-        LLMEngine(folder, model.tensors, LLMEngineConfig()).encode_chat([{"role": "user", "content": "Hi"}])
+        LLMEngine(folder, model.tensors, LLMEngineConfig()).chats.encode([{"role": "user", "content": "Hi"}])
 
 
 class FailingRunner:

@@ -68,7 +68,7 @@ def test_the_ids_of_a_text(adder: Path, judge: LlamaCpp) -> None:
 def test_greedy_tokens(adder: Path, judge: LlamaCpp) -> None:
     engine = LLMEngine(adder.parent, mapped_tensors(adder)[1], LLMEngineConfig())
     for question in QUESTIONS:
-        prompt = engine.encode_chat([{"role": "user", "content": question}])
+        prompt = engine.chats.encode([{"role": "user", "content": question}])
         engine.add_request(TextRequest(question, prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)))
         ours = []
         while engine.has_work:

@@ -306,6 +306,8 @@ def test_a_mask_that_lets_nothing_through_is_the_requests_failure(engine: LLMEng
         def fork(self) -> Nothing:
             return self
 
+        is_free = False
+
         def fill_mask(self, mask: Any) -> None:
             mask[:] = 0
 

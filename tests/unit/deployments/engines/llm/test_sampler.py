@@ -283,6 +283,33 @@ def test_penalties_and_bias_are_the_plain_formulas():
         torch.testing.assert_close(changed[0], expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_token_that_lies_too_many_deviations_below_the_best_is_never_drawn():
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(5)) * 4
+    values = logits[0].numpy().astype(np.float64)
+    expected = {token for token in range(40) if values[token] >= values.max() - 1.5 * values.std()}
+    assert 3 < len(expected) < 30
+    cut = TokenPicker.create(SamplingParams(temperature=50.0, seed=1, top_n_sigma=1.5, num_logprobs=0))
+    whole = TokenPicker.create(SamplingParams(temperature=50.0, seed=1))
+    drawn = []
+    for _ in range(600):
+        changed = logits.clone()
+        drawn.append(sample(changed, [cut, whole]))
+        assert torch.equal(changed[1], logits[1])
+    assert {first.token_id for first, _ in drawn} == expected
+    assert {second.token_id for _, second in drawn} == set(range(40))
+    scores = torch.log_softmax(logits[0].double(), -1)
+    assert drawn[0][0].logprob.logprob == pytest.approx(float(scores[drawn[0][0].token_id]), abs=1e-5)
+
+
+def test_deviations_are_those_of_the_tokens_that_a_constraint_leaves():
+    logits = torch.tensor([[9.0, 8.0, 0.0, -1.0, -200.0]])
+    banned = SamplingParams(seed=0, temperature=1.0, top_n_sigma=1.0, logit_bias=((0, -float("inf")),))
+    changed = logits.clone()
+    sample(changed, [TokenPicker.create(banned)])
+    left = np.array([8.0, 0.0, -1.0, -200.0])
+    assert np.isfinite(changed[0].numpy()).tolist() == [False, *(left >= 8.0 - left.std()).tolist()]
+
+
 def test_log_probabilities_are_those_of_the_model_whatever_is_done_to_it():
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * 3
     expected = torch.log_softmax(logits.double(), -1)
@@ -304,6 +331,8 @@ def test_log_probabilities_are_those_of_the_model_whatever_is_done_to_it():
 
 
 class OnlyThese:
+    is_free = False
+
     def __init__(self, *allowed: int) -> None:
         self.allowed = allowed
         self.came: list[int] = []

@@ -333,7 +333,7 @@ def test_a_decoder_alone_under_old_and_new_names_sees_nothing(tmp_path):
         engine = LLMEngine(tmp_path, tensors, LLMEngineConfig())
         assert our_answers(engine, [prompt], 6)[0].token_ids == expected
     with pytest.raises(EngineError, match="the model sees no images"):
-        engine.read_images([np.zeros((8, 8, 3), np.uint8)])
+        engine.chats.read_images([np.zeros((8, 8, 3), np.uint8)])
     with pytest.raises(EngineError, match="stranger"):
         LLMEngine(tmp_path, new | {"model.stranger.weight": new["lm_head.weight"]}, LLMEngineConfig())
 

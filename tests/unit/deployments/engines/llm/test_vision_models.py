@@ -51,7 +51,7 @@ class Seer:
         self.engine = LLMEngine(folder, self.tensors, LLMEngineConfig(**settings))
 
     def read(self, chat, pixels):
-        return self.engine.read_chat(chat, self.engine.read_images(pixels))
+        return self.engine.chats.read(chat, self.engine.chats.read_images(pixels))
 
     def differs(self, chats, num_tokens=8):
         """The largest difference of a log probability to stock, over all chats at once."""
@@ -212,7 +212,7 @@ def test_a_template_that_takes_parts_alone(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(source)
     engine = LLMEngine(tmp_path, tensors, LLMEngineConfig())
     expected = tuple(processor.tokenizer("w7 w8")["input_ids"])
-    assert engine.encode_chat([{"role": "user", "content": "w7 w8"}]) == expected
+    assert engine.chats.encode([{"role": "user", "content": "w7 w8"}]) == expected
 
 
 def test_a_lora_changes_the_decoder_and_not_the_eyes(tmp_path):
@@ -261,7 +261,7 @@ def test_a_blind_model_takes_no_images(tmp_path):
     model = language_models.tiny_model("Olmo2ForCausalLM")
     engine = LLMEngine(tmp_path, language_models.save_tiny(model, tmp_path), LLMEngineConfig())
     with pytest.raises(EngineError, match="the model sees no images"):
-        engine.read_images([np.zeros((2, 2, 3), np.uint8)])
+        engine.chats.read_images([np.zeros((2, 2, 3), np.uint8)])
 
 
 def test_every_class_is_in_one_table():

@@ -37,6 +37,8 @@ def volatile(answer: httpx.Response) -> Any:
         ("/embeddings", EMBEDDING),
         ("/rerank", {"model": "ranker", "query": "x", "documents": ["x"]}),
         ("/classify", {"model": "sorter", "input": "x"}),
+        ("/score", {"model": "ranker", "text_1": "x", "text_2": "x"}),
+        ("/pooling", {"model": "clip", "input": "x"}),
         ("/images/generations", IMAGE),
         ("/responses", {"model": "chatty", "input": "x"}),
         ("/chat/completions", CHAT | {"temperature": 9}),

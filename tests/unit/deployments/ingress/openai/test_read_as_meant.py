@@ -96,7 +96,7 @@ async def test_agents_are_told_that_their_history_is_too_long(
         ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
         ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, None),
         ({"structured_outputs": {"regex": "b", "choice": ["a"]}}, None),
-        ({"structured_outputs": {"structural_tag": "{}"}}, None),
+        ({"structured_outputs": {"structural_tag": "{"}}, None),
         ({"structured_outputs": {"json": "{"}}, None),
     ],
 )

@@ -71,6 +71,21 @@ async def test_what_is_asked_of_thinking_reaches_the_model(http: httpx.AsyncClie
             CHAT | {"max_tokens": 5, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
             ("parallel_tool_calls", False),
         ),
+        (f"/v1/{CHATS}", CHAT | {"thinking_token_budget": 0}, ("thinking_token_budget", 0)),
+        (f"/v1/{CHATS}", CHAT | {"thinking_token_budget": -1}, ("thinking_token_budget", None)),
+        (f"/v1/{CHATS}", CHAT | {"reasoning": {"max_tokens": 7}}, ("thinking_token_budget", 7)),
+        (f"/v1/{CHATS}", CHAT | {"reasoning": {"effort": "low"}}, ("reasoning_effort", "low")),
+        (f"/v1/{CHATS}", CHAT | {"reasoning": {"enabled": False}}, ("enable_thinking", False)),
+        (
+            "/v1/responses",
+            {"model": "chatty", "input": "x", "reasoning": {"max_tokens": 8}},
+            ("thinking_token_budget", 8),
+        ),
+        (
+            "/v1/messages",
+            CHAT | {"max_tokens": 99, "thinking": {"type": "enabled", "budget_tokens": 9}},
+            ("thinking_token_budget", 9),
+        ),
         ("/api/chat", CHAT | {"think": False, "stream": False}, ("enable_thinking", False)),
         ("/api/chat", CHAT | {"think": "high", "stream": False}, ("reasoning_effort", "high")),
         (
@@ -83,6 +98,12 @@ async def test_what_is_asked_of_thinking_reaches_the_model(http: httpx.AsyncClie
         answer = await http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         assert getattr(replicas.requests[-1], name) == value, path
+    hidden = (await http.post(f"/v1/{CHATS}", json={**CHAT, "reasoning": {"exclude": True}})).json()
+    assert "reasoning_content" not in hidden["choices"][0]["message"]
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    small = await http.post("/v1/messages", json=CHAT | {"max_tokens": 9, "thinking": thinking})
+    assert small.status_code == 400
+    assert "`max_tokens` must be greater than `thinking.budget_tokens`" in small.json()["error"]["message"]
     wrong = await http.post(f"/v1/{CHATS}", json=CHAT | {"reasoning_effort": "huge"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "reasoning_effort")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import cohere
 import httpx
+import numpy as np
 import pytest
 from unit.deployments.ingress.http_fakes import Replicas, problem
 
@@ -145,3 +147,28 @@ async def test_models_say_where_they_are_asked(http: httpx.AsyncClient) -> None:
     listed = {model["id"]: model["endpoints"] for model in (await http.get("/v1/models")).json()["data"]}
     assert listed["ranker"] == ["/v1/rerank", "/v1/classify"]
     assert listed["sorter"] == ["/v1/classify"]
+
+
+@pytest.mark.parametrize("path", ["/v1/pooling", "/pooling"])
+async def test_what_a_model_pools_as_vllm_s_clients_ask(http: httpx.AsyncClient, replicas: Replicas, path: str) -> None:
+    vectors = (await http.post("/v1/embeddings", json={"model": "clip", "input": ["a", "b"]})).json()
+    found = await http.post(path, json={"model": "clip", "input": ["a", "b"]})
+    assert found.status_code == 200, found.text
+    body = found.json()
+    assert body["id"].startswith("pool-")
+    assert [one["data"] for one in body["data"]] == [one["embedding"] for one in vectors["data"]]
+    assert {one["object"] for one in body["data"]} == {"pooling"}
+    assert body["usage"] == vectors["usage"]
+    text = (await http.post(path, json={"model": "clip", "input": "a", "encoding_format": "base64"})).json()
+    assert np.frombuffer(base64.b64decode(text["data"][0]["data"]), "<f4").tolist() == body["data"][0]["data"]
+    assert (await http.post(path, json={"model": "clip", "input": [[1, 2]], "task": "embed"})).status_code == 200
+    classes = (await http.post("/v1/classify", json={"model": "sorter", "input": "x"})).json()
+    for task in ({}, {"task": "classify"}):
+        scores = (await http.post(path, json={"model": "sorter", "input": "x", **task})).json()
+        assert [one["data"] for one in scores["data"]] == [one["probs"] for one in classes["data"]]
+    await http.post(path, json={"model": "sorter", "input": "x", "use_activation": False})
+    assert replicas.requests[-1].raw
+    for wrong, field in (({"task": "token_embed"}, "task"), ({"model": "sorter", "input": [1, 2]}, "input")):
+        refused = await http.post(path, json={"model": "clip", "input": "a", **wrong})
+        assert problem(refused)["param"] == field
+    assert (await http.post(path, json={"model": "nobody", "input": "a"})).status_code == 404

@@ -188,3 +188,22 @@ async def test_loras_come_with_their_versions(client: openai.AsyncOpenAI, replic
     assert (plain.lora, plain.adapter_versions) == ((), {})
     listed = {model.id: model.to_dict() for model in (await client.models.list(extra_query={"all": True})).data}
     assert (listed["polite"]["kind"], listed["polite"]["base"]) == ("adapter", ["chatty"])
+
+
+async def test_a_structural_tag_is_said_in_either_field(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    form = {"type": "any_text"}
+    tag = {"type": "structural_tag", "format": form}
+    asked = {"model": "chatty", "messages": [{"role": "user", "content": "x"}]}
+    for fields in (
+        {"response_format": tag},
+        {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+        {"structured_outputs": {"structural_tag": tag}},
+    ):
+        answer = await http.post("/v1/chat/completions", json=asked | fields)
+        assert answer.status_code == 200, answer.text
+        grammar = replicas.requests[-1].answer_grammar
+        assert grammar is not None
+        assert grammar.structural_tag is not None
+        assert grammar.structural_tag["format"] == form
+    both = asked | {"response_format": tag, "structured_outputs": {"regex": "a"}}
+    assert (await http.post("/v1/chat/completions", json=both)).status_code == 400
