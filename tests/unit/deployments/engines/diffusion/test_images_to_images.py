@@ -232,11 +232,14 @@ def test_bfloat16_encodes_as_stock(sdxl, load_pipeline, make_request):
 
 
 def tiny_vae(pair) -> Any:
-    """As TAESD, which has latents and no distribution of them."""
+    """As TAESD, which has latents and no distribution of them. What it shows is grey, and differs enough to be seen."""
     widths = {f"{half}_block_out_channels": (8, 8) for half in ("encoder", "decoder")}
     counts = {f"num_{half}_blocks": (1, 1) for half in ("encoder", "decoder")}
     channels = pair.stock.vae.config.latent_channels
-    return diffusers.AutoencoderTiny(latent_channels=channels, **widths, **counts).eval().requires_grad_(False)
+    vae = diffusers.AutoencoderTiny(latent_channels=channels, **widths, **counts).eval().requires_grad_(False)
+    vae.decoder.layers[-1].weight.mul_(8)
+    vae.decoder.layers[-1].bias.fill_(0.5)
+    return vae
 
 
 @pytest.mark.drawn(2)
