@@ -1,7 +1,7 @@
 """The budgets of the tree: imports in one direction, few callables in a constructor, few methods in a class.
 
-Pure: a tree is a mapping of module names to their sources. `python infra/structure_report.py` prints the figures, and
-`tests/unit/test_budgets.py` holds them.
+Pure: a tree is a mapping of module names to their parsed sources. `python infra/structure_report.py` prints the
+figures, and `tests/unit/test_budgets.py` holds them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ MAX_CALLABLES = 2
 MAX_METHODS = 20
 
 
-def sources(root: Path) -> dict[str, str]:
+def sources(root: Path) -> dict[str, ast.Module]:
     """Return the product's modules by their dotted names; a package has the name of its folder."""
     files = (file for package in PACKAGES for file in sorted((root / package).rglob("*.py")))
-    return {".".join(file.relative_to(root).with_suffix("").parts): file.read_text() for file in files}
+    return {".".join(file.relative_to(root).with_suffix("").parts): ast.parse(file.read_text()) for file in files}
 
 
-def imports(tree: Mapping[str, str]) -> dict[str, set[str]]:
+def imports(tree: Mapping[str, ast.Module]) -> dict[str, set[str]]:
     """Return which modules of the tree each module imports, within functions and for types alone too."""
     names = {name.removesuffix(".__init__"): name for name in tree}
     found: dict[str, set[str]] = {}
-    for module, source in tree.items():
+    for module, parsed in tree.items():
         targets = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 whole = (f"{node.module}.{alias.name}" for alias in node.names)
                 targets |= {each if each in names else node.module for each in whole}
@@ -76,7 +76,7 @@ def mutual_folders(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
     return sorted((one, other) for one, other in pairs if one < other and (other, one) in pairs)
 
 
-def callables(tree: Mapping[str, str]) -> dict[str, int]:
+def callables(tree: Mapping[str, ast.Module]) -> dict[str, int]:
     """Return the number of callables that each class is made with, by `module:class`; of records, their fields.
 
     A name that its module gives to a callable counts like one.
@@ -96,7 +96,7 @@ def callables(tree: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def methods(tree: Mapping[str, str]) -> dict[str, int]:
+def methods(tree: Mapping[str, ast.Module]) -> dict[str, int]:
     """Return the number of methods of each class, public and private, by `module:class`."""
     return {
         f"{module}:{node.name}": sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
@@ -104,10 +104,9 @@ def methods(tree: Mapping[str, str]) -> dict[str, int]:
     }
 
 
-def _classes(tree: Mapping[str, str]) -> Iterator[tuple[str, ast.ClassDef, set[str]]]:
+def _classes(tree: Mapping[str, ast.Module]) -> Iterator[tuple[str, ast.ClassDef, set[str]]]:
     """Yield each class with its module and the names that callables have there."""
-    for module, source in tree.items():
-        parsed = ast.parse(source)
+    for module, parsed in tree.items():
         aliases: dict[str, set[str]] = defaultdict(set)
         for node in parsed.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

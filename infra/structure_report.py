@@ -17,6 +17,7 @@ together: their state lives in its process), and programs that their importer st
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import statistics
 import sys
@@ -219,7 +220,7 @@ def print_table(structure: Structure) -> None:
     print("  " + ", ".join(f"{name} {len(found)}" for name, found in verbs))
 
 
-def print_budgets(tree: dict[str, str]) -> None:
+def print_budgets(tree: dict[str, ast.Module]) -> None:
     """Print the figures of `tests/unit/test_budgets.py`."""
     graph, callables, methods = budgets.imports(tree), budgets.callables(tree), budgets.methods(tree)
     over = sum(count > budgets.MAX_CALLABLES for count in callables.values())

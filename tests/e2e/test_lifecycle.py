@@ -188,6 +188,7 @@ def test_serves_own_proxy_leaves_deadlines_to_the_ingress(environment: dict[str,
         assert atelier("down", env=environment).returncode == 0
 
 
+@pytest.mark.long  # as tests/unit/deployments/cli/test_main.py says of each command, in one process
 def test_a_typo_in_the_config_is_one_readable_line(environment: dict[str, str], small_config: Path) -> None:
     small_config.write_text(small_config.read_text().replace("object_store_bytes", "object_store_byte"))
     result = atelier("up", str(small_config), env=environment)

@@ -58,6 +58,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
     assert config.store.path == tmp_path / "home/store"
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(
     ("text", "line", "key", "words"),
     [

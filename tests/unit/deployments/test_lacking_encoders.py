@@ -93,6 +93,7 @@ def _assert_equal(models: LocalModels, request: dict[str, Any], stock: Any, **op
     return ours
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("force_zeros", [False, True])
 def test_the_refiner_of_sdxl(local: LocalPipeline, force_zeros: bool) -> None:
     stock = _refiner(force_zeros_for_empty_prompt=force_zeros)

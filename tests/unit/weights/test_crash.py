@@ -28,7 +28,6 @@ from weights.storage.store import WeightStore
 pytestmark = pytest.mark.slow
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
-NUM_KILLS = int(os.environ.get("ATELIER_NUM_KILLS", "10"))
 NUM_WRITERS = 6
 
 WRITER = """
@@ -105,14 +104,15 @@ def test_many_writers_at_once_store_everything_once(tmp_path: Path, write_model)
     assert not list(store.path.glob(".staged*"))
 
 
-def test_killed_at_any_moment_the_store_is_whole(tmp_path: Path, write_model) -> None:
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_at_any_moment_the_store_is_whole(tmp_path: Path, write_model, num_kills: int) -> None:
     """Moments are drawn anew in each run; the jobs go on until the kill."""
     chance = seeded_random()
     store = WeightStore(tmp_path / "store")
     shared = {f"s{i}": torch.rand(20_000) for i in range(8)}
     sources = {name: write_model(name, shared | {"own": torch.rand(30_000)}) for name in "kabc"}
     externalize(store, "k", sources["k"])
-    for _ in range(NUM_KILLS):
+    for _ in range(num_kills):
         names = [chance.choice("abc") for _ in range(40)]
         jobs = [f"externalize:{sources[name]}:{chance.choice(LAYOUTS)}" for name in names]
         jobs = [job for first in jobs for job in (first, f"convert:k:{chance.choice(LAYOUTS)}", "gc::")]

@@ -81,6 +81,7 @@ def test_what_is_damaged_of_a_model_is_written_again(store: WeightStore, write_m
     assert [pack.name for pack in store.packs.iterdir()] == ["m_weight_combined"]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("layout", ["combined", "separate"])
 @pytest.mark.parametrize("first", ["combined", "separate"])
 @pytest.mark.parametrize("damage", ["shared", "neighbour", "cut", "hole", "gone"])

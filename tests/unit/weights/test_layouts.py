@@ -34,6 +34,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert torch.equal(ours[name], tensor)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "start"),
     [

@@ -55,6 +55,7 @@ def _types(store: WeightStore, model: str) -> set[str]:
     return {ref.dtype for component in components for ref in component.tensors.values()}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("model", "stored", "dtype", "expected"),
     [

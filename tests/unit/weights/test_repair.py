@@ -50,6 +50,7 @@ def assert_whole(store: WeightStore, sources: dict[str, Path]) -> None:
             assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "link"])
 def test_a_damaged_model_is_written_anew_from_its_source(
@@ -90,6 +91,7 @@ def test_a_damaged_model_is_written_anew_from_its_source(
     assert externalize(store, "p", source, layout=layout) == new
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", ["combined", "separate"])
 @pytest.mark.parametrize("chosen", [(), ("a",), ("c",)])
 def test_all_models_that_share_the_damage_are_whole(

@@ -59,6 +59,7 @@ def test_a_tenant_alone_gets_all_and_saves_up_nothing() -> None:
     assert sim.busy_s["late"] == pytest.approx(15.0, rel=0.05)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("overload", [1.5, 3.0, 10.0])
 def test_under_overload_replicas_work_for_answers_in_time_only(overload: float) -> None:
     sim, rng = simulation(), random.Random(0)
@@ -76,6 +77,7 @@ def test_under_overload_replicas_work_for_answers_in_time_only(overload: float) 
     assert not started_late
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_waiting", [20, 200])
 def test_who_comes_back_when_told_is_served(num_waiting: int) -> None:
     """A thousand at once: all come back at the time that they were told, and find half of the queue free."""

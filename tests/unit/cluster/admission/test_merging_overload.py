@@ -64,6 +64,7 @@ def measured(seed: int) -> _Measured:
     return _Measured(seed)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("overload", [1.5, 3.0, 10.0])
 def test_an_overload_costs_no_goodput_and_what_is_said_is_true(overload: float) -> None:
     found = [_overloaded(measured(seed), overload) for seed in SEEDS]
@@ -106,6 +107,7 @@ def test_no_more_are_let_in_together_than_are_in_time(overload: float) -> None:
     assert found["in_time_share"] >= 0.9
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("number", [1000, 3000])
 def test_of_a_burst_as_many_are_served_as_can_be_in_time(number: int) -> None:
     served_s = []

@@ -36,6 +36,7 @@ from infra.ports import free_port
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("method", "path", "repeated"),
     [

@@ -98,6 +98,7 @@ async def shows_headers(request: web.Request) -> web.Response:
     return web.json_response(dict(request.headers))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "value", "arrives"),
     [

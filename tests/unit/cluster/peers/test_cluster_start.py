@@ -65,6 +65,7 @@ def test_the_rounds_grow_like_the_logarithm_of_the_number_of_nodes(num_extents: 
     assert taken[256] < 256 * num_extents / 4
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("storage_gbps", [0.2, 1.25, 10.0])
 def test_storage_is_spared_whatever_its_speed(storage_gbps: float) -> None:
     cluster = started(32, 40, storage_gbps=storage_gbps)

@@ -32,6 +32,7 @@ def test_plans_of_random_states_are_feasible_and_the_same_twice(policy) -> None:
     assert seen == {"switch", "drain", "prefetch"}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("policy", MODES, ids=lambda policy: policy.mode)
 def test_broken_states_still_yield_feasible_plans(policy) -> None:
     num_ignored = num_orders = 0

@@ -185,11 +185,14 @@ TROUBLES = [
 
 
 @pytest.mark.slow
-def test_a_file_that_breaks_its_reader_breaks_one_import(start: Start, entry: ModelConfig, hostile: Any) -> None:
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("trouble", "text"), TROUBLES)
+def test_a_file_that_breaks_its_reader_breaks_one_import(
+    start: Start, entry: ModelConfig, hostile: Any, trouble: str, text: str
+) -> None:
     process = start(computing_s=1.0)
-    for trouble, text in TROUBLES:
-        with pytest.raises(ImportFailed, match=text):
-            process.import_model(hostile(trouble))
+    with pytest.raises(ImportFailed, match=text):
+        process.import_model(hostile(trouble))
     assert process.import_model(entry).kind == "llm"
 
 

@@ -36,6 +36,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_pipelines(tmp_path_factory.mktemp("pipelines"), STOCK, TINY)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", [FLUX, TUNED, ALIAS, SDXL])
 def test_diffusers_opens_and_runs_them(pipelines: dict[str, Path], name: str) -> None:
     pipeline = DiffusionPipeline.from_pretrained(pipelines[name], torch_dtype=torch.bfloat16)

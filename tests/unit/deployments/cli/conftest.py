@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from deployments.cli.main import main
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_parser() -> Iterator[None]:
+    """Make the tree of commands once: typer reads the signatures of all of them whenever one is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.main.get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture

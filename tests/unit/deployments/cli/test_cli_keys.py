@@ -62,6 +62,7 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(run: Run, config: Any, 
     assert [found["name"] for found in json.loads(out)["keys"]] == ["root"]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -107,6 +108,7 @@ def test_broken_lines_are_listed_and_the_exit_code_says_so(run: Run, tmp_path: P
     assert f"{tmp_path / 'keys'}:3: " in err
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("section", ["http", "grpc"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "my.example", "127.0.0.1.example"])
 @pytest.mark.parametrize("detach", [[], ["--detach"]], ids=["attached", "detached"])
@@ -152,6 +154,7 @@ def test_where_a_cluster_may_listen() -> None:
     assert why_not("127.0.0.1", http={"host": "0.0.0.0"}) == {}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "access",
     [

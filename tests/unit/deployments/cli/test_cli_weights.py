@@ -66,6 +66,7 @@ def test_a_model_comes_in_is_looked_at_and_goes_back(run: Run, source: Path, tmp
     assert not list(tmp_path.glob("tmp_weight_*"))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", ["inline", "separate", "combined"])
 def test_every_layout_by_name(run: Run, source: Path, tmp_path: Path, layout: str) -> None:
     assert run("externalize", source, "--layout", layout)["layout"] == layout

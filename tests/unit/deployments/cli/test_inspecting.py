@@ -76,6 +76,7 @@ def test_a_device_that_lacks_an_operation_gets_splits_and_copies(run: Callable[.
     assert f"{found['num_splits']} splits, {found['num_copies']} copies" in " ".join(text.split())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [

@@ -192,6 +192,7 @@ def test_the_table_of_models_shows_what_they_are(run: Run, url: str, monkeypatch
         assert word in out
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -229,6 +230,7 @@ def test_a_lora_without_a_scale_has_full_strength(run: Run, url: str, server: An
     assert server.bodies[0]["lora"] == [{"name": "bold", "scale": 1.0}]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("lora", ["bold:strong", "bold:1:2", "bold:nan", "bold:inf", ":1", "", "bold:[/red]"])
 def test_a_lora_that_is_none_is_a_mistake_of_the_caller(run: Run, url: str, server: Any, lora: str) -> None:
     code, out, err = run("generate", "x", "--lora", lora, "--url", url)

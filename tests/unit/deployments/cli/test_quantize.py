@@ -63,6 +63,7 @@ def test_a_pipeline_in_float8(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "store"]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

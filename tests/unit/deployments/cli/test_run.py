@@ -63,6 +63,7 @@ def test_a_model_of_a_hub_is_fetched_once_and_keeps_its_name(run: Command, hub: 
     assert len(hub.ranges) == num_ranges
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

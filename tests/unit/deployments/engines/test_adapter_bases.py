@@ -140,6 +140,7 @@ def write_lora(
     return file
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("of", KOHYA)
 @pytest.mark.parametrize("trained", KOHYA)
 def test_a_lora_of_kohyas_layout_fits_its_own_base_alone(base: Base, tmp_path: Path, trained: str, of: str) -> None:
@@ -154,6 +155,7 @@ def test_a_lora_of_kohyas_layout_fits_its_own_base_alone(base: Base, tmp_path: P
     assert len(said) < 1000
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("layer", [*SD15, *SDXL, *FLUX])
 def test_each_layer_of_other_sizes_is_found(base: Base, tmp_path: Path, layer: str) -> None:
     of = next(name for name, layers in KOHYA.items() if layer in layers)
@@ -174,6 +176,7 @@ def test_a_sentence_names_the_layer_and_both_sizes(base: Base, tmp_path: Path) -
     assert "(768, 640) do not fit a Linear of (1024, 640)" in (refusal(file, base("sd21")) or "")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("of", "layers", "matrices"),
     [
@@ -204,6 +207,7 @@ KINDS: Mapping[str, Mapping[str, Sides]] = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_are_compared_without_their_values(base: Base, tmp_path: Path, kind: str) -> None:
     layer = "lora_unet_middle_block_1_proj_in"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import types
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import fastapi.routing
 import httpx
 import openai
 import pytest
@@ -65,8 +68,32 @@ class LazyAdapter:
         return getattr(self._made, name)
 
 
+class Dependants:
+    """What FastAPI reads of signatures, kept for endpoints that another application makes of the same code.
+
+    Those that depend on something, or are told of otherwise than by annotations, are read each time.
+    """
+
+    def __init__(self, read: Callable[..., Any]) -> None:
+        self._read = read
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, *, path: str, call: Callable[..., Any], **options: Any) -> Any:
+        is_plain = isinstance(call, types.FunctionType) and not vars(call)
+        if not is_plain or not all(isinstance(one, str) for one in call.__annotations__.values()):
+            return self._read(path=path, call=call, **options)
+        defaults = repr(call.__defaults__), repr(call.__kwdefaults__)
+        key = (path, call.__code__, *defaults, *options.items())
+        if (known := self._known.get(key)) is None:
+            known = self._read(path=path, call=call, **options)
+            if known.dependencies:
+                return known
+            self._known[key] = known
+        return dataclasses.replace(known, call=call, dependencies=[])
+
+
 @pytest.fixture(autouse=True, scope="module")
-def quick_applications() -> Iterator[None]:
+def quick_applications(dependants: Dependants) -> Iterator[None]:
     """An application, which nearly every test has of its own, is made in less than half the time."""
     plain = BaseModel.model_json_schema.__func__  # type: ignore[attr-defined]
     schema_of = functools.cache(lambda class_, options: plain(class_, **dict(options)))
@@ -76,8 +103,14 @@ def quick_applications() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastapi._compat.v2.TypeAdapter", LazyAdapter)
+        patch.setattr("fastapi.routing.get_dependant", dependants)
         patch.setattr(BaseModel, "model_json_schema", classmethod(copied))
         yield
+
+
+@pytest.fixture(scope="session")
+def dependants() -> Dependants:
+    return Dependants(fastapi.routing.get_dependant)
 
 
 @pytest.fixture(autouse=True)

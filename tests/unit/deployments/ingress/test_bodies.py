@@ -76,6 +76,7 @@ LONG: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("class_", "body"), LONG, ids=[f"{class_.__name__} {[*b][-1]}" for class_, b in LONG])
 def test_what_a_list_has_too_many_of_is_counted_and_not_looked_at(class_: Any, body: dict[str, Any]) -> None:
     """Wrong ones at the front would be told of otherwise. 20,000 right messages took the event loop 0.3 s."""
@@ -170,6 +171,7 @@ def bounded(path: str, body: bytes, messages: list[Message], hold: Any = lambda 
     return BoundedBody(scope_of(path, body), receive, no_send, LIMITS, hold, **options)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":0},', b'"",', b"0,", b'"\\"",'])
 async def test_an_images_body_is_refused_by_its_values_long_before_it_is_here(unit: bytes) -> None:
     """57 MiB of them took 20 s of the event loop and 1.5 GB."""

@@ -201,6 +201,7 @@ async def refusing(unasked: Replicas, open_http: Any) -> AsyncIterator[httpx.Asy
         yield client
 
 
+@pytest.mark.drawn(34)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("path", "body", "status", "param"), BAD, ids=[f"{b[0]} {str(b[1])[:70]}" for b in BAD])
 async def test_a_bad_request_is_refused_with_its_field(
@@ -334,6 +335,7 @@ async def test_urls_that_are_not_there(
     assert (response.status_code, problem(response)["code"]) == (status, code)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("path", [IMAGES, CHATS, COMPLETIONS, EMBEDDINGS])
 @pytest.mark.parametrize(
     ("error", "status", "code"),

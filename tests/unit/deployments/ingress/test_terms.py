@@ -71,6 +71,7 @@ async def test_headers_reach_the_queue_with_every_endpoint(path: str, body: dict
     assert (default.priority, default.tenant, default.deadline_s) == (2, "default", 20.0)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("headers", "param", "text"),
     [

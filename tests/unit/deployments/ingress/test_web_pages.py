@@ -30,6 +30,7 @@ def client(http: dict[str, Any] | None = None) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("path", PAGES)
 async def test_a_page_runs_nothing_that_is_written_into_it_or_foreign(path: str) -> None:
     async with client() as server:

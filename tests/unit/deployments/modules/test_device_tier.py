@@ -209,6 +209,7 @@ def _config(store: WeightStore, device: str) -> ClusterConfig:
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model", ["digits-flux", "digits-sdxl"])
 def test_images_are_the_same_bit_for_bit(store: WeightStore, model: str) -> None:
     request = ImageRequest(

@@ -34,7 +34,6 @@ from deployments.text.requests import Conditioning, pack
 pytestmark = pytest.mark.slow  # imports diffusers
 
 FLUX = Path(__file__).parents[4] / "infra" / "demo" / "models" / "digits-flux"
-NUM_EVENTS = 10_000
 SICK = ("start", "text", "step", "solver", "decode")
 
 
@@ -49,13 +48,14 @@ class State:
     failure: Exception | None = None
     preview_at: tuple[int, ...] = ()
     expected: None = None
+    is_extrapolated: bool = False
 
     @property
     def num_steps(self) -> int:
         return int(self.request.num_inference_steps)
 
     @property
-    def num_steps_left(self) -> int:
+    def num_forwards_left(self) -> int:
         return self.num_steps - self.step_index
 
     @property
@@ -184,10 +184,11 @@ def outcome_of(client: Client) -> str:
     return client.sickness
 
 
-async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: Studio) -> None:
+@pytest.mark.parametrize("num_events", [2_500, pytest.param(10_000, marks=pytest.mark.long)])
+async def test_random_events_leave_no_slot_memory_or_lease(studio: Studio, num_events: int) -> None:
     chance, ends, running, leaving = random.Random(17), Counter[str](), list[Client](), list[Client]()
     await asyncio.wait_for(Client(studio, random.Random(1), 0).task, 60)  # builds the model
-    for number in range(NUM_EVENTS):
+    for number in range(num_events):
         dice = chance.random()
         if dice < 0.55 or not running:
             running.append(Client(studio, chance, number))
@@ -216,7 +217,7 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
         await asyncio.gather(*(client.task for client in (*running, *leaving)), return_exceptions=True)
         while any(client.is_encoding for client in (*running, *leaving)):
             await asyncio.sleep(0.001)
-    assert min(ends[how] for how in ("answered", "moved", "left", "told to end", *SICK)) > 5, ends
+    assert min(ends[how] for how in ("answered", "moved", "left", "told to end", *SICK)) > num_events // 2_000, ends
 
     loop, engine = studio.engine.loop, studio.engine.engine
     assert (len(engine._requests), len(loop._callers), len(loop._joining)) == (0, 0, 0)

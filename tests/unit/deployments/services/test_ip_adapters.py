@@ -58,6 +58,7 @@ def config_of(folder: Path, style: Path) -> ClusterConfig:
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 def test_a_configured_adapter_gives_the_images_of_diffusers(stock: Any, tmp_path: Path, kind: Kind) -> None:
     style = write_ip_adapter(tmp_path / "style", stock.unet, kind)

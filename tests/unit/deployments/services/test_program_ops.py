@@ -118,6 +118,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("programs"))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("bert", "max_batch_size"), [("bert", 32), ("bert", 3), ("onnx", 32)])
 async def test_a_chain_of_programs_gives_what_transformers_gives(bench: Bench, bert: str, max_batch_size: int) -> None:
     tokens, second, classifier = PIPELINE["stages"]

@@ -73,13 +73,14 @@ class State:
     failure: Exception | None = None
     preview_at: tuple[int, ...] = ()
     expected: None = None
+    is_extrapolated: bool = False
 
     @property
     def done(self) -> bool:
         return self.step_index >= self.num_steps
 
     @property
-    def num_steps_left(self) -> int:
+    def num_forwards_left(self) -> int:
         return self.num_steps - self.step_index
 
 

@@ -70,6 +70,7 @@ async def pieces_of(service: ImageService, request: ClipRequest) -> tuple[list[I
     return told, await service.make_clip(request, encoder_of(service), told.append)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", VIDEOS)
 async def test_videos_have_the_frames_of_diffusers(class_name: str, tmp_path: Path, open_host: OpenHost) -> None:
     build, options = VIDEOS[class_name]

@@ -177,6 +177,7 @@ async def test_requests_for_two_stock_models_take_turns_on_one_device(tmp_path: 
         np.testing.assert_array_equal(np.stack(result.images), expected)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -208,6 +209,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_told_and_tried_again(
     assert isinstance(await service.generate(request, encoder_of(service)), ImageResult)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", ["ChromaPipeline", "CogView4Pipeline", "StableDiffusionPAGPipeline"])
 async def test_previews_are_the_latents_on_the_way_decoded_as_the_class_does(
     class_name: str, tmp_path: Path, open_host: OpenHost

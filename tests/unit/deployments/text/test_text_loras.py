@@ -148,6 +148,7 @@ async def condition(demo: Any, encoders: CachedEncoders, uses: Mapping[str, tupl
     )
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("save", [save_diffusers, save_kohya, save_old_names, save_dora, save_before_peft])
 async def test_equals_stock(demo: Any, save: Any, tmp_path: Path) -> None:
     file = save(demo, tmp_path / "style")

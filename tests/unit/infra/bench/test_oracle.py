@@ -50,6 +50,7 @@ def test_the_oracle_finds_the_best_of_all_schedules(seed: int, ahead: bool) -> N
     assert oracle_mean_latency_s(scenario, ahead) == pytest.approx(every_schedule(scenario, ahead))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("policy", policies_and_multiplexed())
 def test_nobody_beats_the_oracle(policy) -> None:
     for seed in range(8):

@@ -57,6 +57,7 @@ def test_a_run_that_is_too_large_for_a_page_is_told(monkeypatch) -> None:
 MAX = 7
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("seed", range(2))
 def test_one_worker_less_does_not_suffice(seed: int) -> None:
     slo = SloClass("test", 6.0)

@@ -70,6 +70,7 @@ def longest_allowed_s(num_models: int, num_workers: int, batch_s: float, switch_
     return max(MAX_WAIT_TARGETS * target_s, round_s) + num_models * (batch_s + switch_s + 2 * TICK_S)
 
 
+@pytest.mark.drawn
 @POLICIES
 def test_of_three_equal_models_on_two_workers_none_starves_under_overload(policy: SwitchingPolicy) -> None:
     scenario, batch_s = equal_models(3, 2, 2.0, 3.0, 2, 20.0, 1)

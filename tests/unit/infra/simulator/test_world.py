@@ -100,6 +100,7 @@ def test_the_controller_loses_and_doubles_nothing_under_faults(seed: int) -> Non
     assert sorted(map(id, (each.request for each in world.served))) == sorted(map(id, scenario.requests))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lost_worker_costs_no_request_under_any_policy(policy) -> None:
     for seed in range(3):

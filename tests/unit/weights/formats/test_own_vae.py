@@ -28,6 +28,7 @@ def other_vae(folder: Path) -> dict[str, torch.Tensor]:
     return vae.state_dict()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", ["folder", "pipeline", "original file", "file of diffusers"])
 def test_it_replaces_the_models_own_and_shares_the_rest(form: str, store: WeightStore, tmp_path: Path) -> None:
     folder, _ = sd15(tmp_path)

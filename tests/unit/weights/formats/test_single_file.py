@@ -167,6 +167,7 @@ def _contiguous(tensors: Tensors) -> Tensors:
     return {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("make", "like"), [(sd15, "folder"), (sdxl, "model"), (partial(sdxl, width=32), "model"), (sd3_medium, "model")]
 )
@@ -217,6 +218,7 @@ def quantized(tensors: Tensors, form: str) -> tuple[Tensors, Tensors]:
     return found, tensors | values
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("make", "form"),
     [(sd15, form) for form in ("plain e5m2", "weight_scale", "rows", "int8")]
@@ -252,6 +254,7 @@ def test_a_folder_in_8_bits_has_the_same_values(kind: torch.dtype, store: Weight
     assert told == f"unpacked {sum(2 * one.numel() for name, one in short.items() if name.endswith('.weight'))}"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", ["auto", "auto without F16", "float32"])
 def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tmp_path: Path) -> None:
     folder, file = sd15(tmp_path)

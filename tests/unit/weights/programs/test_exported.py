@@ -139,6 +139,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
+@pytest.mark.drawn
 def test_a_stored_program_gives_the_same_outputs(case) -> None:
     for size in (4, 9):
         given = case.inputs(size)

@@ -222,6 +222,7 @@ def tensor_of(data_type: int) -> TensorProto:
     return numpy_helper.from_array(values, "w")
 
 
+@pytest.mark.drawn(14)
 @pytest.mark.parametrize("data_type", DATA_TYPES)
 @pytest.mark.parametrize("external", [False, True])
 def test_every_data_type_survives(store, tmp_path: Path, data_type: int, external: bool) -> None:

@@ -211,6 +211,7 @@ class Counts:
         return int(line.split()[1])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("action", ["publish", "convert", "remove"])
 def test_what_a_publish_costs_does_not_grow_with_the_store(tmp_path: Path, write_model, action: str) -> None:
     """Ten times as many models: as many rows and files are looked at, and about as many bytes written."""

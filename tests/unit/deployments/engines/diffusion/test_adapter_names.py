@@ -165,6 +165,7 @@ def written(model: Model, layout: str, *, has_alpha: bool = True) -> Tensors:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_of_each_family_is_applied(model: Model, layout: str, tmp_path: Path) -> None:
     save_file(written(model, layout), tmp_path / "a.safetensors")
@@ -190,6 +191,7 @@ def test_the_config_in_the_metadata_has_a_word(model: Model, tmp_path: Path) -> 
         assert pair.scale == pytest.approx(5.0 / len(pair.down) ** 0.5), path
 
 
+@pytest.mark.drawn(2)
 def test_nothing_of_a_file_is_dropped_in_silence(
     model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

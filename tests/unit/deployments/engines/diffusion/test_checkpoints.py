@@ -56,6 +56,7 @@ def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, 
     check_resumed(pair, load_pipeline, (request, pair.conditioning(3, negative=True)), {1, chance.randrange(2, 7)})
 
 
+@pytest.mark.drawn(2)
 def test_every_family_goes_on(pair, make_request, load_pipeline):
     check_resumed(pair, load_pipeline, (make_request(num_inference_steps=5), pair.conditioning(2)), {3})
 

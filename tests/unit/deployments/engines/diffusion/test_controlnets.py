@@ -88,6 +88,7 @@ def stock_outputs(pair: Any, nets: list[Any], request: Any, conditioning: Any) -
     return latents[-1], np.stack([np.asarray(image) for image in result])
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_one_equals_stock(controlled, make_request, equals_stock, guidance):
     net = make_net(controlled, 1)

@@ -57,6 +57,7 @@ def changed(folder: Path, source: Path, part: str, **values: Any) -> Path:
     return folder
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "values"),
     [
@@ -85,6 +86,7 @@ def test_the_size_is_that_of_the_denoiser(tmp_path, request, name, values):
     assert our_sides(class_name, folder) == expected
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", ["Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline"])
 def test_the_size_of_models_that_have_one_of_their_own(tmp_path, class_name):
     stock = make(class_name, tmp_path)

@@ -113,6 +113,7 @@ def assert_same_image(ours: np.ndarray, stock: np.ndarray) -> None:
     assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "guidance"),
     [("digits-flux", FLUX), ("digits-flux-inverted", FLUX), ("digits-sdxl", SDXL)],

@@ -46,6 +46,7 @@ def run_together(pipeline, jobs, join_every: int = 1):
     return pipeline.decode(states)
 
 
+@pytest.mark.drawn(2)
 def test_a_mixed_batch_is_the_same_as_alone(pair, make_request):
     jobs = [
         (
@@ -144,6 +145,7 @@ def start(pair, make_request, count, **changes):
     ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("fails_at", [1, 3])
 async def test_a_solver_that_fails_takes_no_neighbour_with_it(pair, make_request, monkeypatch, fails_at):
     alone = [pair.ours.generate(make_request(seed=seed), pair.conditioning(seed)) for seed in range(3)]
@@ -173,6 +175,7 @@ def test_a_state_that_failed_is_not_stepped_again(pair, make_request, monkeypatc
         pair.ours.step([state])
 
 
+@pytest.mark.drawn(2)
 async def test_latents_that_are_not_finite_are_no_image(pair, make_request, monkeypatch):
     alone = [pair.ours.generate(make_request(seed=seed), pair.conditioning(seed)) for seed in range(3)]
     states = start(pair, make_request, 3)

@@ -67,6 +67,7 @@ def test_equals_stock(dora, make_request, scale):
     assert np.abs(ours.astype(int) - plain.astype(int)).max() > 4
 
 
+@pytest.mark.drawn(2)
 def test_two_of_them_equal_stock(dora, make_request):
     folder, pair = dora
     pair.stock.set_adapters(["thick", "wide"], [0.5, 0.8])
@@ -75,6 +76,7 @@ def test_two_of_them_equal_stock(dora, make_request):
     pair.assert_equals_stock(request, pair.conditioning(), adapters)
 
 
+@pytest.mark.drawn(2)
 def test_merged_it_is_the_same(dora, make_request):
     folder, pair = dora
     adapters, uses = {"thick": load_adapter(folder / "thick")}, (AdapterUse("thick", 0.7),)
@@ -85,6 +87,7 @@ def test_merged_it_is_the_same(dora, make_request):
     assert np.abs(merged.astype(int) - beside.astype(int)).max() <= 1
 
 
+@pytest.mark.drawn(2)
 def test_company_changes_nothing(dora, make_request):
     folder, pair = dora
     adapters = {name: load_adapter(folder / name) for name in ("thick", "wide")}
@@ -194,6 +197,7 @@ def kohya(pair, by_input: bool, number: int) -> tuple[dict[str, torch.Tensor], d
     return tensors, changed
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "by_input"),
     [("sdxl", False), ("sdxl", True), ("stable_diffusion", False), ("stable_diffusion", True), ("flux", False)],

@@ -41,6 +41,7 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_images_equal_stock_with_the_same_weights(pair, make_request, tmp_path, scales):
     report = quantized(pair, tmp_path / "fp8", scales)

@@ -61,6 +61,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     pair.stock.unload_lora_weights()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("scale", [1.0, -0.6])
 def test_equals_stock(file, make_request, scale):
     path, pair = file

@@ -66,6 +66,7 @@ def bold(pair, tmp_path):
     pair.stock.unload_lora_weights()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("scale", [0.6, 1.0])
 def test_equals_stock(bold, make_request, scale):
     folder, pair = bold
@@ -93,6 +94,7 @@ def test_two_adapters_equal_stock(bold, make_request, tmp_path):
     pair.assert_equals_stock(request, pair.conditioning(), adapters)
 
 
+@pytest.mark.drawn(2)
 def test_adapted_and_plain_requests_run_side_by_side(bold, make_request):
     folder, pair = bold
     adapters = {"bold": load_adapter(folder)}
@@ -108,6 +110,7 @@ def test_adapted_and_plain_requests_run_side_by_side(bold, make_request):
         assert np.array_equal(image, pair.ours.generate(job, pair.conditioning(), adapters=again))
 
 
+@pytest.mark.drawn(2)
 def test_any_adapters_share_a_forward(bold, make_request, monkeypatch):
     """None, one, another version of it, two: each row gets its own, and what it gets alone."""
     folder, pair = bold
@@ -148,6 +151,7 @@ def test_a_span_is_split_as_its_batch_is():
     ]
 
 
+@pytest.mark.drawn(2)
 def test_a_version_that_nobody_holds_is_forgotten(bold, make_request):
     folder, pair = bold
     state = pair.ours.start_request(

@@ -67,6 +67,7 @@ def test_has_the_bits_of_steps_that_compute_for_themselves(modulated, make_reque
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+@pytest.mark.drawn(2)
 def test_one_computation_serves_many_steps(modulated, make_request, count_calls):
     rows = count_calls(modulated.ours)
     (state,) = states = start(modulated, make_request, 1, num_inference_steps=11)
@@ -98,6 +99,7 @@ def lora_of(pair, endings):
     return {"tinted": LoraAdapter("tinted", {pair.ours.family.denoiser_name: pairs})}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "endings",
     [
@@ -121,6 +123,7 @@ def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, endin
 AHEAD = [("norm1.linear", "time_emb_proj"), ("context_embedder", "attn2.to_k", "attn2.to_v")]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("endings", AHEAD)
 @pytest.mark.parametrize(("num_images", "guidance"), [(2, 1.0), (3, 3.0)])
 def test_a_lora_adds_to_what_is_known_already_for_each_image(
@@ -140,6 +143,7 @@ def test_a_lora_adds_to_what_is_known_already_for_each_image(
     assert all(torch.equal(one, other) for (one,), (other,) in zip(found, run(), strict=True))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("endings", AHEAD)
 def test_a_lora_adds_once_where_a_forward_finds_no_memory_and_goes_on_in_halves(
     modulated, make_request, monkeypatch, endings

@@ -85,6 +85,7 @@ def latents_of(ours: DenoisePipeline, request: DiffusionRequest, conditioning: A
     return state.latents
 
 
+@pytest.mark.drawn(2)
 def test_latents_are_those_of_the_values_that_gguf_py_reads(packed: Packed, make_request: Any) -> None:
     request = make_request(guidance_scale=0.0 if packed.architecture == "lumina2" else 1.0)
     conditioning, (expected, _) = packed.run(request)
@@ -113,6 +114,7 @@ def test_the_bytes_are_those_of_the_file(packed: Packed) -> None:
     assert sum(one.nbytes for one in module.parameters()) < wide / 2
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("arithmetic", ["fast", "exact"])
 def test_a_request_has_the_same_bits_in_any_batch(packed: Packed, make_request: Any, arithmetic: Arithmetic) -> None:
     ours = packed.pipeline(arithmetic)

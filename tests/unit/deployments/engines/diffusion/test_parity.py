@@ -46,6 +46,7 @@ def test_sdxl(sdxl, make_request, guidance_scale):
     sdxl.assert_equals_stock(request, conditioning)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_sdxl_solvers(make_sdxl_pair, make_request, solver):
     pair = make_sdxl_pair(solver)
@@ -76,6 +77,7 @@ def test_stable_diffusion(stable_diffusion, make_request, guidance_scale):
     stable_diffusion.assert_equals_stock(request, conditioning)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("solver", ["PNDMScheduler", *SOLVERS])
 def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, solver):
     pair = make_stable_diffusion_pair(solver)

@@ -66,6 +66,7 @@ def run(pair, request, text, **asked):
     return outputs
 
 
+@pytest.mark.drawn(2)
 def test_previews_approach_the_image_and_do_not_change_it(pair, make_request):
     request, text = make_request(num_inference_steps=8, num_images=2), pair.conditioning(3)
     silent = run(pair, request, text)

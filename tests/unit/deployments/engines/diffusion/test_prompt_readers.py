@@ -78,6 +78,7 @@ def test_an_image_to_begin_at(pair: ReaderPair) -> None:
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("pair", UNDER_NOISE, indirect=True)
 def test_a_part_of_an_image_painted_anew(pair: ReaderPair, strength: float) -> None:
@@ -100,6 +101,7 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_pair(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.drawn
 def test_an_image_that_is_read(reader: ReaderPair) -> None:
     image = seeded_rng().integers(0, 256, (80, 64, 3), dtype=np.uint8)  # stock takes none below 64
     request = request_of(init_image=image, height=80, width=64, guidance_scale=2.0, num_images=2)
@@ -142,6 +144,7 @@ def test_a_distilled_model_is_not_guided(tmp_path: Path) -> None:
     assert (defaults.num_inference_steps, defaults.guidance_scale) == (4, 1.0)
 
 
+@pytest.mark.drawn(2)
 def test_encodings_are_those_of_stock_alone_and_in_a_batch(pair: ReaderPair) -> None:
     request = request_of()
     plans = [pair.family.texts.plan({}, prompt, None, use_negative=False) for prompt in PROMPTS]

@@ -167,6 +167,7 @@ def test_where_denoiser_and_vae_are_apart_one_encodes_for_the_other(pair: Reader
     assert torch.equal(apart.extra_channels, both.extra_channels)
 
 
+@pytest.mark.drawn
 def test_what_is_seen_and_encoded_of_an_image_and_the_sides_of_the_result_are_those_of_stock(
     pair: ReaderPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

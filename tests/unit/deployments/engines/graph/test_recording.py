@@ -120,6 +120,7 @@ CALLS: list[Callable[[Any], Any]] = [
 ]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("call", CALLS)
 def test_fake_results_have_the_sizes_and_the_memory_of_real_ones(

@@ -113,6 +113,7 @@ def written(template: str, calls: Sequence[tuple[str, dict[str, Any]]], text: st
     return prompt, whole[len(prompt) :].removesuffix("<|im_end|>\n").removesuffix("<|call|>")
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("name", TOOL_FORMS)
 def test_each_family_is_found_by_its_template_and_reads_back_what_that_writes(name: str) -> None:
     rng = seeded_random()
@@ -149,6 +150,7 @@ def test_text_beside_calls_is_shown_without_the_blanks_between(name: str) -> Non
         assert read(form, random_cuts(answer, rng), "") == expected
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("name", TOOL_FORMS)
 def test_an_answer_that_must_call_writes_one_call_in_the_family_s_own_form(name: str) -> None:
     """The grammar's texts, drawn byte by byte, are calls to the reader, and keep to the schema."""

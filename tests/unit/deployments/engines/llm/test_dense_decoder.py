@@ -116,6 +116,7 @@ def test_logits_equal_those_of_transformers(case: str, tiny: Any) -> None:
             assert float((ours[i] - theirs).norm() / theirs.norm()) < 1e-4  # 2e-5 were seen, of torch as well
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_logits_are_nearer_to_exact_ones_than_those_of_transformers(case: str, tiny: Any) -> None:
     """Sums are float32: what is rounded to bfloat16 are weights and the KV cache alone."""
@@ -149,6 +150,7 @@ def test_bfloat16_products_are_exact_to_float32(tiny: Any) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", ["one-kv-head", "yarn-rope", "qwen2-tied", "qwen3"])
 def test_greedy_tokens_equal_transformers_in_company_and_from_a_cached_prefix(
     case: str, tiny: Any, run_all: Any, request_of: Any, prompt_of: Any

@@ -205,6 +205,7 @@ def check(tmp_path: Path, stock: PreTrainedModel, file: Path) -> dict[str, torch
     return tensors
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_has_the_logits_of_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "tiny.gguf"
@@ -363,6 +364,7 @@ def with_key(file: Path, key: str, value: float | str) -> Path:
     return folder
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -176,6 +176,7 @@ def optional(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "schema",
     [

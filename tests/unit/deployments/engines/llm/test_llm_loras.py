@@ -78,6 +78,7 @@ def logprobs(outcome):
     return [delta.logprob for delta in outcome.deltas]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_log_probabilities_are_those_of_peft(case, tiny, run_all, prompt_of, tmp_path):
     family, seed, overrides, targets = CASES[case]

@@ -139,6 +139,7 @@ def runner_logits(model, prompts, budget=2048):
     return torch.stack([found[str(i)] for i in range(len(prompts))])
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_close_to_transformers(case, tiny, prompt_of):
     family, seed, overrides = CASES[case]

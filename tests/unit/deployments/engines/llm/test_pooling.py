@@ -45,6 +45,7 @@ def stock(model, prompt, pooling):
     return (vector / vector.norm()).float()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3_moe"])
 def test_they_are_those_of_transformers(family, pooling, tiny, prompt_of):
@@ -55,6 +56,7 @@ def test_they_are_those_of_transformers(family, pooling, tiny, prompt_of):
         torch.testing.assert_close(torch.from_numpy(vector), stock(model, prompt, pooling), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_neither_cuts_nor_company_nor_the_cache_change_a_bit(pooling, tiny, prompt_of, request_of, run_all):
     model = tiny("llama", 0)

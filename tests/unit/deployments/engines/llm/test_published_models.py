@@ -118,6 +118,7 @@ def published(model: Any, folder: Path, form: str) -> dict[str, np.ndarray]:
     return values
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @torch.inference_mode()

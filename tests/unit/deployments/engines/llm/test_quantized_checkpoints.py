@@ -159,6 +159,7 @@ def test_files_of_one_folder_are_not_taken_for_each_other(model: Any, tmp_path: 
     assert "Q4_0" in types["Q4_0"]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_gguf_files_as_gguf_py_and_our_engine_read_them(model: Any, kind: str, tmp_path: Path) -> None:
     target = tmp_path / "tiny.gguf"

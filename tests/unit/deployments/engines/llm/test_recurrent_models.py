@@ -75,6 +75,7 @@ def greedy(count, **changes):
     return SamplingParams(max_tokens=count, ignore_eos=True, **changes)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_tokens_equal_generate_in_a_ragged_batch(class_name):
     """Prompts come in chunks of 24 tokens and fewer, or where that is less than a piece, of a piece."""
@@ -87,6 +88,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_atten
 WIDE |= {"num_key_value_heads": 1, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("class_name", "changes"),
     [

@@ -95,6 +95,7 @@ def picked(logits, *pickers: TokenPicker) -> list[int]:
     return [outcome.token_id for outcome in outcomes if isinstance(outcome, SampledToken)]
 
 
+@pytest.mark.drawn(17)
 @pytest.mark.parametrize("size", [40, 1000, 20_000])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.usefixtures("arithmetic")
@@ -113,6 +114,7 @@ def test_a_draw_is_where_it_falls_in_the_plain_distribution(size, filters):
             assert token in token_ids[lowest : highest + 1]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.usefixtures("arithmetic")
 def test_the_filters_keep_what_those_of_transformers_keep(filters):
@@ -176,6 +178,7 @@ def hard_logits(generator: np.random.Generator, size: int) -> list[np.ndarray]:
     return [np.asarray(row, np.float32) for row in (coarse, outlier, forbidden, close, huge, np.zeros(size))]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("size", [7, 300, 5003, 20_011])
 def test_the_kernels_draw_what_torch_draws(size, monkeypatch):
@@ -227,6 +230,7 @@ def test_a_sample_that_misleads_is_found_out(monkeypatch):
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("size", [50, 1280, 6000, 9001])
 @pytest.mark.usefixtures("arithmetic")
 def test_a_row_does_not_depend_on_its_company(size):
@@ -355,6 +359,7 @@ def test_a_constraint_leaves_its_tokens_only():
     assert "fits the grammar" in str(failed)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("size", [200, 9001])
 @pytest.mark.usefixtures("arithmetic")
 def test_all_options_together_are_the_plain_formulas_one_after_the_other(size):

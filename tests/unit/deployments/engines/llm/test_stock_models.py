@@ -252,6 +252,7 @@ OWN_CACHE_CLASSES = (
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", OWN_CACHE_CLASSES)
 def test_a_cache_of_its_own_equals_generate(class_name):
     assert class_name in OWN_CACHE
@@ -314,6 +315,7 @@ def test_several_completions_each_have_states(rwkv):
 
 
 # Computed by transformers, by our decoder, and of a config that is the decoder's and the model's in one.
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", ["Gemma3nForConditionalGeneration", MOSS, "Phi4MultimodalForCausalLM"])
 def test_a_decoder_alone_equals_the_whole_model(class_name):
     assert class_name in TEXT_ALONE

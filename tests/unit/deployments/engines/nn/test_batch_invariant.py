@@ -35,6 +35,7 @@ def differing(work: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[
     return wrong
 
 
+@pytest.mark.drawn(14)
 @DTYPES
 @pytest.mark.parametrize(("width", "out"), [(6, 16), (64, 256), (100, 33), (320, 640)])
 @pytest.mark.parametrize("length", [None, 1, 2, 3, 5, 16, 77])
@@ -83,6 +84,7 @@ def test_linear_of_a_part_of_a_sequence(dtype: torch.dtype) -> None:
     assert differing(lambda x: linear(x[:, 40:], weight, bias), joint) == []
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("length", [1, 5, 16])
 def test_linear_of_two_threads(length: int) -> None:
     torch.set_num_threads(2)
@@ -96,6 +98,7 @@ def test_conv2d_of_two_threads() -> None:
     assert differing(lambda x: conv2d(x, weight, None, padding=(1, 1)), x) == []
 
 
+@pytest.mark.drawn(10)
 @DTYPES
 @pytest.mark.parametrize(("channels", "out", "side"), [(4, 8, 16), (16, 16, 4), (64, 64, 8), (32, 64, 16), (7, 9, 15)])
 @pytest.mark.parametrize(("kernel", "padding", "stride"), [(3, 1, 1), (1, 0, 1), (3, 1, 2), (4, 0, 4)])

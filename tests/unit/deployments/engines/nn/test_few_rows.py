@@ -17,6 +17,7 @@ def _exact(linear, x):
     return (x.double() @ linear.weight.double().T + bias).float()
 
 
+@pytest.mark.drawn(15)
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 5), (1, MOST_ROWS), (2, MOST_ROWS)])

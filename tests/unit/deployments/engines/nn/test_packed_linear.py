@@ -74,6 +74,7 @@ def test_exact_products(kind: str, num_rows: int) -> None:
     assert relative(got, x.double() @ reference.double().T) < 1e-5
 
 
+@pytest.mark.drawn(26)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 23])
 @pytest.mark.parametrize("kind", UNPACKED_KINDS)

@@ -214,6 +214,7 @@ class Scaled(nn.Module):
         return self.table(ids)[:, places] / x[..., None] + torch.zeros_like(x).long()[..., None] // 2
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("module", "inputs", "operator"),
     [
@@ -243,6 +244,7 @@ def test_what_no_value_can_end_is_compiled(tmp_path: Path) -> None:
         compiling._check_values(program, compiling.signature_of(node.component(name)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("prevent", "reason"),
     [

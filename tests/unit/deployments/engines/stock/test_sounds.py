@@ -86,6 +86,7 @@ def made(pipeline: Any, options: Any, **more: Any) -> np.ndarray:
     return np.asarray(found.audios[0])
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("class_name", "name", "axes"),
     [

@@ -106,6 +106,7 @@ def stock_logits(folder: Path, module: Any, texts: list[Any]) -> torch.Tensor:
         return torch.cat([module(**row).logits for row in rows])
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_logits_equal_transformers_in_any_company(tmp_path, class_name):
     module, pairs = make(tmp_path, class_name, 3), pairs_of(11, 9)
@@ -151,6 +152,7 @@ def test_a_decoder_without_a_filler_runs_texts_one_by_one(tmp_path):
     assert counter.encode_stats().max_texts == 1
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("activation", [None, torch.nn.Identity, torch.nn.Tanh])
 @pytest.mark.parametrize("is_saved_by_it", [True, False])
 def test_scores_of_a_reranker_equal_those_of_crossencoder(tmp_path, monkeypatch, activation, is_saved_by_it):

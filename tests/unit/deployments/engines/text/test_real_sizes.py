@@ -69,6 +69,7 @@ class Tokenizer:
     padding_side = "right"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_the_whole_model_has_its_published_size_and_shapes(name, tmp_path):
     cls, config, num_parameters = ENCODERS[name]

@@ -69,6 +69,7 @@ def embed(open_host: Any) -> Any:
     return embedded
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("modes", [*MODES, ("cls", "mean"), MODES])
 async def test_every_pooling_equals_sentence_transformers(save: Any, embed: Any, modes: Any) -> None:
     stock, folder = save(modes=modes)
@@ -179,6 +180,7 @@ QUICK = ("MPNet", "DebertaV2", "ModernBert", "NomicBert", "Gte", "XLMRoberta", "
 ROWS = [row for row in (*ENCODERS, *CLASSIFIERS) if row.refused or row.class_name in {f"{name}Model" for name in QUICK}]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.class_name)
 def test_classes_equal_stock_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Row) -> None:
     """The whole table is in tests/e2e."""

@@ -128,6 +128,7 @@ async def test_without_keys_everything_is_open_on_loopback(opened: Open) -> None
         assert (await http.get("/v1/tenant")).json() == ""
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "headers",
     [
@@ -270,6 +271,7 @@ async def test_the_tenant_of_the_key_wins_over_the_header(opened: Open, keys: Pa
     assert current_tenant.get() == ""
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("max_priority", "of_all", "asked", "had"),
     [
@@ -394,6 +396,7 @@ async def test_an_unusable_keys_file_lets_the_last_good_keys_in_and_nobody_befor
         assert (await http.get("/v1/models", headers=bearer("x"))).status_code == 401
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -446,6 +449,7 @@ async def test_names_of_the_config_and_where_names_do_not_matter(opened: Open, k
     assert await status("any.example", bearer(USER), keys_file=keys, **names) == 403
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("origin", "host", "same"),
     [

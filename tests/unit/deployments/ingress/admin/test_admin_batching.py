@@ -131,6 +131,7 @@ async def test_what_is_batched_is_shown_by_replica(
     assert lost["unreachable"].startswith("The actor died")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("body", "param", "text"),
     [

@@ -292,6 +292,7 @@ async def test_an_update_that_cannot_be_used_leaves_the_version_before(http: htt
     assert "the version before goes on serving" in listed["error"]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -323,6 +324,7 @@ async def test_what_cannot_be_registered_is_refused_with_its_field(
     assert registry.models.directory.revision == revision
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("method", "path", "options", "expected"),
     [

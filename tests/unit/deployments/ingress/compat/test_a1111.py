@@ -95,6 +95,7 @@ async def test_images_from_a_prompt(webui: Any, replicas: Replicas) -> None:
     assert "Description" in found.images[0].text
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("words", "scale", "text_scale"),
     [
@@ -328,6 +329,7 @@ async def test_karras_is_an_option_of_the_scheduler(
     )
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("task", "fields", "text"),
     [

@@ -161,6 +161,7 @@ async def test_tokens_are_counted_as_the_model_sees_them(client: anthropic.Async
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [

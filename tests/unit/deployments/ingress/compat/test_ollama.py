@@ -166,6 +166,7 @@ async def test_the_models_that_can_be_asked(client: ollama.AsyncClient) -> None:
     assert (await client.ps()).models == []
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("path", "fields", "text"),
     [

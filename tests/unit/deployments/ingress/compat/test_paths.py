@@ -28,6 +28,7 @@ def volatile(answer: httpx.Response) -> Any:
     return {name: value for name, value in body.items() if name not in ("id", "created", "timings_ms", "seed", "data")}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

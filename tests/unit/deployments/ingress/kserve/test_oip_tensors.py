@@ -50,6 +50,7 @@ def test_raw_bytes_are_numpys_and_come_back(datatype: Datatype, shape: tuple[int
     assert value.data.tobytes() == array.tobytes() == tensors.to_bytes(value)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("datatype", [name for name in NUMBERS if name not in tensors.BINARY_ONLY])
 @settings(max_examples=12, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))

@@ -219,6 +219,7 @@ async def test_what_requests_have_read_is_bounded(memory: SharedMemory, file: Fi
         assert read.inputs[0].data.nbytes == 60
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

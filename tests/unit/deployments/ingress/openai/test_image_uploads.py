@@ -185,6 +185,7 @@ FILES = {"image": file_of(pixels())}
 FORM = {"model": "flux", "prompt": "x"}
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("fields", "files", "status", "param"),
     [
@@ -223,6 +224,7 @@ async def test_a_bad_form_is_refused_by_name(
     assert replicas.requests == []
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "content",
     [b"", b"--x", b"--x\r\n\r\n--x--", b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1', b"\x00" * 500],

@@ -83,6 +83,7 @@ async def test_agents_are_told_that_their_history_is_too_long(
         assert message.startswith("prompt is too long")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

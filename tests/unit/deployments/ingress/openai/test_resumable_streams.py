@@ -121,6 +121,7 @@ async def test_a_client_that_reconnects_gets_the_events_that_follow(
     assert len(replicas.requests) == 1
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("last_id", ["x", "x.1", "{name}.7", "{name}.-1", "{name}.1.1", "{name}.²", "{name}", ".1"])
 async def test_an_id_that_is_not_known_is_answered_with_404(
     http: httpx.AsyncClient, replicas: Replicas, last_id: str

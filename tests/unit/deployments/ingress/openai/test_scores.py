@@ -113,6 +113,7 @@ async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
         assert "/v1/chat/completions" in problem(answer)["message"]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("path", "change", "param", "message"),
     [
