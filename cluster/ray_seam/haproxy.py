@@ -34,6 +34,7 @@ from cluster.records.errors import RayIncompatible
 
 _RESTART_PAUSE_S: Final = 0.5
 _STOP_PAUSE_S: Final = 0.02  # within which `stop` has forgotten the process that it has ended
+_KEPT_LOGS: Final = 8
 _SPARE_FILES: Final = 512  # beside the two and a half (splicing) of each connection: listeners, checks, logs
 _MAX_CONNECTIONS: Final = re.compile(r"^( +maxconn )(\d+)$", re.MULTILINE)
 _ADMIN_SOCKET: Final = re.compile(r"^ +stats socket (\S+) ", re.MULTILINE)
@@ -119,11 +120,22 @@ class _DoorProcess(HAProxyApi):
                 if self._proc is not watched:  # stopped, or a reload has put another process in its place
                     continue
                 _logger.warning(f"HAProxy ended with {watched.returncode}; starting it again.")
+                prune_logs(Path(self.config_file_path).parent)
                 try:
                     await self._start()
                 except Exception:
                     _logger.exception("HAProxy did not start again.")
                     await asyncio.sleep(_RESTART_PAUSE_S)
+
+
+def prune_logs(folder: Path) -> None:
+    """Remove what HAProxy's processes wrote but the newest files: Serve makes two for each process that it starts.
+
+    Serve prunes them where it ends a process, and not where one dies.
+    """
+    written = sorted(folder.glob("*.std???.log"), key=lambda file: file.stat().st_mtime)
+    for file in written[:-_KEPT_LOGS]:
+        file.unlink(missing_ok=True)
 
 
 def _prepare_start() -> str:

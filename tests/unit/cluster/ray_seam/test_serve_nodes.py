@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from kit.clock import Clock
 from kit.seeding import seeded_rng
 
-from cluster.ray_seam.haproxy import PERIOD_S, seldom
+from cluster.ray_seam.haproxy import PERIOD_S, prune_logs, seldom
 
 
 def test_nodes_are_looked_up_once_in_a_period() -> None:
@@ -37,3 +40,16 @@ def test_a_look_that_failed_is_tried_again_at_the_next_step() -> None:
     update(None)
     update(None)
     assert looks == []
+
+
+def test_of_the_logs_of_dead_processes_the_newest_stay(tmp_path: Path) -> None:
+    names = [f"admin.1.{spawn}.{stream}.log" for spawn in range(20) for stream in ("stdout", "stderr")]
+    for age, name in enumerate(reversed(names)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    (tmp_path / "admin").touch()
+    (tmp_path / "haproxy.cfg").touch()
+    prune_logs(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {*names[-8:], "admin", "haproxy.cfg"}
+    prune_logs(tmp_path)
+    assert len([*tmp_path.iterdir()]) == 10
