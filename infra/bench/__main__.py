@@ -61,6 +61,23 @@ def bench_split(as_json: Json = False) -> None:
         print_split(rows)
 
 
+@app.command("extrapolate")
+def bench_extrapolate(
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Every way makes an image this often, in turn.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of noise and texts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure extrapolated steps beside fewer steps, and in a batch with requests that have none."""
+    from infra.bench.extrapolate import measure_extrapolation, print_extrapolation
+
+    with _err.status("measuring: takes about a minute"):
+        rows = measure_extrapolation(rounds, seed)
+    if as_json:
+        print_json(rows)
+    else:
+        print_extrapolation(rows)
+
+
 @app.command("plan")
 def bench_plan(as_json: Json = False) -> None:
     """Predict what forwards take, plan their memory, and split them over devices, all without weights."""

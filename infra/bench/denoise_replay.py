@@ -14,6 +14,7 @@ from typing import Any, Final
 import diffusers
 import torch
 
+from configs.options import Acceleration
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.replay import Replays
@@ -40,14 +41,14 @@ def measure_replay(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
 
 
 def _measure(name: str, count: int, num_steps: int, seconds: float, seed: int) -> dict[str, Any]:
-    ways = {"eager": _pipeline(name, None), "replayed": _pipeline(name, Replays(min_forwards=2))}
+    ways = {"eager": make_pipeline(name, None), "replayed": make_pipeline(name, Replays(min_forwards=2))}
     times: dict[str, list[float]] = {way: [] for way in ways}
     end_s, round_ = time.perf_counter() + seconds, 0
     while round_ <= _MIN_ROUNDS or (time.perf_counter() < end_s and round_ < _MAX_ROUNDS):
         latents = []
         for way, pipeline in ways.items():
             seeds = range(seed + round_ * count, seed + (round_ + 1) * count)
-            states = [_start(pipeline, number, num_steps) for number in seeds]
+            states = [start_request(pipeline, number, num_steps) for number in seeds]
             took_s = _run(pipeline, states)
             times[way] += took_s if round_ >= _MIN_ROUNDS else []
             latents.append(torch.cat([state.latents for state in states]))
@@ -65,7 +66,8 @@ def _measure(name: str, count: int, num_steps: int, seconds: float, seed: int) -
     }
 
 
-def _pipeline(name: str, replays: Replays | None) -> DenoisePipeline:
+def make_pipeline(name: str, replays: Replays | None) -> DenoisePipeline:
+    """Return a demo model's denoise loop in float32."""
     folder = MODELS / name
     is_flux = (folder / "transformer").is_dir()
     denoiser: Any = diffusers.FluxTransformer2DModel if is_flux else diffusers.UNet2DConditionModel
@@ -78,7 +80,9 @@ def _pipeline(name: str, replays: Replays | None) -> DenoisePipeline:
     return create_pipeline(class_name, folder, modules, replays=replays)
 
 
-def _start(pipeline: DenoisePipeline, seed: int, num_steps: int) -> DenoiseState:
+def start_request(
+    pipeline: DenoisePipeline, seed: int, num_steps: int, acceleration: Acceleration | None = None
+) -> DenoiseState:
     """Return a request with a random text, guided where the model has a negative one."""
     generator, config = torch.Generator().manual_seed(seed), pipeline.denoiser.config
     prefixes: Sequence[str] = ("",)
@@ -98,6 +102,7 @@ def _start(pipeline: DenoisePipeline, seed: int, num_steps: int) -> DenoiseState
         width=_SIDE_PX,
         num_inference_steps=num_steps,
         guidance_scale=3.0,
+        acceleration=acceleration,
     )
     return pipeline.start_request(request, text)
 
