@@ -31,12 +31,16 @@ START_TIMEOUT_S = 20.0
 
 
 class EchoBackend:
-    """The part of `Service` that the protocol asks. A service and its pipelines in one."""
+    """The part of `Service` that the protocol asks. A service, its pipelines and its listing in one."""
 
     operations: Any = None
 
     @property
     def pipelines(self) -> EchoBackend:
+        return self
+
+    @property
+    def listing(self) -> EchoBackend:
         return self
 
     def names(self) -> list[str]:
