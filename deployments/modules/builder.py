@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from deployments.modules.footprints import FootprintBook
 from weights.records.manifest import Component
+
+if TYPE_CHECKING:  # what looks at a config before a start plans parts, and loads no torch
+    import torch
+
+    from deployments.modules.footprints import FootprintBook
 
 
 class Builder:
