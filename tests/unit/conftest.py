@@ -17,6 +17,8 @@ _MANY_OBJECTS = 50_000
 gc.disable()  # until all is imported
 # Before torch is loaded, and for the processes of tests: models this small are slower on more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before Ray is loaded: a thread that outlives its test would begin one with `ray.get`, whose end ends this process.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
 class _Imported:
@@ -59,7 +61,7 @@ def logs_of_this_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_ray_of_its_own() -> Iterator[None]:
-    """Fail a test that began a Ray: `ray.get` and others do that unasked, and its end takes this process with it."""
+    """Fail a test that began a Ray: its end takes this process with it."""
     yield
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
