@@ -9,6 +9,7 @@ ClusterError
 ├── RegistrationRefused          the model cannot be registered or removed as asked; nothing has changed
 │   └── RegistrationConflict     it conflicts with what is registered already
 ├── OverrideRefused              an order by hand cannot be followed; nothing has changed
+│   └── NotKept                  the disk does not take what is to survive; also a RegistrationRefused
 ├── KeeperFailed                 a node's keeper cannot start; names the reason
 ├── PeerUnavailable              another node's keeper cannot give an extent; storage or another peer may
 │   ├── PeerBusy                 it has no free connection or slot now (peers/connections.py)
@@ -62,6 +63,10 @@ class RegistrationConflict(RegistrationRefused):
 
 class OverrideRefused(ClusterError):
     """A pin, freeze or drain names a worker or model that nobody knows, or cannot be kept. Nothing has changed."""
+
+
+class NotKept(RegistrationRefused, OverrideRefused):
+    """The store's disk does not take, or let go of, what is to survive a restart. The order was sound."""
 
 
 class KeeperFailed(ClusterError):

@@ -8,13 +8,12 @@ the place of the one that the registry started with is <store>/applied/<cluster>
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from cluster.records.errors import ClusterError, OverrideRefused, RegistrationRefused
+from cluster.records.errors import NotKept
 from cluster.records.overrides import Overrides
 from cluster.registry.directory import Entry
 from configs.cluster import ClusterConfig
@@ -58,18 +57,18 @@ class Registrations:
         return sound, damaged
 
     def save(self, registration: Registration) -> None:
-        """Write the file durably. Raises RegistrationRefused when the disk does not take it."""
-        _write(self._file(registration.entry.id), registration, RegistrationRefused)
+        """Write the file durably. Raises NotKept when the disk does not take it."""
+        _write(self._file(registration.entry.id), registration)
 
     def remove(self, id_: str) -> None:
-        """Remove the model's file, if there is one. Raises RegistrationRefused when the disk does not let it go."""
+        """Remove the model's file, if there is one. Raises NotKept when the disk does not let it go."""
         file = self._file(id_)
         try:
             if file.exists():
                 remove_path(file)
                 sync(self._folder)
         except OSError as error:
-            raise RegistrationRefused(f"{file}: cannot be removed: {error.strerror or error}") from error
+            raise NotKept(f"{file}: cannot be removed: {error.strerror or error}") from error
 
     def _file(self, id_: str) -> Path:
         return self._folder / f"{id_}.json"
@@ -83,12 +82,9 @@ class KeptFile(Generic[Kept]):
     `if_damaged` says in the log what holds when it cannot be read.
     """
 
-    def __init__(
-        self, file: Path, kind: type[Kept], refusal: Callable[[str], ClusterError], *, if_damaged: str
-    ) -> None:
+    def __init__(self, file: Path, kind: type[Kept], *, if_damaged: str) -> None:
         self._file = file
         self._kind = kind
-        self._refusal = refusal
         self._if_damaged = if_damaged
 
     def read(self) -> Kept | None:
@@ -102,8 +98,8 @@ class KeptFile(Generic[Kept]):
             return None
 
     def save(self, content: Kept) -> None:
-        """Write the file durably. Raises `refusal` when the disk does not take it."""
-        _write(self._file, content, self._refusal)
+        """Write the file durably. Raises NotKept when the disk does not take it."""
+        _write(self._file, content)
 
     def remove(self) -> None:
         """Remove the file, if there is one: it is of an earlier life."""
@@ -113,18 +109,16 @@ class KeptFile(Generic[Kept]):
 def applied_file(store: Path, cluster: str) -> KeptFile[ClusterConfig]:
     """Return the file of the config that was applied to the cluster."""
     file = store / "applied" / f"{cluster}.json"
-    return KeptFile(
-        file, ClusterConfig, RegistrationRefused, if_damaged="the applied config cannot be read, the first one holds"
-    )
+    return KeptFile(file, ClusterConfig, if_damaged="the applied config cannot be read, the first one holds")
 
 
 def overrides_file(store: Path, cluster: str) -> KeptFile[Overrides]:
     """Return the file of what operators order over the controller's head."""
     file = store / "overrides" / f"{cluster}.json"
-    return KeptFile(file, Overrides, OverrideRefused, if_damaged="the orders by hand cannot be read, none hold")
+    return KeptFile(file, Overrides, if_damaged="the orders by hand cannot be read, none hold")
 
 
-def _write(target: Path, content: BaseModel, refusal: Callable[[str], ClusterError]) -> None:
+def _write(target: Path, content: BaseModel) -> None:
     try:
         make_folder(target.parent)
         with replaced(target) as staged:
@@ -132,7 +126,7 @@ def _write(target: Path, content: BaseModel, refusal: Callable[[str], ClusterErr
             sync(staged)
         sync(target.parent)
     except OSError as error:
-        raise refusal(f"{target}: cannot be written: {error.strerror or error}") from error
+        raise NotKept(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def _is_id(text: str) -> bool:

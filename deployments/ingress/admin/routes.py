@@ -23,7 +23,7 @@ from cluster.placement.serving.actor import Controller
 from cluster.placement.serving.link import QueuesAway
 from cluster.process.ray_calls import call_actor
 from cluster.process.telemetry import node_exporters
-from cluster.records.errors import OverrideRefused
+from cluster.records.errors import NotKept, OverrideRefused
 from cluster.records.overrides import OverrideChange, Overrides
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig, ModelId
@@ -48,7 +48,7 @@ from deployments.ingress.service.model_answers import ModelAnswer
 from deployments.ingress.service.operations import MAX_MODELS, MAX_NODES, Operations, Page
 from deployments.ingress.service.service import PROBE_TIMEOUT_S, Service
 from deployments.records import RequestModel
-from deployments.records.errors import Conflict, InvalidRequest, NoReplica
+from deployments.records.errors import Conflict, InvalidRequest, ModelUnavailable, NoReplica
 
 MAX_DECISIONS: Final = 500
 _CALL_S: Final = 10.0
@@ -150,7 +150,10 @@ class ControllerCalls:
     async def call(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Call a method of the actor. Raises Conflict when it is off, InvalidRequest, NoReplica while it is away."""
+        """Call a method of the actor.
+
+        Raises Conflict when it is off, NoReplica while it is away, InvalidRequest, ModelUnavailable for a full disk.
+        """
         if self._connect is None:
             raise Conflict(_OFF)
         try:
@@ -162,6 +165,8 @@ class ControllerCalls:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if not isinstance(cause, OverrideRefused):
                 raise NoReplica(_AWAY) from error
+            if isinstance(cause, NotKept):
+                raise ModelUnavailable(str(cause)) from None
             field, _, text = str(cause).partition(": ")
             raise InvalidRequest(text or field, field if text else None) from None
 

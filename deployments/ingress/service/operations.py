@@ -16,6 +16,7 @@ from cluster.records.errors import (
     ClusterError,
     ModelTooLarge,
     ModelUnknown,
+    NotKept,
     RegistrationConflict,
     RegistrationRefused,
     WeightsUnavailable,
@@ -310,6 +311,8 @@ class Operations:
             raise UnknownModel(str(error), "model") from None
         except RegistrationConflict as error:
             raise Conflict(str(error)) from None
+        except NotKept as error:
+            raise ModelUnavailable(str(error)) from None
         except RegistrationRefused as error:
             raise InvalidRequest(str(error), error.field) from None
         except ModelTooLarge as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.records.errors import OverrideRefused
+from cluster.records.errors import NotKept, OverrideRefused
 from cluster.records.overrides import OverrideChange, Overrides, changed
 from cluster.registry.registrations import overrides_file
 
@@ -79,5 +79,5 @@ def test_a_file_keeps_them_and_a_damaged_one_is_said_and_left_out(
 
 def test_a_disk_that_does_not_take_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "overrides").write_text("")
-    with pytest.raises(OverrideRefused, match="cannot be written"):
+    with pytest.raises(NotKept, match="cannot be written"):
         overrides_file(tmp_path, "one").save(Overrides())

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from unit.weights.sources.hub_server import Hub, serving
 
 from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
-from cluster.records.errors import ModelUnknown, RegistrationRefused, WeightsUnavailable
+from cluster.records.errors import ModelUnknown, NotKept, RegistrationRefused, WeightsUnavailable
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap
@@ -388,7 +388,7 @@ async def test_a_config_of_another_control_plane_is_refused_and_so_is_one_that_t
         await models.configure(first.model_copy(update={"name": "other"}))
     (tmp_path / "store").mkdir(exist_ok=True)
     (tmp_path / "store" / "applied").write_text("no folder")
-    with pytest.raises(RegistrationRefused, match="cannot be written"):
+    with pytest.raises(NotKept, match="cannot be written"):
         await models.configure(first.model_copy(update={"models": first.models[1:]}))
     assert await models.config() == first
     assert len(await models.list_models()) == 2

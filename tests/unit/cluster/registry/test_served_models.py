@@ -21,6 +21,7 @@ from unit.counting import operations
 from cluster.records.errors import (
     ModelUnknown,
     ModelUnservable,
+    NotKept,
     RegistrationConflict,
     RegistrationRefused,
     WeightsUnavailable,
@@ -475,7 +476,7 @@ async def test_a_registration_under_another_name_is_damaged(life: Life, tmp_path
 async def test_a_folder_that_cannot_be_written_refuses_registration(life: Life, tmp_path: Path) -> None:
     life.store.path.mkdir()
     (life.store.path / "registrations").write_text("in the way")
-    with pytest.raises(RegistrationRefused, match="cannot be written"):
+    with pytest.raises(NotKept, match="cannot be written"):
         await (await life.begin()).register(model(checkpoint(tmp_path / "c")))
 
 

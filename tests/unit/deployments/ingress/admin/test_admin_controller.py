@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.placement.autoscaling import Scaling
-from cluster.records.errors import OverrideRefused
+from cluster.records.errors import NotKept, OverrideRefused
 from cluster.records.overrides import OverrideChange, Overrides, changed
 from configs.admission import ScalingConfig
 from deployments.ingress.admin.routes import ControllerCalls, DecisionsAnswer, create_controller_router
@@ -94,6 +94,15 @@ async def test_a_worker_that_nobody_knows_is_the_callers_mistake() -> None:
         assert (wrong.status_code, error["param"]) == (400, "worker")
         assert error["message"] == "no worker 'ghost' (workers: w-one, w-two)"
         assert (await http.post("/admin/workers/w-one/models/ghost/pin")).json()["error"]["param"] == "model"
+
+
+async def test_an_order_that_the_disk_does_not_take_is_not_the_callers_mistake() -> None:
+    actor = Actor()
+    actor.problem = NotKept("/store/overrides/one.json: cannot be written: No space left on device")
+    async with client(lambda: actor) as http:
+        refused = await http.post("/admin/freeze")
+    assert refused.status_code == 503
+    assert "No space left on device" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("problem", [ActorUnavailableError("gone", None), TimeoutError()])

@@ -17,6 +17,7 @@ from unit.deployments.ingress.http_fakes import client_over
 
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, note_problem
 from cluster.ray_seam.templates.process_files import record_process
+from cluster.records.errors import NotKept
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.importing import ImportProgress
 from cluster.registry.manifests import ModelSummary
@@ -322,6 +323,18 @@ async def test_what_cannot_be_registered_is_refused_with_its_field(
     revision = registry.models.directory.revision
     assert problem(await http.post("/admin/models", json=body)) == expected
     assert registry.models.directory.revision == revision
+
+
+async def test_a_registration_that_the_disk_does_not_take_is_not_the_callers_mistake(
+    http: httpx.AsyncClient, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(entry: Entry, *, wait: bool) -> None:
+        raise NotKept("/store/registrations/c/new.json: cannot be written: No space left on device")
+
+    monkeypatch.setattr(registry.models, "register", refuse)
+    refused = await http.post("/admin/models", json={"id": "new", "path": "/one"})
+    assert problem(refused) == (503, "model_unavailable", None)
+    assert "No space left on device" in refused.text
 
 
 @pytest.mark.drawn(3)
