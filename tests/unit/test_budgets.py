@@ -11,12 +11,16 @@ from infra import budgets
 
 ROOT = Path(__file__).parents[2]
 README_LINES = 40
-# Classes that are over a budget, with what they have: the lists get shorter, and no number larger.
-CALLABLES: dict[str, int] = {}
+MAX_EXCEPTIONS = 8
+# Classes that are over the bound of methods, with what they have: the list gets shorter, and no number larger.
 METHODS = {
+    # Each is called by the ingress of one event loop: what replicas, requests and the controller say, one by one.
     "cluster.admission.dispatcher:Dispatcher": 23,
+    # A pool's heaps of waiting requests: all orders in which they are looked for are kept by the same changes.
     "cluster.admission.pool:Lanes": 22,
+    # All that changes which request starts next, over all pools; its rules are functions of modules beside it.
     "cluster.admission.queue:AdmissionQueue": 42,
+    # A replica's room in forecasts and starts: the figures follow from one list of what runs there.
     "cluster.admission.replica_slots:ReplicaSlots": 29,
 }
 
@@ -35,11 +39,12 @@ def test_no_import_goes_round(tree: dict[str, ast.Module]) -> None:
 
 def test_constructors_take_few_callables(tree: dict[str, ast.Module]) -> None:
     over = {name: count for name, count in budgets.callables(tree).items() if count > budgets.MAX_CALLABLES}
-    assert over == CALLABLES, "pass an object that has these methods; a class that is below the bound leaves the list"
+    assert over == {}, "pass an object that has these methods"
 
 
 def test_classes_have_few_methods(tree: dict[str, ast.Module]) -> None:
     over = {name: count for name, count in budgets.methods(tree).items() if count > budgets.MAX_METHODS}
+    assert len(METHODS) <= MAX_EXCEPTIONS
     assert over == METHODS, "take a part out that has a name; a class that is below the bound leaves the list"
 
 
