@@ -90,6 +90,10 @@ def _shape(role: str, value: ValueInfoProto) -> tuple[int | str, ...]:
         raise WeightsError(f"its {role} {shown(value.name)} is no tensor")
     if not value.type.tensor_type.HasField("shape"):
         raise WeightsError(f"its {role} {shown(value.name)} has no shape; onnx.shape_inference may find it")
+    if any(
+        isinstance(text, bytes) for text in (value.name, *(dim.dim_param for dim in value.type.tensor_type.shape.dim))
+    ):
+        raise WeightsError(f"its {role} {shown(_text(value.name))} has a name that is no UTF-8")
     return tuple(
         dim.dim_value if dim.dim_value > 0 else dim.dim_param or f"{value.name}?{number}"
         for number, dim in enumerate(value.type.tensor_type.shape.dim)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 from weights.operations.externalize import externalize
 from weights.programs.onnx_models import MIN_EXTERNAL_BYTES, externalize_onnx, load_onnx, write_onnx
+from weights.programs.signature import UNSERVABLE
 from weights.records.errors import FormatError, StoreError, WeightsError
 
 pytestmark = pytest.mark.slow
@@ -318,6 +320,19 @@ def test_names_that_are_not_text_are_no_obstacle(store, tmp_path: Path) -> None:
         else:
             with pytest.raises(FormatError, match=r"changed.onnx: tensor 'w': external data at"):
                 externalize_onnx(store, "m", path)
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize("part", ["name", "dimension"])
+def test_names_that_are_no_text_are_not_served(store, tmp_path: Path, model, role: str, part: str) -> None:
+    value = getattr(model.graph, role)[0]
+    if part == "name":
+        value.name = "named!"
+    else:
+        value.type.tensor_type.shape.dim[0].dim_param = "named!"
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(b"named!", b"named\x80"))
+    manifest = externalize_onnx(store, "m", tmp_path / "m.onnx")
+    assert re.search(f"its {role} .* has a name that is no UTF-8", manifest.components["program"].metadata[UNSERVABLE])
 
 
 def test_damaged_models_are_typed_errors(store, tmp_path: Path, model) -> None:
