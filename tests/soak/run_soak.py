@@ -37,7 +37,7 @@ from soak.deaths import Deaths  # noqa: E402
 from soak.disturbing import ATELIER, CLOCK, Cluster, disturb  # noqa: E402
 from soak.measuring import Meter  # noqa: E402
 from soak.namespaces import TMP, in_namespaces, missing  # noqa: E402
-from soak.schedule import CALM_SHARE, NUM_SIXTHS, Event, drawn_sixths, sixth_s  # noqa: E402
+from soak.schedule import CALM_SHARE, Event, drawn_sixths, sixth_s  # noqa: E402
 from soak.verdicts import Figures, Verdict, verdicts  # noqa: E402
 
 from infra.ports import free_port  # noqa: E402
@@ -45,7 +45,6 @@ from infra.ports import free_port  # noqa: E402
 VIDEO: Final = "tiny-wan"
 START_S, END_S = 300.0, 120.0
 WARMING: Final = [Event(0.0, what, 0) for what in ("register and remove", "pin", "unload")]
-LONG_MINUTES: Final = 30.0
 MIN_RIGHT: Final = 0.85  # of the first answers: a single seed may be a scrawl
 SMALL: Final = {"num_cpus": 0.1}
 ENVIRONMENT: Final = {
@@ -120,8 +119,7 @@ def soak(folder: Path, minutes: float, seed: int, *, is_judging_times: bool) -> 
                     _say(problem[:400])
                 load.go_on()
         report.problems += load.outcome.problems
-    # In a sixth of a short run only some disturbances have come, and each process does something for the first time.
-    judged = verdicts(report.taken, 0 if minutes >= LONG_MINUTES else NUM_SIXTHS // 2 - 1)
+    judged = verdicts(report.taken, minutes)
     _print(report, judged, load)
     return int(bool(report.problems) or any(one.word == "GREW" for one in judged))
 

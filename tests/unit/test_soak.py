@@ -104,10 +104,28 @@ def test_the_first_figures_are_compared_with_the_last_ones() -> None:
 
 
 def test_figures_of_a_short_run_are_compared_from_its_middle_on() -> None:
-    taken = [{"files": Figure(number, "files")} for number in (10, 100, 101)]
-    assert [one.early for one in verdicts(taken, 1)] == [100]
-    assert [one.early for one in verdicts(taken, 9)] == [101]
-    assert verdicts([]) == []
+    taken = [{"files": Figure(number, "files")} for number in (1, 10, 100, 101, 102, 103)]
+    assert [one.early for one in verdicts(taken, 6)] == [100]
+    assert [one.early for one in verdicts(taken, 30)] == [1]
+    assert [one.early for one in verdicts(taken[:1], 6)] == [1]
+    assert verdicts([], 6) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "early", "late", "words"),
+    [
+        ("private memory, all", "bytes", 400 * 2**20, 490 * 2**20, ("GREW", "holds")),
+        ("private memory, all", "bytes", 400 * 2**20, 510 * 2**20, ("GREW", "GREW")),
+        ("/dev/shm", "bytes", 400 * 2**20, 440 * 2**20, ("GREW", "GREW")),
+        ("log per request", "B", 5, 900, ("GREW", "holds")),
+        ("log per request", "B", 5, 2000, ("GREW", "GREW")),
+    ],
+)
+def test_a_short_run_allows_for_processes_that_do_something_for_the_first_time(
+    name: str, unit: str, early: float, late: float, words: tuple[str, str]
+) -> None:
+    taken = [{name: Figure(early, unit)}, {name: Figure(late, unit)}]
+    assert tuple(verdicts(taken, minutes)[0].word for minutes in (60, 6)) == words
 
 
 def test_a_figure_is_the_median_of_its_samples() -> None:
