@@ -51,7 +51,7 @@ class ExtentBook(MemoryTier):
         self.table: EntryTable[HeldExtent] = EntryTable(budget_bytes, clock, self)
         self.coming: dict[str, tuple[ExtentRef, Arrival]] = {}  # by id, of what is being loaded
         self.queue = Admission(self.table, "store.node_budget_bytes")
-        self.recalls = Recalls(self.table, self.queue, clock)
+        self.recalls = Recalls(self.table, self.queue)
         self._neighbours = neighbours
         self._rates = rates
 

@@ -47,7 +47,7 @@ class HeldExtents:
         self._book = ExtentBook(budget_bytes, clock, neighbours, rates)
         self._changed, self._table = self._book.changed, self._book.table
         self.residents = Residents(self._book)
-        self.holders = Holders(self._book, clock)
+        self.holders = Holders(self._book)
 
     def lease_resident(self, extents: Sequence[ExtentRef], holder: str) -> tuple[dict[str, Any], int] | None:
         """Lease what is all here while nobody waits. Return references by id, and the epoch of the leases.

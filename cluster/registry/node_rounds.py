@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Final
@@ -89,7 +90,7 @@ class NodeRounds:
         if self._watch is None:  # `up` has looked at those that are there
             self._watch = NodeWatch(partial(_node_problems, self._config), () if self._was_restarted else alive)
         try:
-            for line in await asyncio.to_thread(self._watch.look, alive):
+            for line in await asyncio.to_thread(self._watch.look, alive, time.monotonic()):
                 logger.warning("%s", line)
         except ray.exceptions.RayError as error:
             logger.warning("nodes that join could not be looked at: %s", str(error).partition("\n")[0])

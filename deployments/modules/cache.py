@@ -115,9 +115,7 @@ class ModuleCache:
         self.forwards = Forwards(self.planner, builder, self._tier)
         self._tasks = Tasks()
         self._modules = ResidentModules(budget, builder, self._tier, kept, clock)
-        self._filler = SlotFiller(
-            self._modules, self.planner, self.manifests, self._tier, builder, self._tasks, report, clock
-        )
+        self._filler = SlotFiller(self._modules, self.planner, self.manifests, self._tier, builder, self._tasks, report)
         self._pins = Pins(self._modules, self.planner, self.manifests, self._tier)
         self.switches = SwitchLog()
 

@@ -129,7 +129,6 @@ class SlotFiller:
         builder: Builder,
         tasks: Tasks,
         report: Report,
-        clock: Callable[[], float],
     ) -> None:
         self._modules = modules
         self._planner = planner
@@ -139,7 +138,7 @@ class SlotFiller:
         self._builder = builder
         self._tasks = tasks
         self._report = report
-        self._clock = clock
+        self._clock = modules.table.now_s
         # By model and version the modules that could not be loaded.
         self._unable: dict[tuple[str, str], set[str]] = {}
 
