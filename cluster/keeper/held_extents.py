@@ -103,7 +103,7 @@ class HeldExtents:
         return refs
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> list[ExtentRef]:
-        """Return what the caller is to load: without a lease, and in no room that anything more valuable has."""
+        """Return the extents that the caller is to load: without a lease, and in no room of anything more valuable."""
         with self._changed:
             if self._book.queue.waiting:
                 return []  # who waits for room comes first
@@ -228,6 +228,6 @@ class HeldExtents:
 
 
 def _named(extents: Sequence[ExtentRef]) -> str:
-    """Return what a refusal calls these extents."""
+    """Return the name of these extents in a refusal."""
     packs = sorted({extent.pack for extent in extents})
     return f"{len(extents)} extents of {listed(packs, MAX_NAMED)}"

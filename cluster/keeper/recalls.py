@@ -112,7 +112,7 @@ class Recalls:
         return line is not None and line.number == number and not line.wanted
 
     def take_recall(self, holder: str, number: int) -> Recall:
-        """Return what that poll has to tell, which has to be answered from now on."""
+        """Return the recall of that poll, which has to be answered from now on."""
         line = self._lines.get(holder)
         if line is None or line.number != number or not line.wanted:
             return Recall()
@@ -165,7 +165,7 @@ class Recalls:
             line.wake()
 
     def silent(self) -> list[str]:
-        """Return who has not answered for too long. Call it every `CHECK_S` while somebody waits for answers.
+        """Return the holders that have not answered for too long. Call it every `CHECK_S` while a request waits.
 
         Time in which nobody called, because this process stood still, is nobody's silence.
         """

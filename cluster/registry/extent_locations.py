@@ -227,7 +227,7 @@ class HeldComponents:
     def query(
         self, wanted: Mapping[str, tuple[str, ...]]
     ) -> tuple[Revision, dict[str, tuple[str, ...]], tuple[str, ...]]:
-        """Return what to ask: the revision, and the components that are wanted or not any more since, with extents."""
+        """Return the next question: the revision, and the components that became wanted, with extents, or unwanted."""
         self._asking = dict(wanted)
         if self._revision == NO_REVISION:
             return NO_REVISION, self._asking, ()
@@ -358,7 +358,7 @@ class ResidencyMap:
 def cluster_residency(
     stats: Mapping[str, Any], residents: Mapping[str, Any], extents_of: Mapping[str, Iterable[str]]
 ) -> dict[str, Any]:
-    """Return what is resident where, as JSON-able values.
+    """Return the residents of each node, as JSON-able values.
 
     `nodes` has each node's keeper figures, or `unreachable` with the reason. `models` has, by id and node, the bytes
     and extents that are resident, whether all of those are pinned, who leases them, and how often they were used.

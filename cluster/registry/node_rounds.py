@@ -50,7 +50,7 @@ class NodeRounds:
 
     @property
     def problems(self) -> list[str]:
-        """What nodes that have joined lack."""
+        """The problems of nodes that have joined."""
         by_node = self._watch.problems if self._watch else {}
         return [line for lines in by_node.values() for line in lines]
 
@@ -97,7 +97,7 @@ class NodeRounds:
 
 
 def _node_problems(config: ClusterConfig, nodes: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what nodes lack for the cluster, whose head tells whether it has HAProxy. Blocks."""
+    """Return the problems of nodes of this cluster, whose head tells whether it has HAProxy. Blocks."""
     needs_haproxy = config.http.proxy == "haproxy" and not why_no_haproxy()
     wanted = wanted_of(config, has_serve=False, needs_haproxy=needs_haproxy)
     return problems_by_node(nodes, wanted, serving_nodes)

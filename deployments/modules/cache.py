@@ -227,7 +227,7 @@ class ModuleCache:
     def choose_merging(
         self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest], merging: Merging
     ) -> Merging | None:
-        """Return what of a request's adapters is merged: that, if it can be and has room beside what is pinned.
+        """Return the adapters of a request that are merged, if they can be and have room beside pinned modules.
 
         Who else is here does not matter, since an image changes by rounding with the form of its LoRA.
         """
@@ -253,7 +253,7 @@ class ModuleCache:
         return {key: slot.nbytes for key, slot in self._modules.slots.items()}
 
     def occupancy(self) -> Occupancy:
-        """Return what occupies the budget."""
+        """Return the occupants of the budget."""
         return self._modules.occupancy()
 
     def describe(self) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class SlotFiller:
     def _fill_all(
         self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]
     ) -> Iterator[Built | Exception]:
-        """Yield what each slot is filled with, or why it cannot be, one after the other. Blocking.
+        """Yield the content of each slot, or the reason why it cannot be filled, one after the other. Blocking.
 
         A slot fails with what the tier raises, ExtentCorrupt naming the tensors, or CannotLoad.
         """

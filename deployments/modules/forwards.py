@@ -1,4 +1,4 @@
-"""What forwards of a replica's models take of its device, planned before they run."""
+"""The device memory of forwards of a replica's models, planned before they run."""
 
 from __future__ import annotations
 

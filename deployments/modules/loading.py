@@ -176,9 +176,9 @@ class ComponentBuilder(Builder):
         return choose_way(item_bytes, 1, self._settings.max_step_tokens, rates) == "stream"
 
     def layer_caches(self, component: Component, skeleton: Path) -> Sequence[int] | None:
-        """Return what a language model allocates on the device where 0, 1, ... of its layers are there.
+        """Return the bytes that a language model allocates on the device where 0, 1, ... of its layers are there.
 
-        None for what is no decoder of ours, whose layers cannot be apart.
+        None for a component that is no decoder of ours: its layers cannot be apart.
         """
         if component.name != "model" or component.library in ("diffusers", "peft"):
             return None
@@ -221,8 +221,8 @@ class ComponentBuilder(Builder):
         return self._spare_bytes[key]
 
     def _spare_cache_bytes(self, component: Component, skeleton: Path, room: int) -> int:
-        """Return what weights leave of each device's `room`: of the first one's, where that is enough (of several, half
-        of the weights, as it is by default); else of all devices', for the layers that are there.
+        """Return the bytes that weights leave of each device's `room`: of the first one's, where that is enough (of
+        several, half of the weights, as it is by default); else of all devices', for the layers that are there.
         """
         settings = self._settings
         # On shared memory, weights are the node's and no part of the budget.

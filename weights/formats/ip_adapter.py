@@ -163,7 +163,7 @@ def _kind_of(projection: Collection[str]) -> Literal["plain", "plus", "full"] | 
 
 
 def _form_not_served(names: Collection[str], projection: Collection[str]) -> str | None:
-    """Return what an adapter of another form is, by the names of its tensors, as diffusers tells them."""
+    """Name the form of an adapter that is not served, by the names of its tensors, as diffusers does; else None."""
     if any(name.startswith(_XLABS) or name.endswith("_ip.bias") for name in names):
         return "an IP-Adapter of Flux"
     if any(".norm_ip." in name for name in names) or any(name.startswith("time_embedding.") for name in projection):

@@ -1,6 +1,6 @@
-"""What one memory tier has, under a byte budget: what is here or coming, what is pinned, how popular it is.
+"""The contents of one memory tier under a byte budget: entries that are here, coming or pinned, and their popularity.
 
-What is asked often is counted as it changes, so that an arrival or an eviction costs the same however much is here. Not
+Totals are counted as they change, so that an arrival or an eviction costs the same however much is here. Not
 thread-safe.
 """
 
