@@ -106,7 +106,7 @@ class ComponentBuilder(Builder):
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
             max_decode_delay=settings.max_decode_delay,
             is_deterministic=settings.deterministic,
-            looks_up_prompts=settings.prompt_lookup,
+            prompt_lookup=settings.prompt_lookup,
             kv_cache_bytes=self._kv_cache_bytes(component, skeleton),
             kv_dtype=settings.kv_dtype,
             arithmetic=settings.packed_arithmetic,

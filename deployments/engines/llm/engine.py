@@ -191,7 +191,7 @@ class LLMEngine:
                 eos_token_ids=self._eos_token_ids,
                 loras=loras,
                 prompt_logprobs=scores,
-                looks_up_prompts=self._config.looks_up_prompts and self._shares_prompts,
+                prompt_lookup=self._config.prompt_lookup and self._shares_prompts,
             )
             for index in range(request.n)
         ]
