@@ -22,7 +22,16 @@ from deployments.modules.builder import Builder
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import FetchManifest, ManifestVersions, Report, SlotFiller, switch_report
 from deployments.modules.forwards import Forwards
-from deployments.modules.parts import ROOM_PART, WHOLE, Fitting, Merging, PartName, PartsPlanner, RequestParts, Wants
+from deployments.modules.parts import (
+    WHOLE,
+    WORKSPACE_PART,
+    Fitting,
+    Merging,
+    PartName,
+    PartsPlanner,
+    RequestParts,
+    Wants,
+)
 from deployments.modules.pins import Pins
 from deployments.modules.resident_modules import Occupancy, ResidentModules, SlotLease
 from deployments.modules.slots import Built, ModuleSlot
@@ -151,8 +160,8 @@ class ModuleCache:
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
         parts = self.planner.plan(manifest, wanted, others, fitting)
         taken, built = await self._take_built(RequestParts(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
-        slots = {name: slot for name, slot in taken.slots.items() if name != ROOM_PART}
-        fresh = {*taken.fresh} - {ROOM_PART}
+        slots = {name: slot for name, slot in taken.slots.items() if name != WORKSPACE_PART}
+        fresh = {*taken.fresh} - {WORKSPACE_PART}
         try:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
             if fresh:

@@ -30,7 +30,7 @@ from deployments.engines.upscaling import build_upscaler
 from deployments.modules.builder import Builder
 from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder
 from deployments.modules.footprints import FootprintBook, structure_of
-from deployments.modules.parts import ROOM, beside_adapters, workspace_pieces
+from deployments.modules.parts import WORKSPACE, beside_adapters, workspace_pieces
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from weights.formats.ip_adapter import LIBRARY as IP_ADAPTER
 from weights.formats.upscaler import LIBRARY as UPSCALER
@@ -71,7 +71,7 @@ class ComponentBuilder(Builder):
         self._node_threads = node_threads(settings)
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
-        if component.library == ROOM:
+        if component.library == WORKSPACE:
             return None
         if not is_denoise_component(component):
             return self._encoders(component, skeleton, tensors)
@@ -100,7 +100,7 @@ class ComponentBuilder(Builder):
         settings = self._settings
         return LLMEngineConfig(
             device=settings.torch_device,
-            keeps_places=True,
+            keeps_devices=True,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_step_tokens,
             max_prefill_beside_decode=settings.max_prefill_beside_decode,

@@ -35,7 +35,7 @@ BESIDE_SHARE: Final = 0.25
 _LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
 _BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
-ROOM: Final = "activations"  # the part of a request that is memory for its forwards
+WORKSPACE: Final = "activations"  # the part of a request that is memory for its forwards
 HOST: Final = "the host"  # key of host-memory KV caches in the budget
 CANNOT_SPLIT: Final = (
     "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
@@ -52,7 +52,7 @@ class PartName(NamedTuple):
     is_adapter: bool = False
 
 
-ROOM_PART: Final = PartName(ROOM, is_adapter=True)  # of no pipeline
+WORKSPACE_PART: Final = PartName(WORKSPACE, is_adapter=True)  # of no pipeline
 
 # What a tensor costs a replica that maps its bytes: Python's objects for it and its share of the module's.
 OBJECT_BYTES: Final = 8 * 2**10
@@ -105,7 +105,9 @@ def _room_part(manifest: Manifest, nbytes: int) -> Part:
     """Return the part of a request that is the room of its forwards, and has nothing in it."""
     pieces = workspace_pieces(nbytes)
     needed = sum(pieces.values())
-    component = Component(name=ROOM, library=ROOM, class_name=None, folder=ROOM, tensors={}, parts_hash=f"{needed}")
+    component = Component(
+        name=WORKSPACE, library=WORKSPACE, class_name=None, folder=WORKSPACE, tensors={}, parts_hash=f"{needed}"
+    )
     return Part(manifest, component, pieces, workspace_bytes=needed)
 
 
@@ -226,7 +228,7 @@ class PartsPlanner:
                 needed = self._workspace(manifest, component, beside)
                 parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
         if fitting.room_bytes and not self.is_on_node:
-            parts[ROOM_PART] = _room_part(manifest, fitting.room_bytes)
+            parts[WORKSPACE_PART] = _room_part(manifest, fitting.room_bytes)
         if fitting.merging is not None:
             parts = merged_parts(parts, fitting.merging, self._memory.size_of) or parts
         if self._layers is not None:

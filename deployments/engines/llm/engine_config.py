@@ -27,14 +27,14 @@ class LLMEngineConfig:
     `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is. What
     the host computes has them leased from `node_threads`, if there are some. With
     `prompt_lookup` tokens that stood behind the last ones before are proposed, and several may come of a step. With
-    `keeps_places` each layer computes where its tensors are, be that `device`, which has the head, or the host.
+    `keeps_devices` each layer computes where its tensors are, be that `device`, which has the head, or the host.
 
     Raises:
         EngineError: no sequence or no token fits into a step.
     """
 
     device: str | torch.device = "cpu"
-    keeps_places: bool = False
+    keeps_devices: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_prefill_beside_decode: int = 512
