@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ import pytest
 import torch
 from kit.tiny.parts import random_vae, unet
 from PIL import Image
+from safetensors.torch import save_file
 from unit.deployments.engines.diffusion.control_nets import controlnet, flux_union, t2i_adapter, union
 
+from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families.unet_controls import adapter_features
 from deployments.engines.diffusion.rows import batch_key, parts_of
 from deployments.engines.records.protocol import ControlUse, EngineError
+from weights.formats.control_files import read_control_file
+from weights.operations.base_pipeline import open_base
 
 
 def image_of(seed: int = 0, side: int = 32) -> np.ndarray:
@@ -249,3 +255,67 @@ def test_a_t2i_adapter_says_which_sides_it_reads() -> None:
         (2, 8, 2, 3),
         (2, 16, 2, 3),
     ]
+
+
+def read_back(tensors: dict[str, torch.Tensor], folder: Path, base: Path) -> torch.nn.Module:
+    """Return the module that a single file becomes, for a pipeline in a folder."""
+    folder.mkdir()
+    save_file({name: one.contiguous().clone() for name, one in tensors.items()}, folder / "control.safetensors")
+    checkpoint = read_control_file(folder / "control.safetensors", open_base(base, None))
+    (part,) = checkpoint.components
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    read = {
+        name: torch.frombuffer(bytearray(one.read()), dtype=torch.float32).view(one.shape)
+        for name, one in part.tensors.items()
+    }
+    return build_module(part.library, part.class_name, folder, read)
+
+
+def of_original_code(adapter: Any, num_blocks: int = 2) -> dict[str, torch.Tensor]:
+    """A T2I-Adapter in the names of TencentARC's code: blocks in one row, or in groups for a light one."""
+    is_light = adapter.config.adapter_type == "light_adapter"
+    found = {}
+    for key, one in adapter.state_dict().items():
+        name = key.removeprefix("adapter.")
+        match = re.match(r"body\.(\d+)\.(?:resnets\.(\d+)\.)?(.+)", name)
+        if match and is_light:
+            name = name.replace(".resnets.", ".body.")
+        elif match:
+            name = f"body.{num_blocks * int(match[1]) + int(match[2] or 0)}.{match[3]}"
+        found[name] = one
+    return found
+
+
+@pytest.mark.parametrize("name", ["full", "gray", "light"])
+@pytest.mark.parametrize("is_original", [True, False])
+def test_a_t2i_adapter_of_stable_diffusion_is_read_from_one_file(
+    stable_diffusion: Any, tmp_path: Path, name: str, is_original: bool
+) -> None:
+    kind, channels, more = ADAPTERS[name]
+    adapter = t2i_adapter(kind, channels, **more)
+    pair = deep_stable_diffusion(stable_diffusion, tmp_path / "pair") if name == "light" else stable_diffusion
+    tensors = of_original_code(adapter) if is_original else adapter.state_dict()
+    read: Any = read_back(tensors, tmp_path / "read", pair.folder)
+    keys = ("adapter_type", "channels", "in_channels", "num_res_blocks", "downscale_factor")
+    assert {key: read.config[key] for key in keys} == {key: adapter.config[key] for key in keys}
+    image = torch.rand(1, adapter.config.in_channels, 32, 32)
+    for ours, stock in zip(read(image), adapter(image), strict=True):
+        assert torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize(("family", "make"), [("stable_diffusion", controlnet), ("sdxl", controlnet), ("sdxl", union)])
+def test_a_controlnet_in_one_file_is_read_by_the_config_of_its_base(
+    request: pytest.FixtureRequest, tmp_path: Path, family: str, make: Any
+) -> None:
+    pair = request.getfixturevalue(family)
+    net = make(pair.ours.denoiser)
+    read: Any = read_back(net.state_dict(), tmp_path / "read", pair.folder)
+    assert type(read) is type(net)
+    assert {key: value for key, value in read.config.items() if not key.startswith("_")}.keys() == {
+        key for key in net.config if not key.startswith("_")
+    }
+    for key, value in net.config.items():
+        if not key.startswith("_") and key != "num_attention_heads":
+            assert np.all(np.asarray(read.config[key]) == np.asarray(value)), key  # one number may stand for a list
+    for key, one in net.state_dict().items():
+        assert torch.equal(read.state_dict()[key], one)
