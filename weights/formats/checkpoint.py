@@ -30,7 +30,14 @@ from weights.formats.folder import (
 )
 from weights.formats.gguf import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
-from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
+from weights.formats.ip_adapter import (
+    IP_CLASS,
+    canonical_name,
+    check_encoder,
+    is_ip_adapter,
+    is_ip_adapter_folder,
+    read_ip_adapter,
+)
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.language_models import body_of, named_class
@@ -384,6 +391,7 @@ def _ip_adapter(path: Path) -> Checkpoint:
     header = read_header(files[0])
     tensors: dict[str, SourceTensor] = dict(header.tensors)
     read_ip_adapter(files[0], {name: tensor.shape for name, tensor in tensors.items()})
+    tensors = {canonical_name(name): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(f"{IP_ENCODER}.") for name in tensors):  # as they are written back
         encoder = read_component(path / IP_ENCODER, IP_ENCODER, "transformers", None, IP_ENCODER, allow_torch=False)
         if encoder is None:

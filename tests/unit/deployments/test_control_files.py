@@ -350,3 +350,23 @@ def test_a_file_is_stored_once_and_its_hash_is_the_folders(tmp_path: Path) -> No
         keys.append({name: ref.sha256 for name, ref in part.tensors.items()})
     assert keys[0] == keys[1]
     assert load_file(file).keys() == keys[0].keys()
+
+
+def test_an_ip_adapter_of_flux_answers_and_is_for_flux_alone(tmp_path: Path) -> None:
+    from diffusers import FluxTransformer2DModel
+    from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
+
+    from deployments.records import ImagePromptUse
+
+    net = FluxTransformer2DModel.from_pretrained(MODELS / FLUX / "transformer")
+    folder = write_ip_adapter(tmp_path / "look", net, "flux")
+    models = models_of(Written(folder, None, FLUX), tmp_path / "store")
+    options: dict[str, Any] = {"prompt": "a five", "num_inference_steps": 2, "width": 32, "height": 32}
+    options |= {"max_sequence_length": 32, "seed": 1, "model": FLUX}
+    image = np.random.default_rng(0).integers(0, 256, (40, 32, 3), dtype=np.uint8)
+    use = ImagePromptUse(name="control", image=image, scale=0.8)
+    [found] = models.generate(ImageRequest(**options, ip_adapter=(use,))).images
+    [plain] = models.generate(ImageRequest(**options)).images
+    assert np.abs(found.astype(int) - plain).max() > 4
+    with pytest.raises(ServiceError, match=f"an IP-Adapter that is of Flux, and '{SDXL}' has a UNet"):
+        models_of(Written(folder, None, SDXL), tmp_path / "store")

@@ -88,6 +88,7 @@ class FluxLatents(PackedLatents):
 
 
 class FluxAdapters(Adapters):
+    takes_image_prompts: ClassVar[bool] = True
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
         "text_encoder": ("te1", "clip_l"),
         "text_encoder_2": ("te2", "te3", "t5xxl"),  # which of the two depends on the trainer

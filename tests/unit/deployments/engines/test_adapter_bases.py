@@ -375,7 +375,7 @@ def test_an_ip_adapter_fits_its_own_base_alone(base: Base, tmp_path: Path) -> No
         f"{file}: an IP-Adapter that has ip_adapter.1.to_k_ip.weight of shape [320, 768], and 'sd21' [320, 1024]: it "
         "is for another one"
     )
-    assert "an IP-Adapter, and none are served with 'flux', FluxPipeline" in str(refusal(folders["sd15"], base("flux")))
+    assert "an IP-Adapter that is for a UNet, and 'flux' is one of Flux" in str(refusal(folders["sd15"], base("flux")))
 
 
 def test_an_ip_adapter_of_another_image_encoder_is_told(base: Base, tmp_path: Path) -> None:
