@@ -151,7 +151,7 @@ class PipelineTwin(DenoisePipeline):
             latents = pixels.new_empty(1, *family.latents.noise_shape(self.denoiser.config, size))
             inputs = family.adapters.control_image(twin, pixels, lambda images: latents, self._codec.vae)
             inputs = tuple(one.to(self._dtype) for one in inputs)
-        mode = 0 if family.adapters.num_modes(twin.config) else None
+        mode = 0 if family.adapters.num_modes(twin) else None
         return Control(name, twin, inputs, 1.0, 0.0, 1.0, family.adapters.controls_read_prompt, mode)
 
     def _fakes_of(self, pairs: Mapping[str, LoraPair]) -> FittedPairs:
