@@ -38,9 +38,7 @@ from weights.records.manifest import ModelKind
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
-_CONTROL_CLASSES: Final = sorted(
-    {family.adapters.control_class for family in FAMILIES.values() if family.adapters.control_class}
-)
+_CONTROL_CLASSES: Final = sorted({name for family in FAMILIES.values() for name in family.adapters.control_keys})
 
 
 def why_unservable(checkpoint: Checkpoint, bases: Sequence[AdapterBase] = (), dtype: str = "auto") -> str | None:
@@ -189,8 +187,8 @@ def _check_head(checkpoint: Checkpoint) -> None:
 def _check_controlnet(checkpoint: Checkpoint) -> None:
     if checkpoint.class_name not in _CONTROL_CLASSES:
         raise EngineError(
-            f"{checkpoint.path}: unknown ControlNet class {checkpoint.class_name!r} "
-            f"(known: {', '.join(_CONTROL_CLASSES)})"
+            f"{checkpoint.path}: a {checkpoint.class_name}, which is not served as an adapter (those that are: "
+            f"{', '.join(_CONTROL_CLASSES)}); it may be a part of a pipeline's folder"
         )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from weights.formats import classifier, dense_head
+from weights.formats.control_files import CONTROL_CLASSES, control_kind, is_control_file, read_control_file, why_alone
 from weights.formats.encoder_files import read_stages
 from weights.formats.folder import (
     LORA_FILE,
@@ -28,7 +29,14 @@ from weights.formats.folder import (
 )
 from weights.formats.gguf import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
-from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
+from weights.formats.ip_adapter import (
+    IP_CLASS,
+    canonical_name,
+    check_encoder,
+    is_ip_adapter,
+    is_ip_adapter_folder,
+    read_ip_adapter,
+)
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.language_models import body_of, named_class
@@ -124,6 +132,8 @@ def read_checkpoint(
         if layout != "file" or path.suffix not in (".safetensors", ".gguf"):
             what = f"a file of {path.suffix!r}" if layout == "file" else f"a folder in the layout of {layout}"
             raise FormatError(f"{path}: {what}; `like` is for a single .safetensors or .gguf file")
+        if is_control_file(path):
+            return read_control_file(path, like)
         # By name: it takes torch and diffusers, which the control plane does without.
         module = importlib.import_module("weights.conversion.single_file")
         read = module.read_gguf_denoiser if path.suffix == ".gguf" else module.read_single_file
@@ -198,13 +208,17 @@ def check_lora_base(lora: Checkpoint, base: AdapterBase) -> None:
 
 
 def is_controlnet(path: Path) -> bool:
-    """Return whether it is the folder of a ControlNet, as its config says. Raises FormatError."""
+    """Return whether it is a ControlNet or a T2I-Adapter: a folder whose config says so, or a file.
+
+    Raises FormatError.
+    """
     file = path / "config.json"
-    return file.is_file() and _is_control_class(read_json(file))
+    return is_control_file(path) or (file.is_file() and _is_control_class(read_json(file)))
 
 
 def _is_control_class(config: Mapping[str, Any]) -> bool:
-    return str(config.get("_class_name")).endswith("ControlNetModel")
+    class_name = str(config.get("_class_name"))
+    return class_name in CONTROL_CLASSES or class_name.endswith("ControlNetModel")
 
 
 def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
@@ -398,6 +412,7 @@ def _ip_adapter(path: Path) -> Checkpoint:
     header = read_header(files[0])
     tensors: dict[str, SourceTensor] = dict(header.tensors)
     read_ip_adapter(files[0], {name: tensor.shape for name, tensor in tensors.items()})
+    tensors = {canonical_name(name): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(f"{IP_ENCODER}.") for name in tensors):  # as they are written back
         encoder = read_component(path / IP_ENCODER, IP_ENCODER, "transformers", None, IP_ENCODER, allow_torch=False)
         if encoder is None:
@@ -454,6 +469,8 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
     match path.suffix:
         case ".safetensors":
             header = read_header(path)
+            if kind := control_kind(path, {name: tensor.shape for name, tensor in header.tensors.items()}):
+                raise FormatError(why_alone(path, kind))
             if is_ip_adapter(header.tensors):  # those for FaceID have LoRAs in them, and no image_encoder beside them
                 read_ip_adapter(path, {name: tensor.shape for name, tensor in header.tensors.items()})
             if is_lora(header.tensors) and not (is_peft(list(header.tensors)) and peft_config_of(path).is_file()):
