@@ -60,6 +60,11 @@ class Holders:
                 (self._book.recalls.time_out if lives else self.end)(holder)
                 self._book.serve()
 
+    def has_leases(self, holder: str) -> bool:
+        """Return whether the holder has leases that it was not asked to give back."""
+        with self._book.changed:
+            return self._table.has_held_leases(holder)
+
     def lease(self, entry: Entry[HeldExtent], holder: str, count: int = 1) -> None:
         """Lease an entry that is here. A holder that has died gets none: nobody would give it back."""
         with self._book.changed:

@@ -65,6 +65,12 @@ class Residents:
             return describe_holders(self._table)
 
     @property
+    def is_in_use(self) -> bool:
+        """Return whether anybody has leases, or extents are coming."""
+        with self._book.changed:
+            return bool(self._book.coming or self._table.bytes_by_holder())
+
+    @property
     def budget_bytes(self) -> int:
         return self._table.budget_bytes
 

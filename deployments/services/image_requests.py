@@ -101,7 +101,9 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
         scheduler_options=request.scheduler_options,
         references=request.references,
-        control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
+        control=tuple(
+            ControlUse(use.name, use.image, use.scale, use.start, use.end, use.mode) for use in request.control
+        ),
         **said(request, Denoising),
     )
 

@@ -15,12 +15,6 @@ MAX_EXCEPTIONS = 8
 NUM_CALLABLES = 141  # that all classes and records are made with; the bound gets lower, never higher
 # Classes that are over the bound of methods, with what they have: the list gets shorter, and no number larger.
 METHODS = {
-    # Each is called by the ingress of one event loop: what replicas, requests and the controller say, one by one.
-    "cluster.admission.dispatcher:Dispatcher": 23,
-    # A pool's heaps of waiting requests: all orders in which they are looked for are kept by the same changes.
-    "cluster.admission.pool:Lanes": 22,
-    # All that changes which request starts next, over all pools; its rules are functions of modules beside it.
-    "cluster.admission.queue:AdmissionQueue": 42,
     # A replica's room in forecasts and starts: the figures follow from one list of what runs there.
     "cluster.admission.replica_slots:ReplicaSlots": 29,
 }

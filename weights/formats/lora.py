@@ -55,6 +55,7 @@ _OF_LYCORIS: Final = (
     ".oft_blocks",
     ".oft_R.weight",
     ".on_input",
+    ".a1.weight",
     ".diff",
     ".w_norm",
 )

@@ -13,6 +13,8 @@ import diffusers
 import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
+from deployments.engines.diffusion.flow_solvers import NAMES as FLOW_NAMES
+from deployments.engines.diffusion.flow_solvers import flow_solver, is_flow
 from deployments.engines.diffusion.known_solvers import REFUSED, check_solver
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
@@ -24,9 +26,6 @@ Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config 
 # are none's `compatibles` in diffusers, though they read the same config; EDM is everybody's, and reads another one.
 _OF_BETAS: Final = frozenset(
     {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler"} - {"EDMEulerScheduler"}
-)
-_OF_FLOWS: Final = frozenset(
-    {"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler"}
 )
 # What a request may change of a solver's config, with what it may be: a type, a range of numbers, or choices.
 _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]] = {
@@ -83,7 +82,7 @@ class SolverFactory:
         solver.register_to_config(**changes(solver.config))
         try:
             solver.set_timesteps(device=device, **schedule(solver.config))
-        except (ValueError, TypeError, ImportError) as error:
+        except (ValueError, TypeError, ImportError, AssertionError) as error:
             raise EngineError(f"{type(solver).__name__} cannot make this schedule: {error}") from error
         if hasattr(solver, "set_begin_index"):
             solver.set_begin_index(0)
@@ -91,28 +90,33 @@ class SolverFactory:
 
     def configured(self, scheduler: str | None, options: Mapping[str, bool | float | str]) -> Any:
         """Return a solver without a schedule, of the template's class or another. Raises EngineError."""
-        cls: Any = type(self._template)
-        if scheduler not in (None, cls.__name__):
+        own: str = type(self._template).__name__
+        if scheduler not in (None, own):
             known = self._known_classes()
             if scheduler not in known:
                 reason = f" ({scheduler} {REFUSED[scheduler]})" if scheduler in REFUSED else ""
                 raise EngineError(
                     f"scheduler {scheduler!r}: expected one that fits the model's{reason} (known: {', '.join(known)})"
                 )
-            cls = _solver_class(scheduler)
         elif not options:
             return copy.deepcopy(self._template)
-        _check_options(cls, options)
+        cls, changes, spacing = _solver_class(scheduler or own), dict(options), None
+        if is_flow(self._template) and (scheduler or own) in FLOW_NAMES:
+            cls, changes, spacing = flow_solver(self.config, scheduler or own, options)
+        _check_options(cls, {name: changes[name] for name in options if name in changes})
         try:
-            return cls.from_config(self.config, **options)
+            solver = cls.from_config(self.config, **changes)
         except (ValueError, TypeError, NotImplementedError, ImportError) as error:
             raise EngineError(f"{cls.__name__} cannot be configured so: {error}") from error
+        if spacing is not None:
+            solver.spacing = spacing
+        return solver
 
     def _known_classes(self) -> list[str]:
         """Return the names of the classes that take the template's config, and can be run."""
         own = {cls.__name__ for cls in self._template.compatibles}
-        groups = (group for group in (_OF_BETAS, _OF_FLOWS) if group & own)
-        names = {type(self._template).__name__}.union(*groups)
+        others = FLOW_NAMES if is_flow(self._template) else _OF_BETAS if _OF_BETAS & own else frozenset[str]()
+        names = {type(self._template).__name__} | others
         return sorted(name for name in names if _solver_class(name) is not None)
 
 

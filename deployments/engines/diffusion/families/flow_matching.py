@@ -62,6 +62,8 @@ class ShiftedSteps(FlowSteps):
             schedule = super().schedule(request, solver_config, size)
         elif solver_config.get("use_flow_sigmas"):
             schedule = {"num_inference_steps": steps}
+            if not solver_config.get("use_dynamic_shifting"):
+                return schedule
         return schedule | {"mu": self.shift(num_patches(size), steps, solver_config)}
 
     def shift(self, num_patches: int, num_steps: int, solver_config: Mapping[str, Any]) -> float:

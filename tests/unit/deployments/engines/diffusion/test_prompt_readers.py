@@ -96,6 +96,29 @@ def test_a_part_of_an_image_painted_anew(pair: ReaderPair, strength: float) -> N
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+def test_a_solver_of_noise_by_name(pair: ReaderPair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A UI names Euler whatever the model is."""
+    request = request_of(num_inference_steps=4, scheduler=name)
+    if name != "EulerDiscreteScheduler":
+        own = pair.stock.scheduler.config
+        of_flows = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": own["shift"]}
+        other = getattr(diffusers, name).from_config(own, **of_flows)
+        make = other.set_timesteps
+        mu = {} if own["use_dynamic_shifting"] else {"mu": None}
+
+        def set_timesteps(num_inference_steps: Any = None, device: Any = None, sigmas: Any = (), **more: Any) -> None:
+            make(num_inference_steps or len(sigmas), device, **(more | mu))  # it has its own sigmas
+
+        other.set_timesteps = set_timesteps
+        monkeypatch.setattr(pair.stock, "scheduler", other)
+    conditioning = pair.conditioning(request, PROMPTS[0], None)
+    stock = pair.stock_run(request, PROMPTS[0], None)
+    monkeypatch.undo()
+    pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
+
+
 @pytest.fixture(scope="module", params=FLUX_2)
 def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReaderPair:
     return make_pair(request.param, tmp_path_factory.mktemp(request.param))

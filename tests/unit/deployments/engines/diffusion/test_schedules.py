@@ -65,6 +65,24 @@ def test_a_solver_and_its_options_by_request(request, make_request, name, solver
     assert np.abs(ours.astype(int) - plain.astype(int)).max() > 2
 
 
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", ["flux", "stable_diffusion_3"])
+@pytest.mark.parametrize("solver", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"])
+def test_flows_take_the_names_of_solvers_of_noise(request, make_request, name, solver):
+    """A UI names Euler whatever the model is."""
+    pair = request.getfixturevalue(name)
+    job = make_request(scheduler=solver, num_inference_steps=4)
+    own = pair.stock.scheduler
+    if solver != "EulerDiscreteScheduler":
+        pair.stock.scheduler = getattr(diffusers, solver).from_config(
+            own.config, **FLOW, flow_shift=own.config.get("shift", 1.0)
+        )
+    try:
+        pair.assert_equals_stock(job, pair.conditioning())
+    finally:
+        pair.stock.scheduler = own
+
+
 def test_every_solver_that_a_message_names_runs(sdxl, stable_diffusion_3, make_request):
     for pair in (sdxl, stable_diffusion_3):
         with pytest.raises(EngineError) as refusal:

@@ -128,7 +128,7 @@ def test_a_text_that_repeats_its_prompt_takes_a_fraction_of_the_steps(tmp_path, 
 
 def test_answers_are_the_same_where_blocks_run_out(tiny, request_of, prompt_of):
     model = tiny("qwen3", 3, head_dim=16)
-    requests = [request_of(str(i), prompt_of(7, i % 2) * 3, max_tokens=40, ignore_eos=True) for i in range(4)]
+    requests = [request_of(str(i), prompt_of(7, i) * 3, max_tokens=40, ignore_eos=True) for i in range(4)]
     tight = model.engine(prompt_lookup=True, kv_cache_bytes=2 * 2 * 16 * 2 * 16 * 4 * 9)
     found, _ = answers(tight, requests)
     assert tight.stats().num_preemptions > 0

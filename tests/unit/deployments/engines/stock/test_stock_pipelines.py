@@ -345,8 +345,19 @@ def test_a_request_may_choose_the_scheduler(aura: Any) -> None:
     chosen = {"scheduler": "FlowMatchHeunDiscreteScheduler", "scheduler_options": {"shift": 3.0}}
     output, _ = run(StockEngine(model), aura_request(**chosen))
     np.testing.assert_array_equal(output.images, expected)
-    with pytest.raises(EngineError, match="scheduler 'DDIMScheduler': expected one that fits"):
-        run(StockEngine(model), aura_request(scheduler="DDIMScheduler"))
+    with pytest.raises(EngineError, match="scheduler 'PNDMScheduler': expected one that fits"):
+        run(StockEngine(model), aura_request(scheduler="PNDMScheduler"))
+
+
+@pytest.mark.parametrize("solver", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"])
+def test_a_flow_takes_the_names_of_solvers_of_noise(aura: Any, solver: str) -> None:
+    _, model = aura
+    fields = {**aura_request().fields, "num_inference_steps": 5}
+    usual, _ = run(StockEngine(model), aura_request(fields=fields))
+    output, _ = run(StockEngine(model), aura_request(fields=fields, scheduler=solver))
+    again, _ = run(StockEngine(model), aura_request(fields=fields, scheduler=solver))
+    np.testing.assert_array_equal(output.images, again.images)
+    assert np.array_equal(output.images, usual.images) == (solver == "EulerDiscreteScheduler")
 
 
 def test_a_class_with_a_scheduler_of_its_own_lets_no_request_choose(tmp_path: Path) -> None:

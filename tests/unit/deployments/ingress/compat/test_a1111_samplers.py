@@ -15,6 +15,7 @@ import torch
 from kit.drawing import seeds
 
 from deployments.engines.diffusion.solvers import SolverFactory
+from deployments.engines.records.protocol import EngineError
 from deployments.ingress.compat.a1111_bodies import TextToImageBody
 
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
@@ -31,7 +32,7 @@ def factory(tmp_path_factory: pytest.TempPathFactory) -> SolverFactory:
 
 def solver_of(factory: SolverFactory, sampler: str, scheduler: str, steps: int) -> Any:
     given = TextToImageBody(sampler_name=sampler, scheduler=scheduler)._fields("m")
-    solver = factory.configured(given["scheduler"], given["scheduler_options"])
+    solver = factory.configured(given.get("scheduler"), given["scheduler_options"])
     solver.set_timesteps(steps)
     return solver
 
@@ -141,3 +142,131 @@ def test_samplers_solve_as_k_diffusion_does(factory: SolverFactory, sampler: str
         sde = {"variance_noise": noise[place]} if "SDE" in sampler else {}
         own = solver.step(predicted, timestep, own, **sde).prev_sample
     torch.testing.assert_close(own, SOLVED[sampler](x, sigmas, noise), rtol=1e-3, atol=1e-3)
+
+
+SHIFT = 3.0
+
+
+@pytest.fixture(scope="module", params=["FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"])
+def flow(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> SolverFactory:
+    """Of a model of flow matching: SD3's solver, and Wan's."""
+    folder: Path = tmp_path_factory.mktemp("flow")
+    if request.param.startswith("Flow"):
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(folder / "scheduler")
+    else:
+        diffusers.UniPCMultistepScheduler(
+            use_flow_sigmas=True, flow_shift=SHIFT, prediction_type="flow_prediction"
+        ).save_pretrained(folder / "scheduler")
+    return SolverFactory(folder, {"scheduler": ["diffusers", request.param]})
+
+
+def shifted(sigmas: np.ndarray, shift: float = SHIFT) -> np.ndarray:
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def karras(n: int) -> np.ndarray:
+    least = shifted(np.array(1 / 1000)) ** (1 / 7)
+    return (1 + np.linspace(0, 1, n) * (least - 1)) ** 7
+
+
+# ComfyUI's and Forge's schedules of a flow, the shift within
+OF_FLOWS: dict[str, Callable[[int], np.ndarray]] = {
+    "Simple": lambda n: shifted(np.linspace(1, 1 / n, n)),
+    "SGM Uniform": lambda n: shifted(np.linspace(1, shifted(np.array(1 / 1000)), n + 1)[:-1]),
+    "Normal": lambda n: shifted(np.linspace(1, shifted(np.array(1 / 1000)), n)),
+    "Uniform": lambda n: shifted(np.linspace(1, shifted(np.array(1 / 1000)), n)),
+    "Karras": karras,
+    "Exponential": lambda n: np.exp(np.linspace(0, np.log(shifted(np.array(1 / 1000))), n)),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 4, 25])
+@pytest.mark.parametrize("sampler", ["Automatic", "Euler", "DDIM", "Euler a"])
+@pytest.mark.parametrize("scheduler", list(OF_FLOWS))
+def test_flows_are_spaced_as_the_webui_spaces_them(
+    flow: SolverFactory, sampler: str, scheduler: str, steps: int
+) -> None:
+    is_bent = scheduler in ("Karras", "Exponential")
+    if sampler == "Automatic" and (is_bent or "UniPC" in type(flow.configured(None, {})).__name__):
+        pytest.skip("a model's own solver has its own first and last sigma")
+    found = solver_of(flow, sampler, scheduler, steps).sigmas.numpy()
+    assert found[-1] == 0
+    np.testing.assert_allclose(
+        found[:-1], OF_FLOWS[scheduler](steps), atol=1e-2 if scheduler == "SGM Uniform" else 1e-5
+    )
+
+
+def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
+    """A flow from points around 0.3 whose spread is 0.5."""
+    kept = 1 - sigma
+    clean = 0.3 + kept * 0.25 / (kept**2 * 0.25 + sigma**2) * (x - kept * 0.3)
+    return (x - clean) / sigma
+
+
+def flow_euler(x: torch.Tensor, sigmas: list[float], noise: list[torch.Tensor]) -> torch.Tensor:
+    for sigma, following in itertools.pairwise(sigmas):
+        x = x + (following - sigma) * velocity(x, sigma)
+    return x
+
+
+def flow_ancestral(x: torch.Tensor, sigmas: list[float], noise: list[torch.Tensor]) -> torch.Tensor:
+    """ComfyUI's `sample_euler_ancestral_RF`, at an eta of 1."""
+    for place, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
+        clean = x - sigma * velocity(x, sigma)
+        if following == 0:
+            return clean
+        down = following * (1 + (following / sigma - 1))
+        alpha, alpha_down = 1 - following, 1 - down
+        renoise = (following**2 - down**2 * alpha**2 / alpha_down**2) ** 0.5
+        x = alpha / alpha_down * (down / sigma * x + (1 - down / sigma) * clean) + noise[place] * renoise
+    return x
+
+
+def flow_2m(x: torch.Tensor, sigmas: list[float], noise: list[torch.Tensor]) -> torch.Tensor:
+    """DPM-Solver++(2M), over the logarithm of signal to noise of a flow."""
+    old, h_last = None, 0.0
+    for sigma, following in itertools.pairwise(sigmas):
+        clean = x - sigma * velocity(x, sigma)
+        if following == 0:
+            return clean
+        h = math.log((1 - following) / following) - math.log((1 - sigma) / sigma)
+        mixed = clean if old is None else clean + h / (2 * h_last) * (clean - old)
+        x = following / sigma * x - (1 - following) * math.expm1(-h) * mixed
+        old, h_last = clean, h
+    return x
+
+
+FLOWS: dict[str, Callable[..., torch.Tensor]] = {
+    "Euler": flow_euler,
+    "DDIM": flow_euler,
+    "Euler a": flow_ancestral,
+    "DPM++ 2M": flow_2m,
+}
+
+
+@seeds(20)
+@pytest.mark.parametrize("sampler", list(FLOWS))
+def test_samplers_solve_flows(flow: SolverFactory, sampler: str, seed: int) -> None:
+    solver = solver_of(flow, sampler, "Simple", 20)
+    sigmas = [float(sigma) for sigma in solver.sigmas]
+    own = x = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+    stream = torch.Generator().manual_seed(seed + 1)
+    noise = [torch.randn(4, generator=stream) for _ in sigmas]
+    given = {"generator": torch.Generator().manual_seed(seed + 1)} if sampler == "Euler a" else {}
+    for place, timestep in enumerate(solver.timesteps):
+        own = solver.step(velocity(own, sigmas[place]), timestep, own, **given).prev_sample
+    torch.testing.assert_close(own, FLOWS[sampler](x, sigmas, noise), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "scheduler", "said"),
+    [
+        ("LMS", "Automatic", "scheduler 'LMSDiscreteScheduler': expected one that fits .*EulerDiscreteScheduler"),
+        ("Euler", "DDIM", "'leading' begins below the noise that a flow begins with .*linspace, trailing"),
+        ("DPM++ 2M", "Karras", "of a flow, DPMSolverMultistepScheduler has its steps in even spaces"),
+        ("DPM++ 2M", "Normal", "in even spaces, and not by timestep_spacing 'linspace'"),
+    ],
+)
+def test_what_means_nothing_of_a_flow_is_told(flow: SolverFactory, sampler: str, scheduler: str, said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        solver_of(flow, sampler, scheduler, 4)
