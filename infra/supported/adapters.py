@@ -208,7 +208,7 @@ def form_of(row: str) -> tuple[Layout, Write]:
 
 
 def cell(row: str, denoiser: Denoiser) -> Cell:
-    """Return what a row is for a denoiser."""
+    """Return the cell of a row for a denoiser."""
     module = _blank(DENOISERS.index(denoiser))
     tensors = file_of(denoiser, module, *form_of(row))
     return Cell(row, denoiser.title, tensors, _refusal(denoiser, module, tensors))

@@ -32,7 +32,7 @@ _ONE_127TH: Final = np.float32(0.007874015718698502)  # as its kernel has it
 
 
 def take_bitsandbytes(path: Path, tensors: Mapping[str, SourceTensor]) -> Weights:
-    """Take what bitsandbytes quantized from among tensors. Raises FormatError for parts that do not fit."""
+    """Take the weights that bitsandbytes quantized out of tensors. Raises FormatError for parts that do not fit."""
     beside: set[str] = set()
     found: dict[str, Quantized] = {}
     for name, tensor in tensors.items():

@@ -86,7 +86,7 @@ _EMBEDDINGS: Final = {
 
 
 def control_kind(path: Path, shapes: _Shapes) -> ControlKind | None:
-    """Return what kind of control a file's tensors are; None for a file of something else.
+    """Return the kind of control that a file's tensors are; None for a file of something else.
 
     Raises FormatError for a kind that is not read, naming it.
     """
@@ -302,7 +302,7 @@ def _wide(path: Path, tensor: SourceTensor) -> _Array:
 
 
 def _structure(path: Path, named: Mapping[str, SourceTensor], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a ControlNet's tensors say of it: small ones have fewer attentions than their base."""
+    """Return the structure of a ControlNet by its tensors: small ones have fewer attentions than their base."""
     widths = config.get("block_out_channels", ())
     kinds, depths = list[str](), list[int]()
     for block in range(len(widths)):
