@@ -182,10 +182,8 @@ def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
         elif component.format != "safetensors":
             return
         elif has_own_layers(named_decoder(config)):
-            is_packed = isinstance(quantization, Mapping)
-            check_packed_decoder(
-                named_decoder(config), config, given, quantization.get("group_size", 0) if is_packed else 0
-            )
+            group_size = quantization.get("group_size", 0) if isinstance(quantization, Mapping) else 0
+            check_packed_decoder(named_decoder(config), config, given, group_size)
         elif quantization is None:
             # It needs torch, which others do without: only transformers knows what its classes are made of.
             check_stock = importlib.import_module("deployments.engines.llm.models.registry").check_stock_tensors
