@@ -318,7 +318,7 @@ class ModelConfig(StrictModel):
 
 
 class AdapterConfig(StrictModel):
-    """A LoRA as diffusers, kohya or PEFT save it, the folder of a ControlNet or an IP-Adapter, and its models.
+    """A LoRA as diffusers, kohya or PEFT save it, a ControlNet, or the folder of an IP-Adapter, and its models.
 
     A ControlNet that asks for no dtype gets that of its models.
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.registry.directory import Entry, misplaced, wanted_dtype
-from cluster.registry.importing import base_of, bases_of, dtype_of, like_of, vae_of
+from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, vae_of
 from cluster.registry.manifests import variant_of
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import AdapterConfig, ModelConfig
@@ -40,8 +40,9 @@ from deployments.requests.limits import check_image, check_upscale
 from deployments.services.image_service import ImageService
 from deployments.text.fallback import FallbackEncoder
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.control_files import is_control_file
 from weights.formats.learned_words import WORDS_CLASS, words_in
-from weights.formats.source import AdapterBase, Checkpoint
+from weights.formats.source import AdapterBase, BasePipeline, Checkpoint
 from weights.loading.provider import LocalExtents
 from weights.memory.devices import open_device
 from weights.operations.intake import import_model
@@ -149,8 +150,10 @@ class LocalModels:
         options = self._config.store.object_storage.options()
         if isinstance(entry, ModelConfig) and isinstance(entry.like, str):
             await self._manifest(entry.like)  # in the store, so that the next line finds it
-        like, vae = like_of(entry, self._store), vae_of(entry)
         is_here = isinstance(entry.path, Path) and entry.path.exists()
+        if isinstance(entry, AdapterConfig) and is_here and is_control_file(Path(entry.path)):
+            await self._manifest(entry.base[0])
+        like, vae = self._like(entry), vae_of(entry)
         dtype = self._check_servable(entry) if is_here else wanted_dtype(entry, self._auto_dtype)
         return import_model(
             self._store, entry.id, entry.path, component=component, dtype=dtype, like=like, vae=vae, options=options
@@ -177,8 +180,13 @@ class LocalModels:
 
     def _read(self, entry: Entry) -> Checkpoint:
         component = entry.component if isinstance(entry, ModelConfig) else None
-        like = like_of(entry, self._store)
-        return read_checkpoint(Path(entry.path), component=component, like=like, vae=vae_of(entry))
+        return read_checkpoint(Path(entry.path), component=component, like=self._like(entry), vae=vae_of(entry))
+
+    def _like(self, entry: Entry) -> BasePipeline | None:
+        """Return the pipeline by whose configs the single file of an entry is read."""
+        if isinstance(entry, AdapterConfig) and isinstance(entry.path, Path):
+            return base_of_control(entry, entry.path, self._store, self._config.entries[entry.base[0]].path)
+        return like_of(entry, self._store)
 
 
 class _UnleasedExtents(LocalExtents):

@@ -18,7 +18,7 @@ import psutil
 from cluster.keeper.object_store import SHARED_MEMORY
 from cluster.records.errors import ModelUnservable
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
-from cluster.registry.importing import base_of, bases_of, dtype_of, like_of, owned_program, vae_of
+from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, owned_program, vae_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
 from cluster.registry.room import Room
 from configs.cluster import ClusterConfig, ModelReplicaConfig
@@ -31,6 +31,7 @@ from deployments.engines.servable import why_unservable
 from deployments.modules.parts import CANNOT_SPLIT
 from deployments.pipelines.planning import check_pipeline
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.control_files import is_control_file
 from weights.formats.source import AdapterBase, BasePipeline, Checkpoint
 from weights.memory.layer_plan import AUTO
 from weights.operations.base_pipeline import open_base
@@ -101,6 +102,8 @@ def _source_mistakes(config: ClusterConfig, path: Path, sources: dict[str, ReadS
         if not isinstance(entry.path, Path) or Path(STAND_IN_PATH) in (entry.path, _path_of_base(config, entry)):
             continue  # told already
         try:
+            if _awaits_base(config, entry, store):
+                continue
             like = _like_of(config, entry, store)
             found = _kept_source(store, entry, auto, like) or _read_source(entry, auto, like)
         except WeightsError as error:
@@ -159,7 +162,18 @@ def _like_of(config: ClusterConfig, entry: Entry, store: WeightStore | None) -> 
         base = config.entries[entry.like]
         if (store is None or store.find_manifest(entry.like) is None) and isinstance(base.path, Path):
             return open_base(base.path, store)
+    if isinstance(entry, AdapterConfig) and isinstance(entry.path, Path):
+        return base_of_control(entry, entry.path, store, config.entries[entry.base[0]].path)
     return like_of(entry, store)
+
+
+def _awaits_base(config: ClusterConfig, entry: Entry, store: WeightStore | None) -> bool:
+    """Return whether an entry is a ControlNet in one file, and the model by whose configs it is read is elsewhere."""
+    if not isinstance(entry, AdapterConfig) or not isinstance(entry.path, Path) or not is_control_file(entry.path):
+        return False
+    source = config.entries[entry.base[0]].path
+    is_folder = isinstance(source, Path) and source.is_dir()
+    return not is_folder and (store is None or store.find_manifest(entry.base[0]) is None)
 
 
 def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource | None:

@@ -38,12 +38,59 @@ class NotAdmitted(ClusterError):
         self.refusal = refusal
 
 
+class OwnSlots:
+    """The slots of a dispatcher, one of several. It starts requests within those that `set_parts` gives it, as long as
+    `hold` says that they are still its own.
+
+    `changed` is set when the slots of all should be split anew.
+    """
+
+    def __init__(self, queue: AdmissionQueue, clock: Callable[[], float], pump: Callable[[], None]) -> None:
+        self.changed = asyncio.Event()
+        self._queue = queue
+        self._clock = clock
+        self._pump = pump
+        self._held_until_s = math.inf
+        self._is_suspended = False
+
+    def claims(self) -> dict[str, PoolClaims]:
+        """Return what the queue has and wants of the replicas that others share, by pool."""
+        return self._queue.parts.claims(self._clock())
+
+    def requests_per_s(self) -> float:
+        """Return how many requests came of late."""
+        return self._queue.arrivals.per_s(self._clock())[0]
+
+    def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float) -> None:
+        """Own these slots from now on, by pool, and no others, and this part of the bounds."""
+        self._queue.parts.set_parts(parts, bound_part, self._clock())
+        self._pump()
+
+    def drop(self) -> None:
+        """Own no slots: others have them. What runs goes on."""
+        self._queue.parts.drop(self._clock())
+
+    def hold(self, until_s: float) -> None:
+        """Own the slots until a time of the clock; nothing starts after it."""
+        self._held_until_s = until_s
+        if self._is_suspended:
+            self._pump()
+
+    def keep_or_let_go(self, now_s: float) -> None:
+        """Start nothing while the slots are not known to be its own."""
+        if (is_late := now_s >= self._held_until_s) != self._is_suspended:
+            self._is_suspended = is_late
+            if is_late:
+                self._queue.parts.suspend()
+            else:
+                self._queue.parts.resume(now_s)
+
+
 class Dispatcher:
     """The queue of one event loop: a slot is a future replica. Times that callers give are seconds from now; `clock` is
     the queue's.
 
-    One of several, `num_sharing`, starts requests within the slots that `set_parts` gives it, as long as `hold_slots`
-    says that they are still its own.
+    One of several, `num_sharing`, starts requests within its `own_slots`.
     """
 
     def __init__(
@@ -51,8 +98,6 @@ class Dispatcher:
     ) -> None:
         self._queue = AdmissionQueue(config, num_sharing)
         self._clock = clock
-        self._held_until_s = math.inf
-        self._is_suspended = False
         self._numbers = itertools.count(1)
         self._slots: dict[int, asyncio.Future[str]] = {}  # by ticket, until it leaves
         self._timer: asyncio.TimerHandle | None = None
@@ -60,7 +105,7 @@ class Dispatcher:
         self._avoided: dict[str, set[str]] = {}
         self.met_pools: set[str] = set()  # that have had a replica
         self.changed = asyncio.Event()  # set when a controller should look at once; it clears it
-        self.slots_changed = asyncio.Event()  # as well, when the slots of several ingresses should be split anew
+        self.own_slots = OwnSlots(self._queue, clock, self._pump)
 
     @property
     def config(self) -> AdmissionConfig:
@@ -75,7 +120,7 @@ class Dispatcher:
         try:
             self._queue.submit(ticket, replace(demand, deadline_s=now_s + demand.deadline_s), now_s)
             self._pump()
-            if self._queue.is_unplaced(demand, now_s):
+            if self._queue.places.is_unplaced(demand, now_s):
                 self.changed.set()
         except BaseException:  # nobody will call `leave`
             del self._slots[ticket]
@@ -148,29 +193,6 @@ class Dispatcher:
         """Return the requests that have ended, from a number on."""
         return self._queue.ended.after(number, self._clock())
 
-    def claims(self) -> dict[str, PoolClaims]:
-        """Return what this queue has and wants of the replicas that others share, by pool."""
-        return self._queue.claims(self._clock())
-
-    def requests_per_s(self) -> float:
-        """Return how many requests came of late."""
-        return self._queue.requests_per_s(self._clock())
-
-    def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float) -> None:
-        """Own these slots from now on, by pool, and no others, and this part of the bounds."""
-        self._queue.set_parts(parts, bound_part, self._clock())
-        self._pump()
-
-    def drop_slots(self) -> None:
-        """Own no slots: others have them. What runs goes on."""
-        self._queue.drop_parts(self._clock())
-
-    def hold_slots(self, until_s: float) -> None:
-        """Own the slots until a time of the clock; nothing starts after it."""
-        self._held_until_s = until_s
-        if self._is_suspended:
-            self._pump()
-
     def _list_replicas(self, pool: str) -> None:
         names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
         self._queue.set_replicas(pool, names, self._clock())
@@ -183,20 +205,15 @@ class Dispatcher:
 
     def _pump(self) -> None:
         now_s = self._clock()
-        if (is_late := now_s >= self._held_until_s) != self._is_suspended:
-            self._is_suspended = is_late
-            if is_late:
-                self._queue.suspend_slots()
-            else:
-                self._queue.resume_slots(now_s)
+        self.own_slots.keep_or_let_go(now_s)
         try:
             for event in self._queue.pump(now_s):
                 if (slot := self._slots.get(event.ticket)) is not None:
                     _settle(slot, event)
         finally:
             self._set_timer()
-            if self._queue.take_slot_news():
-                self.slots_changed.set()
+            if self._queue.parts.take_news():
+                self.own_slots.changed.set()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -24,7 +24,7 @@ from typing import Final
 from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
-from cluster.admission.tenant_turns import MAX_CLOCKS, Lane, OpenModels, TenantTurns, newest
+from cluster.admission.tenant_turns import MAX_CLOCKS, OpenModels, TenantTurns, newest
 from cluster.admission.waiting_book import WaitingBook
 from cluster.records.load_failures import LoadFailures
 from configs.admission import AdmissionConfig
@@ -110,9 +110,6 @@ class Lanes:
     def __contains__(self, ticket: int) -> bool:
         return ticket in self._waiting
 
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._waiting.values())
-
     @property
     def most_urgent(self) -> float:
         """The most urgent priority that waits, 0 for what lost its replica, infinity for nothing."""
@@ -184,7 +181,7 @@ class Lanes:
         is_oldest = next(iter(self._ages), None) == waiting.ticket
         if waiting.ticket in self._returned or (is_oldest and self._num_overtakes >= self.max_overtakes):
             return None
-        lines = self._lane(waiting.demand).models
+        lines = self._class(waiting.demand.priority).lane(waiting.demand.tenant).models
         fronts = [next(iter(lines[model].values())) for model in models if model in lines]
         return min(fronts, key=lambda front: front.number, default=None)
 
@@ -193,7 +190,8 @@ class Lanes:
         overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
         waiting = self.remove(ticket)
         self._num_overtakes += overtakes
-        turns, lane = self._class(waiting.demand.priority), self._lane(waiting.demand)
+        turns = self._class(waiting.demand.priority)
+        lane = turns.lane(waiting.demand.tenant)
         turns.floor_s = max(turns.floor_s, lane.clock_s)
         lane.charge(cost_s)
         waiting.cost_s = cost_s
@@ -201,7 +199,7 @@ class Lanes:
 
     def settle(self, started: Waiting, cost_s: float) -> None:
         """Charge what a request did cost instead of what it might have."""
-        self._lane(started.demand).charge(cost_s - started.cost_s)
+        self._class(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
 
     def displaced_by(self, demand: Demand, model: str | None) -> tuple[bool, float, Waiting] | None:
         """Return the request that leaves a full queue in favour of `demand`; None when it is `demand` that has to go.
@@ -274,9 +272,6 @@ class Lanes:
             turns = self._classes[priority] = TenantTurns(self.weight_of, self._stalled)
         return turns
 
-    def _lane(self, demand: Demand) -> Lane:
-        return self._class(demand.priority).lane(demand.tenant)
-
 
 class _FairWait:
     """The longest wait that lets requests of all kinds in that a tenant sends.
@@ -326,6 +321,11 @@ class Pool:
     def look_at_all(self) -> None:
         """Look for room for all that waits, at the next chance."""
         self.maybe_open = set(self.waiting.num_by_model)
+
+    def note_room(self, models: Iterable[str]) -> None:
+        """Look for room again for these models: a request has ended where they may start."""
+        self.has_ended = True
+        self.maybe_open.update([model for model in models if model in self.waiting.num_by_model])
 
     def forget_waiting(self, waiting: Waiting) -> None:
         """Count a request no more."""

@@ -77,8 +77,10 @@ _FRONTEND_RULES: Final = r"""    acl reading method GET HEAD OPTIONS
     acl open_inference_protocol path_beg /v2
     http-request set-var-fmt(txn.error_head) "{\"error\":{\"message\":\""
     http-request set-var-fmt(txn.error_tail) "\",\"type\":\"server_error\",\"param\":null,\"code\":\"no_replica\"}}"
+    http-request set-var-fmt(txn.refusal_tail) "\",\"type\":\"invalid_request_error\",\"param\":null,\"code\":null}}"
     http-request set-var-fmt(txn.error_head) "{\"error\":\"" if open_inference_protocol
     http-request set-var-fmt(txn.error_tail) "\"}" if open_inference_protocol
+    http-request set-var-fmt(txn.refusal_tail) "\"}" if open_inference_protocol
 """
 _DEFAULT_RULES: Final = f"""    timeout http-request {_REQUEST_TIMEOUT_S}s
     # A retry sends what the buffer holds, so that the body has to be in it.
@@ -144,6 +146,11 @@ _CONNECTION_RULES: Final = f"""    tcp-request connection track-sc1 src table {_
 _CONNECTIONS_SECTION: Final = f"""backend {_CONNECTIONS}
     stick-table type ipv6 size 100k expire 1m store conn_cur
 """
+# Of a head that is no HTTP, or comes too slowly, HAProxy knows no more: there its answer is a fixed text, in HTML.
+_REFUSALS: Final = {
+    400: "the body is not written as HTTP has it",
+    408: f"the body did not come within {_REQUEST_TIMEOUT_S} s",
+}
 _ERRORS: Final = {
     502: "the replica that had this request ended, and the request cannot be sent to another one",
     503: "no replica of the ingress is available now; try again in a moment",
@@ -158,7 +165,14 @@ def _error(status: int) -> str:
     )
 
 
-_ERROR_RULES: Final = "".join(f"    http-error {_error(status)}\n" for status in _ERRORS)
+def _refusal(status: int) -> str:
+    return (
+        f"status {status} content-type application/json "
+        f"lf-string '%[var(txn.error_head)]{_REFUSALS[status]}%[var(txn.refusal_tail)]'"
+    )
+
+
+_ERROR_RULES: Final = "".join(f"    http-error {rule}\n" for rule in (*map(_refusal, _REFUSALS), *map(_error, _ERRORS)))
 
 
 def machine_clock() -> str:

@@ -10,6 +10,7 @@ from ray.serve._private import replica
 from starlette.types import ASGIApp
 
 from cluster.ray_seam import shims
+from cluster.ray_seam.old_clients import PlainConnection
 from cluster.ray_seam.request_ids import RequestIds
 from cluster.records.errors import RayIncompatible
 
@@ -28,6 +29,7 @@ def put_before_serve(wrap: Callable[[ASGIApp], ASGIApp], prepare: Callable[[uvic
             raise RayIncompatible("Serve's HTTP server runs before it could be prepared")
         app = server.config.app() if server.config.factory else server.config.app
         server.config.app, server.config.factory = RequestIds(app), False  # around Serve, which would repeat any id
+        server.config.http = PlainConnection
         prepare(server)
         return running, server
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Final
 import uvicorn.config
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.door.deadlines import HideDeadline
 from cluster.process.logs import bound_access_log
 from cluster.ray_seam import shims
+from cluster.ray_seam.old_clients import PlainConnection
 from cluster.ray_seam.request_ids import RequestIds
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -39,7 +39,7 @@ _LATE: Final = {
 
 
 def install() -> list[Middleware]:
-    """Return what stands before Serve, the outermost last: `_BufferedStart`, what leaves deadlines to the ingress, ids.
+    """Return the middlewares before Serve, the outermost last: `_BufferedStart`, one that leaves deadlines alone, ids.
 
     Servers that this process makes without a choice of their own bound their connections (`_BoundedConnection`).
     """
@@ -49,7 +49,7 @@ def install() -> list[Middleware]:
     return [Middleware(_BufferedStart), Middleware(HideDeadline), Middleware(RequestIds)]
 
 
-class _BoundedConnection(HttpToolsProtocol):
+class _BoundedConnection(PlainConnection):
     """uvicorn's connection with bounds: the time and the size of each request's head, and how many an address has.
 
     uvicorn itself waits for a head as long as its client likes.

@@ -64,7 +64,11 @@ def misplaced(entry: Entry, checkpoint: Checkpoint) -> str | None:
         what = ADAPTERS.get(checkpoint.kind, "")
         return f"{checkpoint.path}: a {what}, no model: an adapter, with its models as base" if is_adapter else None
     if (
-        any(name.startswith("ip_adapter.") for part in checkpoint.components for name in part.tensors)
+        any(
+            name.startswith(("ip_adapter.", "ip_adapter_proj_model."))
+            for part in checkpoint.components
+            for name in part.tensors
+        )
         and not is_adapter
     ):
         return f"{checkpoint.path}: an IP-Adapter's file: name its folder, in which its image_encoder lies beside it"

@@ -36,6 +36,7 @@ from cluster.registry.directory import Entry, misplaced, wanted_dtype
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
 from weights.formats.checkpoint import is_controlnet, read_checkpoint, recognise
+from weights.formats.control_files import is_control_file
 from weights.formats.folder import check_inside
 from weights.formats.pipeline_parts import denoiser_dtype
 from weights.formats.source import AdapterBase, BasePipeline, Checkpoint
@@ -150,6 +151,7 @@ def import_checkpoint(
             origin = origin_of(local, roots)
             check_inside(local.path, origin.roots)
             recognise(local.path)
+            like = like or base_of_control(entry, local.path, store)
             dtype = dtype_of(entry, local.path, bases, auto_dtype)
             if reason := _why_not_merged(entry, local.path):
                 raise ModelUnservable(reason)
@@ -214,6 +216,22 @@ def like_of(entry: Entry, store: WeightStore | None, roots: Sequence[Path] | Non
     if not isinstance(entry, ModelConfig) or entry.like is None:
         return None
     return open_base(entry.like, store, roots)
+
+
+def base_of_control(
+    entry: Entry, path: Path, store: WeightStore | None, source: Path | str = ""
+) -> BasePipeline | None:
+    """Return the pipeline by whose configs an adapter is read that is a ControlNet in one file; None for others.
+
+    `path` is the local checkpoint. A base that is not in the store yet is looked for at its `source`, if that is a
+    folder. Raises WeightsError, also for one that is not found.
+    """
+    if not isinstance(entry, AdapterConfig) or not is_control_file(path):
+        return None
+    is_stored = store is not None and store.find_manifest(entry.base[0]) is not None
+    if not is_stored and isinstance(source, Path) and source.is_dir():
+        return open_base(source, store)
+    return open_base(entry.base[0], store)
 
 
 def vae_of(entry: Entry) -> Path | None:

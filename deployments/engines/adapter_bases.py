@@ -86,7 +86,7 @@ def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> Non
         raise AdapterError(f"{adapter.path}: a ControlNet, which {base.model!r}, {what}, cannot follow")
     reason = family.control_misfit(
         adapter.class_name or "",
-        read_config(adapter.path / "config.json"),
+        adapter.config,
         _config_of(base, family.denoiser_name),
         int(pipeline_variant(base.folder).get("pixels_per_latent", _PIXELS_PER_LATENT)),
         base.model,
@@ -95,6 +95,14 @@ def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> Non
         raise AdapterError(f"{adapter.path}: a ControlNet that {reason}")
     check_same_layers(adapter, _denoiser(base, family), base)
     (net,) = adapter.components
+    # By name: the registry goes without torch until such a checkpoint comes.
+    importlib.import_module("deployments.engines.building.build").check_module(
+        net.library,
+        adapter.class_name,
+        adapter.config,
+        {name: tuple(tensor.shape) for name, tensor in net.tensors.items()},
+        adapter.path,
+    )
     own = float_dtype(net, stored_dtypes(adapter, dtype)[net.name])
     if own != base.dtype and own and base.dtype:
         raise AdapterError(

@@ -28,7 +28,7 @@ from deployments.engines.text.known import ENCODER_CLASSES, POOLINGS, check_head
 from weights.formats import dense_head
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
-from weights.formats.gguf import DENOISERS
+from weights.formats.gguf import DENOISERS, TEXT_ENCODERS
 from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
 from weights.formats.pipeline_parts import why_incomplete
 from weights.formats.source import AdapterBase, Checkpoint, SourceComponent
@@ -38,9 +38,7 @@ from weights.records.manifest import ModelKind
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
-_CONTROL_CLASSES: Final = sorted(
-    {family.adapters.control_class for family in FAMILIES.values() if family.adapters.control_class}
-)
+_CONTROL_CLASSES: Final = sorted({name for family in FAMILIES.values() for name in family.adapters.control_keys})
 
 
 def why_unservable(checkpoint: Checkpoint, bases: Sequence[AdapterBase] = (), dtype: str = "auto") -> str | None:
@@ -80,7 +78,7 @@ def _check_pipeline(checkpoint: Checkpoint) -> None:
     read_config(folder / "scheduler" / "scheduler_config.json")
     for use in family.texts.encoders(None, "truncate"):
         if use.component in components:  # stock does without some
-            _check_encoder(folder, components[use.component])
+            _check_encoder(checkpoint, components[use.component])
     if family.references.most:
         _check_processor(folder / "processor")
 
@@ -100,7 +98,7 @@ def _check_stock_pipeline(checkpoint: Checkpoint) -> None:
         if name in source.accepted and name not in components:
             check_part(library, part_class, folder / name)
     for name, component in components.items():
-        config = read_config(folder / name / "config.json")
+        config = checkpoint.config_of(name)
         check_model_class(component.library, component.class_name or "", folder / name, config)
         if component.library == "transformers" and (method := config.get("quantization_config")):
             raise EngineError(f"{folder / name}: quantized text encoders are not supported ({_method(method)})")
@@ -112,7 +110,7 @@ def _check_embedding(checkpoint: Checkpoint) -> None:
             path = checkpoint.root / component.folder / "config.json"
             check_head(dense_head.read_dense_config(path), path)
         else:
-            _check_encoder(checkpoint.root, component)
+            _check_encoder(checkpoint, component)
 
 
 def _check_classifier(checkpoint: Checkpoint) -> None:
@@ -123,12 +121,12 @@ def _check_classifier(checkpoint: Checkpoint) -> None:
     read_scoring_rule(checkpoint.path)
 
 
-def _check_encoder(root: Path, component: SourceComponent) -> None:
-    folder = root / component.folder
+def _check_encoder(checkpoint: Checkpoint, component: SourceComponent) -> None:
+    root, folder = checkpoint.root, checkpoint.root / component.folder
     if component.library != "transformers":
         raise EngineError(f"{folder}: of library {component.library!r}, expected an encoder of transformers")
     class_name = encoder_class(folder, component.class_name)
-    config = read_config(folder / "config.json")
+    config = checkpoint.config_of(component.folder)
     if class_name not in ENCODER_CLASSES:
         check_model_class("transformers", class_name, folder, config)
     if method := config.get("quantization_config"):
@@ -189,8 +187,8 @@ def _check_head(checkpoint: Checkpoint) -> None:
 def _check_controlnet(checkpoint: Checkpoint) -> None:
     if checkpoint.class_name not in _CONTROL_CLASSES:
         raise EngineError(
-            f"{checkpoint.path}: unknown ControlNet class {checkpoint.class_name!r} "
-            f"(known: {', '.join(_CONTROL_CLASSES)})"
+            f"{checkpoint.path}: a {checkpoint.class_name}, which is not served as an adapter (those that are: "
+            f"{', '.join(_CONTROL_CLASSES)}); it may be a part of a pipeline's folder"
         )
 
 
@@ -220,9 +218,10 @@ def _check_ip_adapter(checkpoint: Checkpoint) -> None:
 
 def _refuse_tensors(checkpoint: Checkpoint) -> None:
     path, (component,) = checkpoint.path, checkpoint.components
-    if component.format == "gguf" and checkpoint.class_name in DENOISERS:
+    if component.format == "gguf" and checkpoint.class_name in (*DENOISERS, *TEXT_ENCODERS):
+        what = "denoiser" if checkpoint.class_name in DENOISERS else "text encoder"
         raise EngineError(
-            f"{path}: a denoiser alone (GGUF architecture {checkpoint.class_name!r}): say which pipeline it is `like`, "
+            f"{path}: a {what} alone (GGUF architecture {checkpoint.class_name!r}): say which pipeline it is `like`, "
             "by the id of a model or as a folder that has its configs and its other parts (`like: flux`)"
         )
     if component.format == "gguf":

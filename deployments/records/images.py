@@ -81,13 +81,17 @@ Audio = Annotated[Sound, PlainValidator(_as_sound)]
 
 
 class ControlNetUse(RequestModel):
-    """One ControlNet of a request, the image that it reads, its weight, and the part of the steps in which it acts."""
+    """One ControlNet of a request, the image that it reads, its weight, and the part of the steps in which it acts.
+
+    `mode` is for a union of ControlNets: the number of the one that the image is for.
+    """
 
     name: Name
     image: Pixels
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
     start: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     end: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
+    mode: int | None = Field(None, ge=0, le=MAX_INT32, description="of a union of ControlNets")
 
 
 class ImagePromptUse(RequestModel):

@@ -70,7 +70,7 @@ class ImageJob:
         )
 
     def conditioned(self, conditioning: Conditioning) -> ConditionedRequest:
-        """Return what the engine is given, but for the adapters."""
+        """Return the engine's request, but for the adapters."""
         request = self.request
         left_s = None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - self.start)
         return ConditionedRequest(
@@ -101,7 +101,9 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
         scheduler_options=request.scheduler_options,
         references=request.references,
-        control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
+        control=tuple(
+            ControlUse(use.name, use.image, use.scale, use.start, use.end, use.mode) for use in request.control
+        ),
         **said(request, Denoising),
     )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import openai
@@ -69,6 +72,22 @@ def test_a_stream_says_what_the_whole_answer_says(cluster: Cluster) -> None:
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["stop"]
+
+
+def test_a_stream_for_a_client_that_knows_no_chunks_has_none(cluster: Cluster) -> None:
+    """As `curl -0 -N` asks."""
+    question = draw_question()
+    body = {"model": "adder", "messages": [{"role": "user", "content": question}], "stream": True}
+    where, text = urlsplit(cluster.url), json.dumps(body).encode()
+    with socket.create_connection((where.hostname, where.port), 60) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\n")
+        connection.sendall(f"content-length: {len(text)}\r\n\r\n".encode() + text)
+        head, _, lines = b"".join(iter(lambda: connection.recv(2**16), b"")).partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    events = [line.removeprefix("data: ") for line in lines.decode().split("\n") if line]
+    assert events.pop() == "[DONE]"
+    pieces = [choice["delta"].get("content") or "" for event in events for choice in json.loads(event)["choices"]]
+    assert "".join(pieces) == chat(cluster, question).choices[0].message.content
 
 
 def test_handles_stream_too(cluster: Cluster) -> None:

@@ -44,7 +44,8 @@ from infra.ports import free_port  # noqa: E402
 
 VIDEO: Final = "tiny-wan"
 START_S, END_S = 300.0, 120.0
-WARMING: Final = [Event(0.0, what, 0) for what in ("register and remove", "pin", "unload")]
+COLLECTING: Final = "collect garbage"  # the second time collects what the first one has seen unneeded
+WARMING: Final = [Event(0.0, what, 0) for what in ("register and remove", "pin", "unload", COLLECTING, COLLECTING)]
 MIN_RIGHT: Final = 0.85  # of the first answers: a single seed may be a scrawl
 SMALL: Final = {"num_cpus": 0.1}
 ENVIRONMENT: Final = {
@@ -139,7 +140,8 @@ def _disturb_all(cluster: Cluster, events: Sequence[Event], start_s: float, repo
 
 
 def _warm(cluster: Cluster, asked: Sequence[Question], answers: Mapping[int, np.ndarray], report: Report) -> None:
-    """Let each process, also one that has just started, do what the others have done, before figures are taken.
+    """Let each process, also one that has just started, do what the others have done, and the store be collected,
+    before figures are taken.
 
     Nothing may run any more for streams that were left.
     """

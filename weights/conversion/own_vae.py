@@ -12,6 +12,7 @@ from typing import Final
 
 from weights.formats.checkpoint import read_component
 from weights.formats.folder import read_json
+from weights.formats.low_precision import read_as_plain
 from weights.formats.safetensors import read_header
 from weights.formats.source import Checkpoint, SourceComponent
 from weights.formats.untrusted import shown
@@ -56,7 +57,7 @@ def _read_folder(folder: Path, own: SourceComponent, own_config: Path) -> Source
     vae = read_component(folder, _NAME, own.library, own.class_name, _NAME, allow_torch=False)
     if vae is None:
         raise FormatError(f"vae: {folder}: no safetensors weights beside config.json")
-    return vae
+    return replace(vae, tensors=read_as_plain(folder, vae.tensors, vae.metadata))
 
 
 def _read_file(path: Path, own: SourceComponent, checkpoint: Checkpoint) -> SourceComponent:
@@ -65,7 +66,8 @@ def _read_file(path: Path, own: SourceComponent, checkpoint: Checkpoint) -> Sour
         raise FormatError(f"vae: {path}: expected a folder of diffusers or a .safetensors file")
     header = read_header(path)
     if header.tensors.keys() >= own.tensors.keys():  # diffusers' own names
-        return replace(own, tensors=dict(header.tensors), metadata=dict(header.metadata), files=(path.name,))
+        tensors = read_as_plain(path, header.tensors, header.metadata)
+        return replace(own, tensors=tensors, metadata=dict(header.metadata), files=(path.name,))
     # By name: it takes torch and diffusers, which the control plane does without.
     vae: SourceComponent = importlib.import_module("weights.conversion.single_file").read_vae_file(path, checkpoint)
     return vae

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -31,18 +33,20 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from weights.conversion.torch_file import TorchTensor
-from weights.formats.checkpoint import weighted_parts
-from weights.formats.float8 import Scaled, has_eight_bits, read_scales, wide, wide_type, widened
+from weights.formats.checkpoint import plain_configs, weighted_parts
 from weights.formats.folder import read_json
 from weights.formats.ggml_values import UNPACKED_KINDS, unpack_blocks
-from weights.formats.gguf import DENOISERS, gguf_set, read_gguf_model
+from weights.formats.gguf import DENOISERS, TEXT_ENCODERS, gguf_set, read_gguf_model
+from weights.formats.gguf_names import t5_name
+from weights.formats.low_precision import most_common_float, read_quantized_parts, wide_type, widened
 from weights.formats.published_quantization import ComputedTensor
-from weights.formats.safetensors import read_header
+from weights.formats.quantized import Array, Quantized, round_to
+from weights.formats.safetensors import SafetensorsHeader, read_header
 from weights.formats.source import BasePipeline, Checkpoint, SourceComponent
 from weights.formats.tensors import FileTensor, SourceTensor
 from weights.formats.untrusted import shown
 from weights.loading.views import mapped_views
-from weights.platform.torch_dtypes import DTYPE_NAMES
+from weights.platform.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from weights.records.dtypes import BLOCK_SIZES, tensor_nbytes
 from weights.records.errors import FormatError
 
@@ -65,20 +69,20 @@ def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
 
     HAZARD: the file is mapped, so one that is cut short while it is open ends the process with SIGBUS.
     Raises FormatError: no tensors of any component, a component of which only a part is there, one that neither has,
-    names that diffusers cannot translate, matrices of 8 bits in a format that is not read.
+    names that diffusers cannot translate, matrices in a low precision that is not read.
     """
     header = read_header(path)
-    weights, mapped = read_scales(path, header.tensors, header.metadata), load_file(path)
-    scaled = {_place(mapped[name]): one for name, one in weights.scaled.items()}
-    mapped = {name: mapped[name] for name in weights.tensors}
-    places = {_place(tensor) for tensor in mapped.values()}
+    mapped, quantized = _mapped(path, header)
     classes = weighted_parts(base.folder)
     components, found = [], list[str]()
+    named = {name: part for name, part in _under_own_names(mapped, base).items() if name in classes}
+    taken = {key for name in named for key in _all_names(base, name, *classes[name])}
+    others = {key: tensor for key, tensor in mapped.items() if key not in taken}
     for name, (library, class_name) in classes.items():
-        tensors = _translated(path, mapped, base, name, library, class_name, scaled)
+        tensors = named.get(name) or _translated(path, others, base, name, library, class_name, quantized)
         if tensors is not None:
             part = _component(path, name, library, class_name, tensors)
-            components.append(_without_float8(path, part, scaled, places))
+            components.append(_computed(part, quantized))
             found.append(name)
         elif name in base.components:
             components.append(base.components[name])
@@ -88,8 +92,30 @@ def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
         known = ", ".join(classes)
         raise FormatError(f"{path}: none of its {len(mapped)} tensors are of a component of {base.name!r} ({known})")
     class_name = str(read_json(base.folder / "model_index.json").get("_class_name"))
-    headers = _marked_solver(header.tensors, header.metadata, base)
+    headers = _marked_solver(header.tensors, header.metadata, base) | plain_configs(base.folder, components)
     return Checkpoint(path, "diffusion", class_name, tuple(components), headers, skeleton=base.folder)
+
+
+def _under_own_names(mapped: Mapping[str, torch.Tensor], base: BasePipeline) -> dict[str, _Tensors]:
+    """Return the components of `base` that a file has as they are in its folder, as files of one encoder are."""
+    found: dict[str, _Tensors] = {}
+    for name, part in base.components.items():
+        shapes = {key: tensor.shape for key, tensor in part.tensors.items()}
+        is_here = all(key in mapped and tuple(mapped[key].shape) == shape for key, shape in shapes.items())
+        if shapes and is_here and not any(other.keys() & shapes.keys() for other in found.values()):
+            found[name] = {key: mapped[key] for key in shapes}
+    return found
+
+
+def _all_names(base: BasePipeline, name: str, library: str, class_name: str) -> set[str]:
+    """Return all names of a component's tensors: a tied one is often in a file several times."""
+    own = set(base.components[name].tensors)
+    model_class = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), class_name, None)
+    try:
+        expected = _expected_shapes(_blank_model(model_class, base.folder / name)) if model_class else {}
+    except Exception:  # a class of another version: its config says why when it is built
+        return own
+    return own.union(*expected)
 
 
 def _marked_solver(tensors: Collection[str], metadata: Mapping[str, str], base: BasePipeline) -> dict[str, bytes]:
@@ -112,39 +138,53 @@ def read_vae_file(path: Path, checkpoint: Checkpoint) -> SourceComponent:
     """Return the VAE of a single file, as the class and config of a pipeline's own one read it. Raises FormatError."""
     own = next(part for part in checkpoint.components if part.name == "vae")
     base = BasePipeline(str(checkpoint.path), checkpoint.root, "", {})
-    read_header(path)
-    tensors = _translated(path, load_file(path), base, "vae", own.library, str(own.class_name))
+    mapped, quantized = _mapped(path, read_header(path))
+    tensors = _translated(path, mapped, base, "vae", own.library, str(own.class_name), quantized)
     if tensors is None:
         raise FormatError(f"vae: {path}: has no tensors of a VAE")
-    return _component(path, "vae", own.library, str(own.class_name), tensors)
+    return _computed(_component(path, "vae", own.library, str(own.class_name), tensors), quantized)
 
 
-def _without_float8(
-    path: Path, part: SourceComponent, scaled: Mapping[int, Scaled], places: Collection[int]
-) -> SourceComponent:
-    """Return a component with plain tensors in the place of those of 8 bits; `scaled` are those of the file, by place.
+def _mapped(path: Path, header: SafetensorsHeader) -> tuple[_Tensors, dict[int, Quantized]]:
+    """Return the file's tensors, mapped, and its matrices in low precision by the places of what stands for them.
 
-    Raises FormatError for one that lies elsewhere than the file's tensors, so that nobody knows its scales.
+    diffusers translates names, cuts tensors apart and puts them together. A matrix in low precision is not computed
+    for that: something of its shape stands for it, in memory that is asked for and never touched.
     """
+    found, mapped = read_quantized_parts(path, header.tensors, header.metadata), load_file(path)
+    dtype = TORCH_DTYPES[wide_type(found.tensors)]
+    matrices = {name: matrix for name, matrix in found.quantized.items() if math.prod(matrix.shape)}
+    stand_ins = {name: torch.empty(matrix.shape, dtype=dtype) for name, matrix in matrices.items()}
+    tensors = {name: stand_ins.get(name, mapped[name]) for name in found.tensors}
+    return tensors, {_place(stand_ins[name]): matrix for name, matrix in matrices.items()}
+
+
+def _computed(part: SourceComponent, quantized: Mapping[int, Quantized]) -> SourceComponent:
+    """Return a component with what is computed in the place of what stands for it."""
     tensors: dict[str, TorchTensor] = part.tensors  # type: ignore[assignment]
-    own: dict[str, Scaled] = {}
-    for name, tensor in tensors.items():
-        if (found := scaled.get(_place(tensor.tensor))) is not None:
-            own[name] = _of_rows(tensor.tensor, found)
-        elif scaled and tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8") and _place(tensor.tensor) not in places:
-            raise FormatError(
-                f"{path}: {part.name}: the scales of {name}, which diffusers puts together, are not known"
-            )
-    if not own and not has_eight_bits(part.tensors):
+    own = {
+        name: _seen_through(tensor.tensor, quantized[place])
+        for name, tensor in tensors.items()
+        if (place := _place(tensor.tensor)) in quantized
+    }
+    if not own:
         return part
-    return replace(part, tensors=widened(part.tensors, own, wide_type(part.tensors)))
+    others = {name: tensor for name, tensor in part.tensors.items() if name not in own}
+    return replace(part, tensors=widened(part.tensors, own, wide_type(others)))
 
 
-def _of_rows(tensor: torch.Tensor, scaled: Scaled) -> Scaled:
-    """Return the scales of a run of whole rows of a mapped tensor."""
-    rows = len(tensor)
-    start = tensor.storage_offset() * rows // max(1, tensor.numel())
-    return scaled.rows(start, start + rows)
+def _seen_through(view: torch.Tensor, matrix: Quantized) -> Quantized:
+    """Return what a view of a stand-in stands for."""
+    shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
+    if view.is_contiguous() and shape[1:] == matrix.shape[1:]:
+        start = offset // max(1, math.prod(shape[1:]))
+        return matrix.rows(start, start + len(view)) if shape else matrix
+
+    def compute(start: int, stop: int) -> Array:
+        found: Array = torch.from_numpy(matrix.wide()).as_strided(shape, strides, offset).numpy()
+        return found[start:stop] if shape else found
+
+    return Quantized(matrix.file, shape, compute)
 
 
 def _component(path: Path, name: str, library: str, class_name: str, tensors: _Tensors) -> SourceComponent:
@@ -160,7 +200,7 @@ def _translated(
     name: str,
     library: str,
     class_name: str,
-    scaled: Mapping[int, Scaled] = MappingProxyType({}),
+    quantized: Mapping[int, Quantized] = MappingProxyType({}),
 ) -> _Tensors | None:
     """Return the component's tensors under its own names, None if the file has none of them."""
     model_class = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), class_name, None)
@@ -172,7 +212,7 @@ def _translated(
     convert = _text_encoder if library == "transformers" else _convert_denoiser
     try:
         expected = _expected_shapes(_blank_model(model_class, base.folder / name))
-        with _WithoutCopies(own.values(), scaled):
+        with _WithoutCopies(own.values(), quantized):
             tensors = convert(own, model_class, base.folder, name)
     except Exception as error:
         raise _unreadable(path, name, class_name, base, error) from None
@@ -291,38 +331,54 @@ def _expected_shapes(model: torch.nn.Module) -> dict[tuple[str, ...], tuple[int,
 class _WithoutCopies(TorchFunctionMode):
     """Gives the tensor itself where diffusers copies a mapped one as it is: copies of a file would fill the memory.
 
-    `scaled` are the mapped matrices of 8 bits with scales, by place: what is put together of such is wide.
+    `quantized` are matrices by the places of their stand-ins: what is no view of one is computed of its values.
     """
 
-    def __init__(self, mapped: Iterable[torch.Tensor], scaled: Mapping[int, Scaled] = MappingProxyType({})) -> None:
+    def __init__(
+        self, mapped: Iterable[torch.Tensor], quantized: Mapping[int, Quantized] = MappingProxyType({})
+    ) -> None:
         super().__init__()
-        self._scaled = scaled
+        self._quantized = quantized
         self._files = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in (torch.Tensor.clone, torch.Tensor.to) and self._is_mapped(args[0]):
             return args[0]
         if func is torch.cat and len(args[0]) == 1 and self._is_mapped(args[0][0]):
             return args[0][0]
-        if func is torch.cat and any(_place(part) in self._scaled for part in args[0]):  # whose scales may differ
-            args = [self._wide(part) for part in args[0]], *args[1:]
-        if func is torch.split and isinstance(args[1], tuple) and (kwargs or {}).get("dim", 0) == 0:
+        if func is torch.split and isinstance(args[1], tuple) and kwargs.get("dim", 0) == 0:
             args = args[0], _scaled(args[1], len(args[0]))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        if self._quantized and self._is_more_than_a_view(result, args):
+            return func(*map(self._valued, args), **{name: self._valued(one) for name, one in kwargs.items()})
+        return result
 
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = self._scaled.get(_place(tensor))
-        if found is None:
-            return tensor.float()
-        source = TorchTensor(Path(), found.dtype, tensor)
-        return torch.from_numpy(
-            np.frombuffer(wide(source, _of_rows(tensor, found), "F32").read(), np.float32).copy()
-        ).view(tensor.shape)
+    def _is_more_than_a_view(self, result: Any, args: tuple[Any, ...]) -> bool:
+        given = {_place(one) for one in _tensors_in(args)} & self._quantized.keys()
+        return bool(given) and any(_place(one) not in given for one in _tensors_in(result))
+
+    def _valued(self, value: Any) -> Any:
+        """Return an argument with the values of what stands for matrices."""
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._valued, value))
+        if not isinstance(value, torch.Tensor) or (matrix := self._quantized.get(_place(value))) is None:
+            return value
+        return torch.from_numpy(np.ascontiguousarray(_seen_through(value, matrix).wide()))
 
     def _is_mapped(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._files
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
 
 
 def _scaled(sizes: tuple[int, ...], total: int) -> tuple[int, ...]:
@@ -340,7 +396,7 @@ def read_gguf_denoiser(path: Path, base: BasePipeline) -> Checkpoint:
     """
     model = read_gguf_model(gguf_set(path))
     classes = weighted_parts(base.folder)
-    name = _denoiser_of(path, model.architecture, base, classes)
+    name = _part_of(path, model.architecture, base, classes)
     unknown = next((item for item in model.tensors.items() if item[1].dtype not in _GGUF_TYPES), None)
     if unknown:
         raise FormatError(
@@ -348,7 +404,9 @@ def read_gguf_denoiser(path: Path, base: BasePipeline) -> Checkpoint:
         )
     components = []
     for part, (library, class_name) in classes.items():
-        if part == name:
+        if part == name and library == "transformers":
+            components.append(_gguf_encoder(path, model.tensors, base, name, class_name))
+        elif part == name:
             tensors = _translated_blocks(path, model.tensors, base, name, class_name)
             metadata = {"general.architecture": str(model.architecture)}
             components.append(
@@ -362,15 +420,14 @@ def read_gguf_denoiser(path: Path, base: BasePipeline) -> Checkpoint:
     return Checkpoint(path, "diffusion", class_name, tuple(components), skeleton=base.folder)
 
 
-def _denoiser_of(
-    path: Path, architecture: str | None, base: BasePipeline, classes: Mapping[str, tuple[str, str]]
-) -> str:
+def _part_of(path: Path, architecture: str | None, base: BasePipeline, classes: Mapping[str, tuple[str, str]]) -> str:
     """Return the component of `base` that a file of this architecture is. Raises FormatError."""
-    wanted = DENOISERS.get(architecture or "")
+    known = {**DENOISERS, **TEXT_ENCODERS}
+    wanted = known.get(architecture or "")
     if wanted is None:
         raise FormatError(
-            f"{path}: GGUF architecture {shown(architecture)} is no denoiser that is read (known: "
-            f"{', '.join(DENOISERS)})"
+            f"{path}: GGUF architecture {shown(architecture)} is no part of a pipeline that is read (known: "
+            f"{', '.join(known)})"
         )
     found = next((name for name, (_, class_name) in classes.items() if class_name in wanted), None)
     if found is None:
@@ -380,6 +437,33 @@ def _denoiser_of(
             f"said to be like, has none ({has})"
         )
     return found
+
+
+def _gguf_encoder(
+    path: Path, stored: Mapping[str, FileTensor], base: BasePipeline, name: str, class_name: str
+) -> SourceComponent:
+    """Return a text encoder as a plain one, of the type that the base's own has: encoders compute with no blocks."""
+    try:
+        expected = _expected_shapes(_blank_model(getattr(transformers, class_name), base.folder / name))
+    except Exception as error:
+        raise _unreadable(path, name, class_name, base, error) from None
+    mapped = {t5_name(key): tensor for key, tensor in mapped_views(stored).items()}
+    kinds = {t5_name(key): tensor.dtype for key, tensor in stored.items()}
+    own = base.components.get(name)
+    dtype = most_common_float(own.tensors) if own else "BF16"
+    found: dict[str, SourceTensor] = {}
+    for key, shape in _matched(path, name, base, expected, mapped).items():
+        kind, tensor = kinds[key], mapped[key]
+        form = _elements(kind, tuple(tensor.shape)) if kind in BLOCK_SIZES else tuple(tensor.shape)
+        if form != shape:
+            raise _unlike(path, name, key, form, base, shape)
+        found[key] = ComputedTensor(path, dtype, shape, partial(_unpacked, kind, tensor, dtype))
+    return SourceComponent(name, "transformers", class_name, name, found, {"format": "pt"}, ("model.safetensors",))
+
+
+def _unpacked(kind: str, tensor: torch.Tensor, dtype: str) -> Array:
+    plain = unpack_blocks(kind, tensor) if kind in BLOCK_SIZES else tensor.float()
+    return round_to(plain.numpy(), dtype)
 
 
 def _translated_blocks(

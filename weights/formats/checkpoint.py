@@ -9,16 +9,16 @@ KuiperLLama `.bin`, and torch's pickles for who asks. Symlinks are followed, as 
 from __future__ import annotations
 
 import importlib
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from weights.formats import classifier, dense_head
+from weights.formats.control_files import CONTROL_CLASSES, control_kind, is_control_file, read_control_file, why_alone
 from weights.formats.encoder_files import read_stages
-from weights.formats.float8 import read_as_plain
 from weights.formats.folder import (
     LORA_FILE,
     check_index,
@@ -29,7 +29,14 @@ from weights.formats.folder import (
 )
 from weights.formats.gguf import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
-from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
+from weights.formats.ip_adapter import (
+    IP_CLASS,
+    canonical_name,
+    check_encoder,
+    is_ip_adapter,
+    is_ip_adapter_folder,
+    read_ip_adapter,
+)
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.language_models import body_of, named_class
@@ -47,7 +54,8 @@ from weights.formats.lora import (
     read_lora_configs,
     read_peft_config,
 )
-from weights.formats.published_quantization import read_quantized
+from weights.formats.low_precision import PLAIN_METHODS, read_as_plain
+from weights.formats.published_quantization import ComputedTensor, read_quantized
 from weights.formats.safetensors import read_header
 from weights.formats.source import CONFIG_FILE, AdapterBase, Checkpoint, SourceComponent
 from weights.formats.tensors import SourceTensor, split_rows
@@ -60,6 +68,7 @@ from weights.records.manifest import ModelKind, WeightFormat
 if TYPE_CHECKING:
     from weights.formats.source import BasePipeline
 
+_QUANTIZATION = "quantization_config"
 _ZIP_MAGIC = b"PK\3\4"
 _PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
 _CLASS_NAME = re.compile(r"_*[A-Z]")  # how it begins
@@ -123,6 +132,8 @@ def read_checkpoint(
         if layout != "file" or path.suffix not in (".safetensors", ".gguf"):
             what = f"a file of {path.suffix!r}" if layout == "file" else f"a folder in the layout of {layout}"
             raise FormatError(f"{path}: {what}; `like` is for a single .safetensors or .gguf file")
+        if is_control_file(path):
+            return read_control_file(path, like)
         # By name: it takes torch and diffusers, which the control plane does without.
         module = importlib.import_module("weights.conversion.single_file")
         read = module.read_gguf_denoiser if path.suffix == ".gguf" else module.read_single_file
@@ -197,13 +208,17 @@ def check_lora_base(lora: Checkpoint, base: AdapterBase) -> None:
 
 
 def is_controlnet(path: Path) -> bool:
-    """Return whether it is the folder of a ControlNet, as its config says. Raises FormatError."""
+    """Return whether it is a ControlNet or a T2I-Adapter: a folder whose config says so, or a file.
+
+    Raises FormatError.
+    """
     file = path / "config.json"
-    return file.is_file() and _is_control_class(read_json(file))
+    return is_control_file(path) or (file.is_file() and _is_control_class(read_json(file)))
 
 
 def _is_control_class(config: Mapping[str, Any]) -> bool:
-    return str(config.get("_class_name")).endswith("ControlNetModel")
+    class_name = str(config.get("_class_name"))
+    return class_name in CONTROL_CLASSES or class_name.endswith("ControlNetModel")
 
 
 def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
@@ -230,7 +245,7 @@ def read_pipeline_parts(folder: Path, *, allow_torch: bool = False) -> dict[str,
         name: read_component(folder / name, name, library, class_name, name, allow_torch)
         for name, (library, class_name) in _pipeline_parts(folder).items()
     }
-    return {name: part for name, part in found.items() if part is not None}
+    return {name: _plain(folder, part) for name, part in found.items() if part is not None}
 
 
 def _pipeline_parts(folder: Path) -> dict[str, tuple[str, str]]:
@@ -258,13 +273,31 @@ def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
     if only is None and not components:
         raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")
     class_name = str(read_json(path / "model_index.json").get("_class_name"))
-    parts = tuple(map(partial(_plain, path), components.values()))
-    return _only(Checkpoint(path, "diffusion", class_name, parts), only)
+    headers = plain_configs(path, components.values())
+    return _only(Checkpoint(path, "diffusion", class_name, tuple(components.values()), headers), only)
 
 
 def _plain(path: Path, part: SourceComponent) -> SourceComponent:
-    """Return a part of a pipeline without 8-bit floats that no engine computes with. Raises FormatError."""
+    """Return a part of a pipeline without low precision that no engine computes with. Raises FormatError."""
     return replace(part, tensors=read_as_plain(path / part.folder, part.tensors, part.metadata))
+
+
+def plain_configs(path: Path, parts: Iterable[SourceComponent]) -> dict[str, bytes]:
+    """Return the configs of parts that were quantized and are plain now, without what said so."""
+    found = {}
+    for part in parts:
+        file = path / part.folder / CONFIG_FILE
+        config = read_json(file) if file.is_file() else {}
+        is_computed = any(isinstance(tensor, ComputedTensor) for tensor in part.tensors.values())
+        if is_computed and _is_read_as_plain(config):
+            del config[_QUANTIZATION]
+            found[(PurePosixPath(part.folder) / CONFIG_FILE).as_posix()] = json.dumps(config, indent=2).encode()
+    return found
+
+
+def _is_read_as_plain(config: Mapping[str, Any]) -> bool:
+    method = config.get(_QUANTIZATION)
+    return isinstance(method, dict) and method.get("quant_method") in PLAIN_METHODS
 
 
 def _only(pipeline: Checkpoint, component: str | None) -> Checkpoint:
@@ -311,11 +344,13 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
     if kind == "llm" and (plain := read_quantized(path, config, str(class_name), model.tensors)):
         return Checkpoint(path, kind, class_name, (replace(model, tensors=plain.tensors),), {CONFIG_FILE: plain.config})
+    model = _plain(path, model) if _is_read_as_plain(config) else model
+    headers = plain_configs(path, [model])
     if kind == "embedding" and class_name:
         class_name, body = body_of(class_name, model.tensors)
         model = replace(model, class_name=class_name, tensors=dict(body))
     model = replace(model, tensors=split_rows(str(config.get("model_type")), model.tensors))
-    return Checkpoint(path, kind, class_name, (model, *_dense_stages(path, allow_torch, kind)))
+    return Checkpoint(path, kind, class_name, (model, *_dense_stages(path, allow_torch, kind)), headers)
 
 
 def _dense_stages(path: Path, allow_torch: bool, kind: ModelKind) -> Iterator[SourceComponent]:
@@ -377,6 +412,7 @@ def _ip_adapter(path: Path) -> Checkpoint:
     header = read_header(files[0])
     tensors: dict[str, SourceTensor] = dict(header.tensors)
     read_ip_adapter(files[0], {name: tensor.shape for name, tensor in tensors.items()})
+    tensors = {canonical_name(name): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(f"{IP_ENCODER}.") for name in tensors):  # as they are written back
         encoder = read_component(path / IP_ENCODER, IP_ENCODER, "transformers", None, IP_ENCODER, allow_torch=False)
         if encoder is None:
@@ -433,6 +469,8 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
     match path.suffix:
         case ".safetensors":
             header = read_header(path)
+            if kind := control_kind(path, {name: tensor.shape for name, tensor in header.tensors.items()}):
+                raise FormatError(why_alone(path, kind))
             if is_ip_adapter(header.tensors):  # those for FaceID have LoRAs in them, and no image_encoder beside them
                 read_ip_adapter(path, {name: tensor.shape for name, tensor in header.tensors.items()})
             if is_lora(header.tensors) and not (is_peft(list(header.tensors)) and peft_config_of(path).is_file()):

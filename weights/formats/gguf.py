@@ -428,6 +428,10 @@ DENOISERS: Final[Mapping[str, tuple[str, ...]]] = {
     "qwen_image": ("QwenImageTransformer2DModel",),
     "lumina2": ("ZImageTransformer2DModel", "Lumina2Transformer2DModel"),
 }
+# The same of text encoders.
+TEXT_ENCODERS: Final[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
+    ("t5", "t5encoder"), ("T5EncoderModel", "UMT5EncoderModel")
+)
 _NOT_LLMS = {"gemma-embedding", "llama-embed"}
 
 

@@ -29,6 +29,19 @@ EXPERT_NAMES: Final = {
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
+_T5_LAYER_NAMES: Final = {  # in a layer of an encoder (`enc.blk.N.` and `encoder.block.N.`)
+    "attn_norm": "layer.0.layer_norm",
+    "attn_q": "layer.0.SelfAttention.q",
+    "attn_k": "layer.0.SelfAttention.k",
+    "attn_v": "layer.0.SelfAttention.v",
+    "attn_o": "layer.0.SelfAttention.o",
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+    "ffn_norm": "layer.1.layer_norm",
+    "ffn_gate": "layer.1.DenseReluDense.wi_0",
+    "ffn_up": "layer.1.DenseReluDense.wi_1",
+    "ffn_down": "layer.1.DenseReluDense.wo",
+}
+_T5_TOP_NAMES: Final = {"token_embd": "shared", "enc.output_norm": "encoder.final_layer_norm"}
 TOP_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 FREQUENCY_FACTORS: Final = "rope_freqs.weight"
 
@@ -96,3 +109,14 @@ TEXT_SPLITS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
 ADDS_BOS: Final = frozenset({*_LLAMA3_NAMES, "tekken"})
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+def t5_name(name: str) -> str:
+    """Return transformers' name of a tensor of T5's encoder, the name itself of any other."""
+    module, _, leaf = name.rpartition(".")
+    if module in _T5_TOP_NAMES:
+        return f"{_T5_TOP_NAMES[module]}.{leaf}"
+    match module.split("."):
+        case ["enc", "blk", layer, part] if part in _T5_LAYER_NAMES:
+            return f"encoder.block.{layer}.{_T5_LAYER_NAMES[part]}.{leaf}"
+    return name

@@ -3,7 +3,7 @@
 A folder with the adapter's safetensors file (`image_proj.*`, `ip_adapter.1.to_k_ip.weight`, ...) and `image_encoder/`,
 the CLIP that it reads images with: the layout of h94/IP-Adapter, of which a folder holds one adapter here. Plain ones
 project the image's vector to a few tokens; "plus" ones resample the tokens of its last layer but one, and "full" ones
-project each of those.
+project each of those. Those of Flux, which XLabs names otherwise, are plain with biases.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ENCODER: Final = "image_encoder"  # its folder, and the prefix of its tensors in
 ENCODER_CLASS: Final = "CLIPVisionModelWithProjection"
 _PLAIN_TOKENS: Final = 4
 HEAD_WIDTH: Final = 64  # of the attention of a resampler
+_FLUX_TOKENS: Final = (4, 16)
 _KEYS: Final = re.compile(r"^ip_adapter\.(\d{1,4})\.to_(k|v)_ip\.weight$")
 _PLAIN: Final = ("proj.weight", "proj.bias", "norm.weight", "norm.bias")
 _FULL: Final = tuple(f"proj.{number}.{half}" for number in (0, 2, 3) for half in ("weight", "bias"))
@@ -34,14 +35,26 @@ _RESAMPLER_LAYER: Final = (
     *("0.to_out.weight", "1.0.weight", "1.0.bias", "1.1.weight", "1.3.weight"),
 )
 
-_SERVED: Final = "of Stable Diffusion 1 and 2 and SDXL the plain, plus, plus-face and full-face ones are served"
-# How the names of those for Flux begin in XLabs' files.
-_XLABS: Final = ("ip_adapter_proj_model.", "double_blocks.")
+_SERVED: Final = (
+    "of Stable Diffusion 1 and 2 and SDXL the plain, plus, plus-face and full-face ones are served, and XLabs' of Flux"
+)
+# The names of those for Flux in XLabs' files.
+_XLABS: Final = "ip_adapter_proj_model."
+_XLABS_KEYS: Final = re.compile(
+    r"^double_blocks\.(\d{1,4})\.processor\.ip_adapter_double_stream_([kv])_proj\.(weight|bias)$"
+)
 # What reads the encoder's numbers, and what the finished tokens leave last.
-_READERS: Final = {"plain": "proj.weight", "full": "proj.0.weight", "plus": "proj_in.weight"}
-_NORMS: Final = {"plain": "norm.weight", "full": "proj.3.weight", "plus": "norm_out.weight"}
+_READERS: Final = {
+    "plain": "proj.weight",
+    "flux": "proj.weight",
+    "full": "proj.0.weight",
+    "plus": "proj_in.weight",
+}
+_NORMS: Final = {"plain": "norm.weight", "flux": "norm.weight", "full": "proj.3.weight", "plus": "norm_out.weight"}
 _BLOCKS: Final = ("down_blocks", "up_blocks", "mid_block")  # as diffusers goes through a UNet
+_FLUX_TEXT: Final = "context_embedder.weight"  # of a transformer: as wide as its text
 
+Kind = Literal["plain", "plus", "full", "flux"]
 Shape = tuple[int, ...]
 
 
@@ -52,7 +65,7 @@ class IpAdapterForm:
     `num_resampled` is the number of layers of a plus one's resampler. A full one has a token for each of its encoder's.
     """
 
-    kind: Literal["plain", "plus", "full"]
+    kind: Kind
     layers: tuple[int, ...]
     text_width: int
     num_resampled: int = 0
@@ -67,7 +80,15 @@ def is_ip_adapter_folder(path: Path) -> bool:
 def is_ip_adapter(names: Collection[str]) -> bool:
     """Return whether the tensors of a file are an IP-Adapter's, by their names."""
     is_known = any(name.startswith("image_proj.") for name in names) and any(_KEYS.match(name) for name in names)
-    return is_known or any(name.startswith(_XLABS[0]) for name in names)
+    return is_known or any(name.startswith(_XLABS) for name in names)
+
+
+def canonical_name(name: str) -> str:
+    """Return the name that a tensor of XLabs' adapters has in others; any other stays."""
+    if name.startswith(_XLABS):
+        return f"image_proj.{name.removeprefix(_XLABS)}"
+    match = _XLABS_KEYS.match(name)
+    return f"ip_adapter.{match[1]}.to_{match[2]}_ip.{match[3]}" if match else name
 
 
 def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
@@ -75,20 +96,25 @@ def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
 
     Raises AdapterError for what is none, naming the form of one that is not served, or the tensor that is missing.
     """
-    own = {name: shape for name, shape in shapes.items() if not name.startswith(f"{ENCODER}.")}
+    own = {canonical_name(name): one for name, one in shapes.items() if not name.startswith(f"{ENCODER}.")}
     pairs = {int(match[1]) for name in own if (match := _KEYS.match(name))}
     projection = {name.removeprefix("image_proj."): own[name] for name in own if name.startswith("image_proj.")}
     if form := _form_not_served(own, projection):
         raise AdapterError(f"{file}: {form}; {_SERVED}")
     if not pairs or not projection:
         raise AdapterError(f"{file}: no IP-Adapter: expected tensors image_proj.* and ip_adapter.N.to_k_ip.weight")
-    kind = _kind_of(projection)
+    kind = _kind_of(own, projection)
     if kind is None:
         raise AdapterError(f"{file}: an IP-Adapter of a form that is not known; {_SERVED}")
     num_resampled = _count_layers(projection)
-    names = {"plain": _PLAIN, "full": _FULL, "plus": _resampler_names(num_resampled)}[kind]
+    names = {"plain": _PLAIN, "flux": _PLAIN, "full": _FULL, "plus": _resampler_names(num_resampled)}[kind]
     wanted = {f"image_proj.{name}" for name in names}
-    wanted |= {f"ip_adapter.{number}.to_{half}_ip.weight" for number in pairs for half in "kv"}
+    wanted |= {
+        f"ip_adapter.{number}.to_{half}_ip.{leaf}"
+        for number in pairs
+        for half in "kv"
+        for leaf in (("weight", "bias") if kind == "flux" else ("weight",))
+    }
     for name in sorted(wanted ^ own.keys()):
         what = "is missing" if name in wanted else f"is not of a {kind} IP-Adapter"
         raise AdapterError(f"{file}: tensor {shown(name)} {what}")
@@ -112,7 +138,7 @@ def check_encoder(file: Path, shapes: Mapping[str, Shape]) -> None:
     if len(head) != 2:
         raise AdapterError(f"{file}: tensor {name} of a {ENCODER_CLASS} is missing")
     reader = f"image_proj.{_READERS[form.kind]}"
-    given, read = head[0] if form.kind == "plain" else head[1], shapes[reader][1]
+    given, read = head[0] if form.kind in ("plain", "flux") else head[1], shapes[reader][1]
     if given != read:
         raise AdapterError(
             f"{file}: tensor {reader} reads vectors of {read} numbers, and the {ENCODER} beside it gives {given}: the "
@@ -120,19 +146,28 @@ def check_encoder(file: Path, shapes: Mapping[str, Shape]) -> None:
         )
 
 
-def check_ip_base(file: Path, shapes: Mapping[str, Shape], unet: Any, base: AdapterBase) -> None:
-    """Check that an adapter has a layer for each attention to text of a UNet, of its size. Raises AdapterError."""
-    if unet.format != "safetensors":
+def check_ip_base(file: Path, shapes: Mapping[str, Shape], denoiser: Any, base: AdapterBase) -> None:
+    """Check that an adapter has a layer for each attention to text of a denoiser, of its size. Raises AdapterError."""
+    if denoiser.format != "safetensors":
         return
-    reason = why_unlike(read_ip_adapter(file, shapes), shapes, _cross_attentions(unet.tensors), repr(base.model))
+    is_flux = _FLUX_TEXT in denoiser.tensors
+    sizes = (_double_blocks if is_flux else _cross_attentions)(denoiser.tensors)
+    reason = why_unlike(read_ip_adapter(file, shapes), shapes, sizes, repr(base.model), is_flux=is_flux)
     if reason:
         raise AdapterError(f"{file}: an IP-Adapter that {reason}")
 
 
 def why_unlike(
-    form: IpAdapterForm, shapes: Mapping[str, Sequence[int]], attentions: Sequence[Sequence[int]], model: str
+    form: IpAdapterForm,
+    shapes: Mapping[str, Sequence[int]],
+    attentions: Sequence[Sequence[int]],
+    model: str,
+    *,
+    is_flux: bool,
 ) -> str | None:
-    """Return why an adapter is none for a UNet with attentions to text of these (inner, text) sizes, or None."""
+    """Return why an adapter is none for a denoiser with attentions to text of these (inner, text) sizes, or None."""
+    if (form.kind == "flux") != is_flux:
+        return "is for a UNet, and " + model + " is one of Flux" if is_flux else f"is of Flux, and {model} has a UNet"
     if len(form.layers) != len(attentions):
         return f"has {len(form.layers)} layers, and {model} {len(attentions)}: it is for another one"
     for number, attention in zip(form.layers, attentions, strict=True):
@@ -149,23 +184,27 @@ def _cross_attentions(tensors: Mapping[str, Any]) -> list[Shape]:
     return [tuple(tensors[name].shape) for name in sorted(names, key=_place)]
 
 
+def _double_blocks(tensors: Mapping[str, Any]) -> list[Shape]:
+    """Return the (inner, text) sizes of the blocks of a Flux in which text and image attend to each other."""
+    names = [name for name in tensors if re.match(r"transformer_blocks\.\d{1,4}\.attn\.to_q\.weight$", name)]
+    return [(tensors[name].shape[0], tensors[_FLUX_TEXT].shape[1]) for name in sorted(names, key=_place)]
+
+
 def _place(name: str) -> tuple[int, list[int]]:
     block = name.partition(".")[0]
     return (*_BLOCKS, block).index(block), [int(number) for number in re.findall(r"\.(\d{1,9})(?=\.)", name)]
 
 
-def _kind_of(projection: Collection[str]) -> Literal["plain", "plus", "full"] | None:
+def _kind_of(names: Collection[str], projection: Collection[str]) -> Kind | None:
     if "proj.weight" in projection:
-        return "plain"
+        return "flux" if any(name.endswith("_ip.bias") for name in names) else "plain"
     if "proj.3.weight" in projection:
         return "full"
     return "plus" if "latents" in projection else None
 
 
 def _form_not_served(names: Collection[str], projection: Collection[str]) -> str | None:
-    """Return what an adapter of another form is, by the names of its tensors, as diffusers tells them."""
-    if any(name.startswith(_XLABS) or name.endswith("_ip.bias") for name in names):
-        return "an IP-Adapter of Flux"
+    """Name the form of an adapter that is not served, by the names of its tensors, as diffusers does; else None."""
     if any(".norm_ip." in name for name in names) or any(name.startswith("time_embedding.") for name in projection):
         return "an IP-Adapter of Stable Diffusion 3"
     is_plus = any(name.startswith("perceiver_resampler.") for name in projection)
@@ -191,7 +230,7 @@ def _check_shapes(
     file: Path,
     own: Mapping[str, Shape],
     projection: Mapping[str, Shape],
-    kind: Literal["plain", "plus", "full"],
+    kind: Kind,
     pairs: Collection[int],
 ) -> None:
     """Raise AdapterError for tensors that do not go together."""
@@ -202,11 +241,13 @@ def _check_shapes(
     fits: dict[str, tuple[int | None, ...]] = {
         f"ip_adapter.{number}.to_{half}_ip.weight": (None, width) for number in pairs for half in "kv"
     }
-    if kind == "plain":
-        fits |= {
-            "image_proj.proj.weight": (_PLAIN_TOKENS * width, None),
-            "image_proj.proj.bias": (_PLAIN_TOKENS * width,),
-        }
+    if kind in ("plain", "flux"):
+        tokens = _PLAIN_TOKENS
+        if kind == "flux":
+            tokens = next((one for one in _FLUX_TOKENS if inner == one * width), _PLAIN_TOKENS)
+            keys = [name for name in fits if own[name]]
+            fits |= {f"{name.removesuffix('weight')}bias": (own[name][0],) for name in keys}
+        fits |= {"image_proj.proj.weight": (tokens * width, None), "image_proj.proj.bias": (tokens * width,)}
     elif kind == "full":
         fits |= {"image_proj.proj.0.weight": (inner, None), "image_proj.proj.0.bias": (inner,)}
         fits |= {"image_proj.proj.2.weight": (width, inner), "image_proj.proj.2.bias": (width,)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from weights.formats.folder import files_below, read_json
@@ -72,8 +72,12 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         """The config.json of a folder, as the skeleton has it. Raises FormatError."""
-        changed = self.headers.get(CONFIG_FILE)
-        found: dict[str, Any] = read_json(self.root / CONFIG_FILE) if changed is None else json.loads(changed)
+        return self.config_of(".")
+
+    def config_of(self, folder: str) -> dict[str, Any]:
+        """Return the config.json in a folder, relative to the root, as the skeleton has it. Raises FormatError."""
+        changed = self.headers.get((PurePosixPath(folder) / CONFIG_FILE).as_posix())
+        found: dict[str, Any] = read_json(self.root / folder / CONFIG_FILE) if changed is None else json.loads(changed)
         return found
 
     @property

@@ -242,7 +242,7 @@ class SlotLink(Link):
         clock: Callable[[], float] = time.monotonic,
         process: ProcessMark | None = None,
     ) -> None:
-        super().__init__(name, connect, queue.slots_changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
+        super().__init__(name, connect, queue.own_slots.changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
         self._queue = queue
         self._clock = clock
         self._process = process or ProcessMark.this()
@@ -285,7 +285,7 @@ class SlotLink(Link):
         except Exception:
             self._num_failed += 1
             if self._num_failed > 1:
-                self._queue.hold_slots(math.inf)
+                self._queue.own_slots.hold(math.inf)
             raise
         self._num_failed = 0
         self._note_reported(report, began_s, under_way)
@@ -293,9 +293,9 @@ class SlotLink(Link):
         if answer.session != self._session:
             self._session, self._revision = answer.session, 0
             if not answer.keeps:
-                self._queue.drop_slots()
-            self._queue.slots_changed.set()  # it joins by the next report
-        self._queue.hold_slots(began_s + lease_s(report))
+                self._queue.own_slots.drop()
+            self._queue.own_slots.changed.set()  # it joins by the next report
+        self._queue.own_slots.hold(began_s + lease_s(report))
 
     async def _receive_once(self) -> None:
         """Wait for news, and apply them."""
@@ -311,13 +311,13 @@ class SlotLink(Link):
         )
         if update.config is not None:
             await self._queue.retune(update.config)
-            self._queue.slots_changed.set()  # who has set them waits for that
+            self._queue.own_slots.changed.set()  # who has set them waits for that
         self._settings = update.settings
         split = update.split
         if split is not None and split.session == self._session and split.revision > self._revision:
             self._revision = split.revision
-            self._queue.set_parts(split.pools, split.bound_part)
-            self._queue.slots_changed.set()  # what this one has lost by it, others get once they are told
+            self._queue.own_slots.set_parts(split.pools, split.bound_part)
+            self._queue.own_slots.changed.set()  # what this one has lost by it, others get once they are told
 
     async def _report(self, now_s: float) -> SlotReport:
         self._num_reports += 1
@@ -330,8 +330,8 @@ class SlotLink(Link):
             self._session,
             self._revision,
             self._process,
-            self._queue.claims(),
-            self._queue.requests_per_s(),
+            self._queue.own_slots.claims(),
+            self._queue.own_slots.requests_per_s(),
             self._queue.config.max_overtakes,
             self._settings,
             ended if ended and ended.requests else None,

@@ -142,6 +142,20 @@ def build_blank(library: str, class_name: str | None, folder: Path) -> nn.Module
     return module
 
 
+def check_module(
+    library: str,
+    class_name: str | None,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: Path,
+) -> None:
+    """Raise EngineError where no model of that config could be built around tensors of these names and shapes."""
+    with IMPORT_LOCK:
+        module = _blank_module(_resolve_class(library, class_name, config, where), where, config)
+    names = _rename_like_stock(module, shapes, where)
+    _check_names(module, {new: shapes[old] for new, old in names.items()}, where)
+
+
 def import_class(library: str, class_name: str | None) -> None:
     """Pay for the import of a class before the first request needs it: the libraries import lazily, for seconds."""
     if library in LIBRARIES and class_name:

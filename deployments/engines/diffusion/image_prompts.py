@@ -1,9 +1,11 @@
-"""IP-Adapters: images as prompts, which every cross-attention of a UNet reads beside its text.
+"""IP-Adapters: images as prompts, which every cross-attention of a UNet reads beside its text, or a block of Flux.
 
-What such a layer adds is an attention of its own queries over the image's tokens, before its last product. Keys and
+What such a layer adds is an attention of its own queries over the image's tokens, before its last product; in Flux to
+the image's part of what a block gives, which there are the queries of before they are turned by their places. Keys and
 values do not change from step to step, so they are made when a request begins; a layer's queries are taken where it
 makes them, by hooks. Rows of a batch without an image are not touched. Sources: "IP-Adapter" (arXiv 2308.06721), and
-diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0` and `models/embeddings.py`.
+diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0`, `models/embeddings.py` and
+`models/transformers/transformer_flux.py:FluxIPAdapterAttnProcessor`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +39,8 @@ from weights.formats.ip_adapter import (
 )
 from weights.records.errors import AdapterError
 
+_LEAVES: Final = ("weight", "bias")
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ImagePrompter:
@@ -57,15 +61,23 @@ class ImagePrompter:
     def tokens_of(self, image: npt.NDArray[np.uint8], *, with_negative: bool) -> list[torch.Tensor]:
         """Return the tokens of an image, (1, T, D), with those of no image in front where they are wanted.
 
-        For a plain adapter that is a vector of zeros, for others what the encoder makes of a black image in its own
-        terms: pixels of 0 behind its normalization.
+        For a plain adapter that is a vector of zeros, for that of Flux what the encoder says of a black image, for
+        others what it makes of a black image in its own terms: pixels of 0 behind its normalization.
         """
         from PIL import Image  # only who prompts with images needs it
 
         like = next(self.encoder.parameters())
-        pixels = self.processor(images=Image.fromarray(image), return_tensors="pt").pixel_values
-        pixels_13HW: torch.Tensor = pixels.to(like.device, like.dtype)
+
+        def read(one: npt.NDArray[np.uint8]) -> torch.Tensor:
+            pixels = self.processor(images=Image.fromarray(one), return_tensors="pt").pixel_values
+            read_13HW: torch.Tensor = pixels.to(like.device, like.dtype)
+            return read_13HW
+
+        pixels_13HW = read(image)
         with torch.no_grad():
+            if self.form.kind == "flux":
+                both = ([read(np.zeros_like(image))] if with_negative else []) + [pixels_13HW]
+                return [self._project(self.encoder(one).image_embeds) for one in both]
             if self.form.kind == "plain":
                 vector = self.encoder(pixels_13HW).image_embeds
                 return [self._project(one) for one in ([torch.zeros_like(vector)] if with_negative else []) + [vector]]
@@ -138,10 +150,10 @@ def make_image_prompts(
             raise EngineError(f"ip_adapter: {use.name!r} is no known IP-Adapter (known: {names or 'none'})")
         if not family.adapters.takes_image_prompts:
             raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
-        attentions = _cross_attentions(denoiser)
-        _check_fit(use.name, prompter, attentions)
+        layers = _prompted_layers(denoiser)
+        _check_fit(use.name, prompter, layers, denoiser)
         tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
-        branches = tuple(tuple(_layers(prompter, attentions, one, denoiser.dtype)) for one in tokens)
+        branches = tuple(tuple(_layers(prompter, layers, one, denoiser.dtype)) for one in tokens)
         prompts.append(ImagePrompt(use.name, branches, use.scale))
     return tuple(prompts)
 
@@ -149,10 +161,11 @@ def make_image_prompts(
 def blank_image_prompt(name: str, num_tokens: int, denoiser: Any, device: torch.device) -> ImagePrompt:
     """Return an IP-Adapter at work in a request of one branch, whose keys and values have sizes and no meaning."""
     layers = []
-    for attention in _cross_attentions(denoiser):
+    for layer in _prompted_layers(denoiser):
+        attention = _attention_of(layer)
         made = torch.empty(1, num_tokens, attention.inner_dim, dtype=denoiser.dtype, device=device)
         half = _heads(made, attention.inner_dim // attention.heads)
-        layers.append(PromptedLayer(attention, half, half))
+        layers.append(PromptedLayer(layer, half, half))
     return ImagePrompt(name, (tuple(layers),), 1.0)
 
 
@@ -167,11 +180,11 @@ def prompted_by_images(spans: Sequence[PromptedSpan]) -> Iterator[None]:
         for layers, scale in span.uses:
             for layer in layers if scale else ():
                 added = _Added(span.start, span.stop, layer.key, layer.value, scale)
-                by_layer.setdefault(layer.attention, []).append(added)
+                by_layer.setdefault(layer.module, []).append(added)
     handles: list[Any] = []
     try:
-        for attention, added_here in by_layer.items():
-            handles += _hooked(attention, added_here)
+        for module, added_here in by_layer.items():
+            handles += (_hooked_block if _is_block(module) else _hooked)(module, added_here)
         yield
     finally:
         for handle in handles:
@@ -207,32 +220,72 @@ def _hooked(attention: Any, added: Sequence[_Added]) -> list[Any]:
     return [attention.to_q.register_forward_hook(keep), attention.to_out[0].register_forward_pre_hook(add)]
 
 
+def _hooked_block(block: Any, added: Sequence[_Added]) -> list[Any]:
+    """Let a block of Flux keep the queries of its image, and add to its image's part."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: Any, query_BLHD: torch.Tensor) -> None:
+        kept[:] = [query_BLHD]
+
+    def add(_: nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        (query_BLHD,), x = kept, output[1]
+        for one in added:
+            rows = query_BLHD[one.start : one.stop].transpose(1, 2)
+            key, value = (half.expand(len(rows), -1, -1, -1) for half in (one.key, one.value))
+            found = F.scaled_dot_product_attention(rows, key, value)
+            x[one.start : one.stop] += one.scale * found.transpose(1, 2).flatten(2)
+        kept.clear()
+
+    return [block.attn.norm_q.register_forward_hook(keep), block.register_forward_hook(add)]
+
+
 def _heads(x_BLD: torch.Tensor, width: int) -> torch.Tensor:
     """Return (B, L, D) as (B, heads, L, width)."""
     return x_BLD.view(*x_BLD.shape[:-1], -1, width).transpose(1, 2)
 
 
-def _cross_attentions(denoiser: Any) -> list[Any]:
-    """Return a UNet's attentions to text in the order in which adapters number them: that of its processors."""
+def _is_block(layer: Any) -> bool:
+    """Return whether a layer is a block of Flux, and no attention."""
+    return not hasattr(layer, "to_q")
+
+
+def _attention_of(layer: Any) -> Any:
+    return layer.attn if _is_block(layer) else layer
+
+
+def _prompted_layers(denoiser: Any) -> list[Any]:
+    """Return a Flux's blocks of text and image, or a UNet's attentions to text in the order of its processors, by
+    which adapters number them.
+    """
+    if hasattr(denoiser, "single_transformer_blocks"):
+        return list(denoiser.transformer_blocks)
     names = [name.removesuffix(".processor") for name in denoiser.attn_processors]
     return [denoiser.get_submodule(name) for name in names if not name.endswith("attn1")]
 
 
-def _check_fit(name: str, prompter: ImagePrompter, attentions: Sequence[Any]) -> None:
+def _check_fit(name: str, prompter: ImagePrompter, layers: Sequence[Any], denoiser: Any) -> None:
     shapes = {key: tuple(tensor.shape) for key, tensor in prompter.tensors.items()}
-    sizes = [(attention.inner_dim, attention.cross_attention_dim) for attention in attentions]
-    if reason := why_unlike(prompter.form, shapes, sizes, "the model"):
+    is_flux = any(map(_is_block, layers))
+    sizes = [
+        (layer.attn.inner_dim, denoiser.config.joint_attention_dim)
+        if is_flux
+        else (layer.inner_dim, layer.cross_attention_dim)
+        for layer in layers
+    ]
+    if reason := why_unlike(prompter.form, shapes, sizes, "the model", is_flux=is_flux):
         raise EngineError(f"ip_adapter: {name!r} {reason}")
 
 
 def _layers(
-    prompter: ImagePrompter, attentions: Sequence[Any], tokens_1TD: torch.Tensor, dtype: torch.dtype
+    prompter: ImagePrompter, layers: Sequence[Any], tokens_1TD: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[PromptedLayer]:
-    for number, attention in zip(prompter.form.layers, attentions, strict=True):
+    for number, layer in zip(prompter.form.layers, layers, strict=True):
+        attention = _attention_of(layer)
         width = attention.inner_dim // attention.heads
 
         def project(half: str, number: int = number, width: int = width) -> torch.Tensor:
-            weight = prompter.tensors[f"ip_adapter.{number}.to_{half}_ip.weight"]
-            return _heads(F.linear(tokens_1TD, weight), width).to(dtype)
+            weight, bias = (prompter.tensors.get(f"ip_adapter.{number}.to_{half}_ip.{leaf}") for leaf in _LEAVES)
+            assert weight is not None  # as read_ip_adapter has found
+            return _heads(F.linear(tokens_1TD, weight, bias), width).to(dtype)
 
-        yield PromptedLayer(attention, project("k"), project("v"))
+        yield PromptedLayer(layer, project("k"), project("v"))

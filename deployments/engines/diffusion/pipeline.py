@@ -261,7 +261,7 @@ class DenoisePipeline:
         return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState], check: Callable[[], None] = lambda: None) -> None:
-        """Move each state on by one denoise step. When a forward raises, no state has moved.
+        """Move each state on by one denoise step. When a forward or an extrapolation raises, no state has moved.
 
         States whose step is extrapolated take no row of a forward.
 
@@ -284,8 +284,9 @@ class DenoisePipeline:
                 id(state): guided(self.family, state, [noises[id(branch)] for branch in state.branches])
                 for state in computed
             }
-            for state in states:
-                self._advance(state, _output_of(state, predictions.get(id(state))))
+            outputs = [_output_of(state, predictions.get(id(state))) for state in states]  # all, before any moves
+            for state, output in zip(states, outputs, strict=True):
+                self._advance(state, output)
 
     def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | torch.Tensor | ComputationFailed]:
         """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or why there are none.

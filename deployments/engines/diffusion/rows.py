@@ -214,19 +214,24 @@ def _adapted_spans(group: Sequence[Condition]) -> Iterator[AdaptedSpan]:
 
 def _control_rows(group: Sequence[Condition], place: int) -> ControlRows:
     """Return the rows of one of the ControlNets that all parts of the group have."""
-    images, scales, prompts, pooled = [], [], [], []
+    inputs, scales, prompts, pooled, modes = [], [], [], [], list[torch.Tensor]()
     for state, branch in group:
         control = state.acting_controls[place]
         text = state.branches[-1] if control.reads_prompt else branch
         count = len(state.latents)
-        images.append(control.image)
-        scales.append(torch.full([count], control.scale, device=control.image.device))
+        device = control.inputs[0].device
+        inputs.append(control.inputs)
+        scales.append(torch.full([count], control.scale, device=device))
+        if control.mode is not None:
+            modes.append(torch.full([count], control.mode, device=device))
         prompts.append(text.prompt.expand(count, -1, -1))
         if text.pooled is not None:
             pooled.append(text.pooled.expand(count, -1))
     net = group[0].state.acting_controls[place].net
     all_pooled = torch.cat(pooled) if pooled else None
-    return ControlRows(net, torch.cat(images), torch.cat(scales), torch.cat(prompts), all_pooled)
+    all_inputs = tuple(torch.cat(parts) for parts in zip(*inputs, strict=True))
+    all_modes = torch.cat(modes) if modes else None
+    return ControlRows(net, all_inputs, torch.cat(scales), torch.cat(prompts), all_pooled, all_modes)
 
 
 def split_rows(noise: torch.Tensor, group: Sequence[Condition]) -> Sequence[torch.Tensor]:

@@ -30,15 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Control:
-    """A ControlNet and its image as it reads it, (num_images, …). `reads_prompt`: never the negative prompt."""
+    """A ControlNet and what it reads of its image, (num_images, …) each. `reads_prompt`: never the negative prompt.
+
+    `mode` is that of a union.
+    """
 
     name: str
     net: Any
-    image: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
     scale: float
     start: float
     end: float
     reads_prompt: bool
+    mode: int | None = None
 
     def acts_at(self, step_index: int, num_steps: int) -> bool:
         """Return whether it acts at a step, counted from 0: the whole step lies within its part of the schedule."""
@@ -66,17 +70,28 @@ def make_controls(
             raise EngineError(f"control: {use.name!r} is no known ControlNet (known: {nets or 'none'})")
         if reason := _misfit(family, net, denoiser, codec.scale_factor):
             raise EngineError(f"control: {use.name!r} {reason}")
+        if reason := _wrong_mode(use.mode, family.adapters.num_modes(net)):
+            raise EngineError(f"control: {use.name!r} {reason}")
         make_batch_invariant(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
-            image = family.adapters.control_image(
+            inputs = family.adapters.control_image(
                 net, pixels, lambda images: codec.encode(images, generator), codec.vae
             )
-        image = image.to(device, denoiser.dtype)
-        controls.append(
-            Control(use.name, net, image, use.scale, use.start, use.end, family.adapters.controls_read_prompt)
-        )
+        inputs = tuple(one.to(device, denoiser.dtype) for one in inputs)
+        reads_prompt = family.adapters.controls_read_prompt
+        controls.append(Control(use.name, net, inputs, use.scale, use.start, use.end, reads_prompt, use.mode))
     return tuple(controls)
+
+
+def _wrong_mode(mode: int | None, num_modes: int) -> str | None:
+    """Return why a request's mode is none of a ControlNet's, or None."""
+    if not num_modes:
+        return None if mode is None else f"is no union of ControlNets, and has no mode {mode}"
+    if mode is not None and 0 <= mode < num_modes:
+        return None
+    said = "without a mode" if mode is None else f"with mode {mode}"
+    return f"is a union of {num_modes} ControlNets, asked {said}: expected one of 0 to {num_modes - 1}"
 
 
 def _misfit(family: Family, net: Any, denoiser: Any, pixels_per_latent: int) -> str | None:

@@ -2,8 +2,8 @@
 
 At one token a step, what torch and Python do around some thirty small operations a layer costs as much as half of the
 products, and of a small model nearly all; in a prompt, attention and passes over activations are a quarter. Activations
-stay in float32 from the embedding to the logits. `NativeDecoder.create` says where it applies; everywhere else the
-module runs.
+stay in float32 from the embedding to the logits; products with bfloat16 weights round theirs where the processor
+multiplies pairs of bfloat16. `NativeDecoder.create` says where it applies; everywhere else the module runs.
 """
 
 from __future__ import annotations

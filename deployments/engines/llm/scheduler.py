@@ -23,14 +23,15 @@ class Scheduler:
       tokens in all as the `pace` says, or the whole budget when nothing decodes or there is no pace to keep.
     - Prompts are seated in order of arrival, while seats and blocks for all their tokens last. The seated ones share
       the chunk evenly, and what a short one leaves goes to the others: it does not wait for a long one before it.
-    - Blocks that hold what a prompt begins with are shared. A shared block is copied before it is written.
+    - Blocks that hold what a prompt begins with are shared. A shared block is copied before it is written. A prompt
+      waits, and others may pass it, while a seated one computes the very block that it would begin with.
     - When blocks run out, the newest seated sequence is preempted: it gives up its blocks, goes back to the
       head of the line and recomputes all its tokens later.
 
-    One sequence of the greatest length must fit into the pool: then the oldest always proceeds. With
-    `shares_completions` False only blocks of prompts are found again: those of completions were computed token by
-    token, and differ from a prompt's by rounding. With `shares_prefixes` False no block is ever found again. Of a model
-    with recurrent layers, which has `states`, only as many blocks as there is a state behind.
+    At most `max_num_seqs` have a seat. One sequence of the greatest length must fit into the pool: then the oldest
+    always proceeds. With `shares_completions` False only blocks of prompts are found again: those of completions were
+    computed token by token, and differ from a prompt's by rounding. With `shares_prefixes` False no block is ever found
+    again. Of a model with recurrent layers, which has `states`, only as many blocks as there is a state behind.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Scheduler:
         states: StateSlots | None = None,
     ) -> None:
         self._blocks = blocks
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._pace = pace
         self._shares_completions, self._shares_prefixes = shares_completions, shares_prefixes
@@ -66,11 +67,6 @@ class Scheduler:
         """Return how many sequences decode."""
         return len(self._running) - len(self._prefilling)
 
-    @property
-    def max_num_seqs(self) -> int:
-        """Return how many sequences have a seat at most."""
-        return self._max_num_seqs
-
     def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
@@ -84,7 +80,7 @@ class Scheduler:
         child.num_cached_tokens = parent.num_cached_tokens
         child.token_ids.append(token_id)
         parent.num_siblings -= 1
-        if len(self._running) >= self._max_num_seqs:
+        if len(self._running) >= self.max_num_seqs:
             self._waiting.appendleft(child)
             return
         child.block_table, child.block_keys = list(parent.block_table), list(parent.block_keys)
@@ -139,12 +135,10 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks at once."""
-        if sequence.status is SequenceStatus.RUNNING:
-            self._unseat(sequence)
-        elif sequence.status is SequenceStatus.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
-        sequence.status = SequenceStatus.FINISHED
         self._release(sequence)
+        sequence.status = SequenceStatus.FINISHED
 
     def _schedule_decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -173,17 +167,26 @@ class Scheduler:
 
         Seats are kept for what is forked of a prompt, as many as there are: it does not wait until all are free.
         """
-        seats = self._max_num_seqs - sum(1 + sequence.num_siblings for sequence in self._running)
+        seats = self.max_num_seqs - sum(1 + sequence.num_siblings for sequence in self._running)
         wanted = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling)
+        coming = {key for one in self._prefilling for key in self._next_keys(one)}
+        passed: list[Sequence] = []
         while self._waiting and seats > 0 and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
-            sequence = self._waiting[0]
-            if not self._reserve_prompt(sequence):
+            sequence = self._waiting.popleft()
+            found = self._blocks.find_prefix(keys := sequence.findable_keys)
+            if len(passed) < self.max_num_seqs and not coming.isdisjoint(keys[len(found) : len(found) + 1]):
+                passed.append(sequence)
+                continue
+            if not self._reserve_prompt(sequence, found):
+                self._waiting.appendleft(sequence)
                 break
             seats -= 1 + sequence.num_siblings
             wanted += sequence.num_uncomputed_tokens
             sequence.status = SequenceStatus.RUNNING
-            self._running.append(self._waiting.popleft())
+            self._running.append(sequence)
             self._prefilling.append(sequence)
+            coming.update(self._next_keys(sequence))
+        self._waiting.extendleft(reversed(passed))
 
     def _schedule_prefill(self, budget: int) -> list[Chunk]:
         chunks = []
@@ -203,14 +206,15 @@ class Scheduler:
                 self._prefilling.append(sequence)  # its next turn comes after the others'
         return chunks
 
-    def _reserve_prompt(self, sequence: Sequence) -> bool:
+    def _next_keys(self, sequence: Sequence) -> list[bytes]:
+        """Return the key of the block that a seated prompt publishes next; none where others can take no more of it."""
+        count = sequence.num_computed_tokens // BLOCK_SIZE + 1
+        is_found = self._states is None and count * BLOCK_SIZE <= self._num_published(sequence, len(sequence))
+        return sequence.keys_of(count)[-1:] if is_found else []
+
+    def _reserve_prompt(self, sequence: Sequence, found: list[int]) -> bool:
         """Give a waiting sequence the blocks of all its tokens, of which it computes at least the last one."""
-        keys = sequence.keys_of((len(sequence) - 1) // BLOCK_SIZE)
-        pooled, scores = sequence.pooled, sequence.prompt_logprobs
-        is_read = (scores is not None and not sequence.num_completion_tokens) or (
-            pooled is not None and pooled.needs_all
-        )
-        found = [] if is_read else self._blocks.find_prefix(keys)
+        keys = sequence.findable_keys
         if self._states is not None:
             found = found[: self._states.find_state(sequence, keys[: len(found)])]
         self._blocks.share_blocks(found)
@@ -246,28 +250,31 @@ class Scheduler:
         return True
 
     def _publish_blocks(self, sequence: Sequence) -> None:
-        end = sequence.num_computed_tokens if self._shares_prefixes else 0
-        if not self._shares_completions:
-            end = min(end, sequence.num_prompt_tokens)
-        keys, count = sequence.block_keys, end // BLOCK_SIZE
+        keys = sequence.block_keys
+        count = self._num_published(sequence, sequence.num_computed_tokens) // BLOCK_SIZE
         if count > len(keys):
             for place, key in enumerate(sequence.keys_of(count)[len(keys) :], len(keys)):
                 keys.append(key)
                 self._blocks.publish(sequence.block_table[place], key)
 
+    def _num_published(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of its first tokens others may find, where so many are computed."""
+        if not self._shares_prefixes:
+            return 0
+        return num_tokens if self._shares_completions else min(num_tokens, sequence.num_prompt_tokens)
+
     def _preempt(self, sequence: Sequence) -> None:
-        self._unseat(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.WAITING
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _unseat(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-
     def _release(self, sequence: Sequence) -> None:
+        """Take its seat and its blocks from a sequence."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            if sequence in self._prefilling:
+                self._prefilling.remove(sequence)
         self._blocks.release_blocks(reversed(sequence.block_table))  # the end of a text is found again least often
         sequence.block_table.clear()
         sequence.block_keys.clear()

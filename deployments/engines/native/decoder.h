@@ -1,6 +1,6 @@
 // All layers of a Llama decoder (q/k norms and biases as Qwen's) for the tokens of a step, of completions and of prompts:
 // activations in float32, attention over the paged KV cache (attention.h). Weights are all packed, and rows of x made int8
-// for them (`Rows` is Activations, panel_product.h), or all float32 or bfloat16 (FloatRows, dense_product.h).
+// for them (`Rows` is Activations, panel_product.h), or all float32 or bfloat16 (FloatRows or HalfRows, dense_product.h).
 //
 // One parallel region for the layers: with a token or a few, they are too small to begin one per product. The phases of
 // a layer are handed out in pieces (Team). Every sum runs in an order of its own row's, whatever the other rows are.
@@ -75,9 +75,10 @@ inline size_t place_rows(char* memory, int64_t m, Activations& to) {
     return m * to.stride * kActivationBytes;
 }
 
-inline size_t place_rows(char* memory, int64_t m, FloatRows& to) {
-    to.values = reinterpret_cast<float*>(memory);
-    return m * to.stride * 4;
+template <class Rows>
+size_t place_rows(char* memory, int64_t m, Rows& to) {
+    to.values = reinterpret_cast<decltype(to.values)>(memory);
+    return m * to.stride * sizeof *to.values;
 }
 
 // What the threads of a step share: all [rows, ...] in one piece of memory.
@@ -156,7 +157,7 @@ void apply(const Linear& linear, int64_t first, int64_t last, const Rows& x, int
     if constexpr (std::is_same_v<Rows, Activations>)
         multiply_rows(linear.weight, first, last, x, rows, Output{columns, FLOAT32, kPiece, first}, own.product, next);
     else
-        multiply_dense(linear.weight, first, last, x.values, x.stride, rows, columns, kPiece);
+        multiply_dense(linear.weight, first, last, x, rows, columns, kPiece);
     for (int64_t row = 0; linear.bias && row < rows; ++row)
         for (int64_t i = first; i < last; ++i) columns[row * kPiece + i - first] += linear.bias[i];
 }

@@ -1,5 +1,6 @@
 // Products of float32 or bfloat16 weights, where they lie, with any number of rows of x, in float32. A result is one sum in
 // lanes over its row of W, in order, folded at the end: it has the same bits however many rows x has, and wherever a tile begins.
+// Where the processor multiplies pairs of bfloat16 (HalfRows), x is rounded to bfloat16, too, and only the sums are float32.
 
 #pragma once
 
@@ -19,6 +20,19 @@ inline void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t r
     const int64_t count = std::clamp<int64_t>(end - i, 0, 32);
     std::memcpy(at, x + i, 4 * count);
     std::memset(at + count, 0, 4 * (32 - count));
+}
+
+// Rows of x rounded to bfloat16, padded with zeros to `stride` elements.
+struct HalfRows {
+    uint16_t* values;
+    int64_t stride;
+};
+
+inline void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const HalfRows& to) {
+    uint16_t* at = to.values + row * to.stride + 32 * group;
+    const int64_t count = std::clamp<int64_t>(end - i, 0, 32);
+    for (int64_t j = 0; j < count; ++j) at[j] = to_bfloat16(x[i + j]);
+    std::memset(at + count, 0, 2 * (32 - count));
 }
 
 // Half of the lanes of a vector that has 16, added to the other half.
@@ -68,10 +82,47 @@ inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns
             _mm_storeu_ps(to + r * stride + i, sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]));
 }
 
+#if defined(__AVX512VNNI__)
+#define HALF_PRODUCTS __attribute__((target("avx512bf16")))
+
+// The same of bfloat16, 32 columns at a time.
+template <int R, int Q>
+HALF_PRODUCTS inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], int64_t columns, const uint16_t* x,
+                                              int64_t x_stride, float* to, int64_t stride) {
+    Floats sums[R][4 * Q];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int i = 0; i < 4 * Q; ++i) sums[r][i] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < columns; k += 32) {
+        const __mmask32 mask = columns - k >= 32 ? ~0u : 0xffffu;
+        __m512bh xs[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) xs[r] = (__m512bh)_mm512_loadu_si512(x + r * x_stride + k);
+#pragma GCC unroll 8
+        for (int i = 0; i < 4 * Q; ++i) {
+            const __m512bh ws = (__m512bh)_mm512_maskz_loadu_epi16(mask, w[i] + k);
+            // With few rows of x the time is that of memory: the next rows of W are fetched meanwhile.
+            if constexpr (R < kDenseRows)
+                _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * columns + k), _MM_HINT_T1);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], ws, xs[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int i = 0; i < 4 * Q; i += 4)
+            _mm_storeu_ps(to + r * stride + i, sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]));
+}
+
+inline bool has_half_products() { return __builtin_cpu_supports("avx512bf16"); }
+#endif
+
 // `m` rows of x times rows `first` to `last` of W. A single row of x meets 8 rows of W at once: each addition waits for the
 // one before it of its own sum.
-template <class Weight, int R = kDenseRows>
-void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t m,
+template <class Weight, class Element, int R = kDenseRows>
+void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, const Element* x, int64_t x_stride, int64_t m,
                          float* to, int64_t stride) {
     constexpr int kQuads = R == 1 ? 2 : 1, kRows = 4 * kQuads;
     const Weight* weights = reinterpret_cast<const Weight*>(matrix.data);
@@ -89,15 +140,22 @@ void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, cons
                 std::memcpy(to + r * stride + at - first, own + r * kRows, 4 * (last - at));
         }
     if constexpr (R > 1)
-        if (m) multiply_dense_rows<Weight, R - 1>(matrix, first, last, x, x_stride, m, to, stride);
+        if (m) multiply_dense_rows<Weight, Element, R - 1>(matrix, first, last, x, x_stride, m, to, stride);
 }
 
 inline bool is_dense(const Matrix& matrix) { return matrix.type == F32 || matrix.type == BF16; }
 
-inline void multiply_dense(const Matrix& matrix, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t m,
-                           float* to, int64_t stride) {
-    const auto multiply = matrix.type == F32 ? multiply_dense_rows<float> : multiply_dense_rows<uint16_t>;
-    multiply(matrix, first, last, x, x_stride, m, to, stride);
+inline void multiply_dense(const Matrix& matrix, int64_t first, int64_t last, const FloatRows& x, int64_t m, float* to,
+                           int64_t stride) {
+    const auto multiply = matrix.type == F32 ? multiply_dense_rows<float, float> : multiply_dense_rows<uint16_t, float>;
+    multiply(matrix, first, last, x.values, x.stride, m, to, stride);
 }
+
+#if defined(__AVX512VNNI__)
+inline void multiply_dense(const Matrix& matrix, int64_t first, int64_t last, const HalfRows& x, int64_t m, float* to,
+                           int64_t stride) {
+    multiply_dense_rows<uint16_t>(matrix, first, last, x.values, x.stride, m, to, stride);
+}
+#endif
 
 }  // namespace

@@ -121,8 +121,11 @@ extern "C" int JOINED(atelier_draw, ISA)(const float* x, int64_t size, const flo
 
 // Some layers of a step. Returns 0, or 1 when memory ran out.
 extern "C" int JOINED(atelier_decode, ISA)(const Decoder* decoder, const Step* step, int threads) {
-    const auto run = is_dense(decoder->layers->q.weight) ? run_decoder<FloatRows> : run_decoder<Activations>;
-    return run(*decoder, *step, threads);
+    const Matrix& first = decoder->layers->q.weight;
+#if defined(__AVX512VNNI__)
+    if (first.type == BF16 && has_half_products()) return run_decoder<HalfRows>(*decoder, *step, threads);
+#endif
+    return (is_dense(first) ? run_decoder<FloatRows> : run_decoder<Activations>)(*decoder, *step, threads);
 }
 
 // y [m, rows] = x [m, columns] W^T + bias (or null), all in float32; 16 divides the columns.
@@ -132,7 +135,7 @@ extern "C" void JOINED(atelier_linear, ISA)(const float* weight, int64_t rows, i
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < rows; first += kPiece) {
         const int64_t last = std::min(rows, first + kPiece);
-        multiply_dense(matrix, first, last, x, columns, m, y + first, rows);
+        multiply_dense(matrix, first, last, FloatRows{const_cast<float*>(x), columns}, m, y + first, rows);
         for (int64_t row = 0; bias && row < m; ++row)
             for (int64_t i = first; i < last; ++i) y[row * rows + i] += bias[i];
     }

@@ -170,6 +170,7 @@ class ControlUse:
     """One ControlNet of a request, and the image that it reads: uint8 (height, width, 3), of the request's size.
 
     Its residuals are multiplied by `scale`, and added in the steps between the parts `start` and `end` of all steps.
+    `mode` is the one of a union that the image is for.
     """
 
     name: str
@@ -177,6 +178,7 @@ class ControlUse:
     scale: float = 1.0
     start: float = 0.0
     end: float = 1.0
+    mode: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,17 +27,21 @@ class AnswerParts:
         self._kind = ""  # of the last block
 
     def of(self, chunk: TextChunk) -> Iterator[AnswerPart]:
-        """Yield what a piece adds."""
+        """Yield what a piece adds. It may be several joined: the rest of a call that is open comes first of all."""
+        meant = [call for call in chunk.tool_calls if self._max_calls is None or call.index < self._max_calls]
+        num_before = self._num_calls
+        for call in meant:
+            if call.index < num_before:
+                yield AnswerPart("call", call.arguments, begins=False, call=call)
         if chunk.reasoning:
             yield self._addition("thought", chunk.reasoning)
         if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
             yield self._addition("text", chunk.text)
-        for call in chunk.tool_calls:
-            if self._max_calls is not None and call.index >= self._max_calls:
-                continue
-            if begins := call.index >= self._num_calls:
+        for call in meant:
+            if call.index >= num_before:
+                begins = call.index >= self._num_calls
                 self._num_calls, self._kind = call.index + 1, "call"
-            yield AnswerPart("call", call.arguments, begins, call)
+                yield AnswerPart("call", call.arguments, begins, call)
 
     def _addition(self, kind: Literal["thought", "text"], text: str) -> AnswerPart:
         begins, self._kind = self._kind != kind, kind

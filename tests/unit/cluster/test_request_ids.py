@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ import uvicorn
 from kit.waiting import until
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -25,6 +26,14 @@ from infra.ports import free_port
 async def shows(request: Request) -> PlainTextResponse:
     seen = await asyncio.create_task(asyncio.sleep(0, current_request_id()))
     return PlainTextResponse(f"{request.headers['x-request-id']} {seen}", headers={"X-Request-ID": "of Serve"})
+
+
+async def streams(_: Request) -> StreamingResponse:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"a"
+        yield b"b"
+
+    return StreamingResponse(pieces())
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -57,7 +66,7 @@ async def test_a_replicas_server_repeats_no_id_that_is_none(monkeypatch: pytest.
     put_before_serve(lambda app: app, prepared.append)
     options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
     running, server = await replica.start_asgi_http_server(
-        Starlette(routes=[Route("/", shows)]), options, event_loop=loop
+        Starlette(routes=[Route("/", shows), Route("/stream", streams)]), options, event_loop=loop
     )
     assert prepared == [server]
     await until(lambda: server.started or running.done())
@@ -67,6 +76,11 @@ async def test_a_replicas_server_repeats_no_id_that_is_none(monkeypatch: pytest.
             (told,) = answer.headers.get_list("x-request-id")
             assert answer.text == f"{told} {told}"
             assert (told == asked) == (asked == "a-1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", options.port)
+    writer.write(b"GET /stream HTTP/1.0\r\n\r\n")
+    head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+    writer.close()
+    assert (b"chunked" in head, body) == (False, b"ab")  # a client that knows no chunks
     server.should_exit = True
     await running
 

@@ -82,19 +82,30 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ControlRows:
-    """One ControlNet's share of a forward: images (B, …), scales (B,), and the texts that it reads, as in `Rows`."""
+    """One ControlNet's share of a forward: what it reads of images, (B, …) each, scales (B,), and the texts that it
+    reads, as in `Rows`. `modes` (B,) are those of a union.
+    """
 
     net: Any
-    images: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
     scales: torch.Tensor
     prompts: torch.Tensor
     pooled: torch.Tensor | None = None
+    modes: torch.Tensor | None = None
+
+    @property
+    def images(self) -> torch.Tensor:
+        """Return the images of a network that reads nothing else."""
+        (images,) = self.inputs
+        return images
 
     def part(self, start: int, stop: int) -> ControlRows:
         """Return the rows `start` to `stop`, as views."""
         here = slice(start, stop)
         pooled = None if self.pooled is None else self.pooled[here]
-        return ControlRows(self.net, self.images[here], self.scales[here], self.prompts[here], pooled)
+        modes = None if self.modes is None else self.modes[here]
+        inputs = tuple(one[here] for one in self.inputs)
+        return ControlRows(self.net, inputs, self.scales[here], self.prompts[here], pooled, modes)
 
     def scaled(self, residuals: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """Return residuals times the scales of their rows, multiplied in float32 as stock's scalars are."""
@@ -414,8 +425,8 @@ class Adapters:
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
     repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows again and again
     takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
-    control_class: ClassVar[str | None] = None  # the class of its ControlNets
-    control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
+    # The classes of its ControlNets, each with what their configs must have in common with the denoiser's.
+    control_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
     encodes_controls: ClassVar[bool] = False  # `control_image` may encode, so that the VAE is needed
 
@@ -425,13 +436,22 @@ class Adapters:
         pixels_B3HW: torch.Tensor,
         encode: Callable[[torch.Tensor], torch.Tensor],
         vae: Any,
-    ) -> torch.Tensor:
-        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1."""
-        return pixels_B3HW
+    ) -> tuple[torch.Tensor, ...]:
+        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1.
 
-    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
-        """Return why `predict_noise` cannot call a ControlNet of this config, or None."""
+        Raises EngineError for a size that it cannot read.
+        """
+        return (pixels_B3HW,)
+
+    def control_refusal(
+        self, class_name: str, config: Mapping[str, Any], denoiser_config: Mapping[str, Any], pixels_per_latent: int
+    ) -> str | None:
+        """Return why `predict_noise` cannot call a ControlNet of this class and config, or None."""
         return None
+
+    def num_modes(self, net: Any) -> int:
+        """Return how many modes a union of ControlNets has, of which a request says one; 0 for a net of one."""
+        return 0
 
 
 class References:
@@ -534,18 +554,19 @@ class Family:
 
         What only one of the configs says is no reason: files of older versions say less.
         """
-        if self.adapters.control_class is None:
+        known = self.adapters.control_keys
+        if not known:
             return f"cannot be used: no ControlNets are served with {self.class_name}"
-        if class_name != self.adapters.control_class:
+        if class_name not in known:
             taker = f"{model!r} ({self.class_name})" if model else self.class_name
-            return f"is a {class_name}, and {taker} takes a {self.adapters.control_class}"
-        for key in self.adapters.control_keys:
+            return f"is a {class_name}, and {taker} takes a {' or '.join(known)}"
+        for key in known[class_name]:
             own, expected = (_plain(one.get(key)) for one in (config, denoiser_config))
             if own != expected and key in config and key in denoiser_config:
                 return (
                     f"has {key} {own}, and {repr(model) if model else 'the model'} {expected}: it is of another family"
                 )
-        return self.adapters.control_refusal(config, pixels_per_latent)
+        return self.adapters.control_refusal(class_name, config, denoiser_config, pixels_per_latent)
 
 
 def _plain(value: Any) -> Any:

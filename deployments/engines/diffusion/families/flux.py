@@ -88,18 +88,17 @@ class FluxLatents(PackedLatents):
 
 
 class FluxAdapters(Adapters):
+    takes_image_prompts: ClassVar[bool] = True
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
         "text_encoder": ("te1", "clip_l"),
         "text_encoder_2": ("te2", "te3", "t5xxl"),  # which of the two depends on the trainer
     }
-    control_class: ClassVar[str | None] = "FluxControlNetModel"
-    control_keys: ClassVar[Sequence[str]] = (
-        "in_channels",
-        "num_attention_heads",
-        "attention_head_dim",
-        "joint_attention_dim",
-        "pooled_projection_dim",
-    )
+    control_keys: ClassVar[Mapping[str, Sequence[str]]] = {
+        "FluxControlNetModel": (
+            *("in_channels", "num_attention_heads", "attention_head_dim"),
+            *("joint_attention_dim", "pooled_projection_dim"),
+        )
+    }
     controls_read_prompt: ClassVar[bool] = True
     encodes_controls: ClassVar[bool] = True
 
@@ -112,13 +111,12 @@ class FluxAdapters(Adapters):
         pixels_B3HW: torch.Tensor,
         encode: Callable[[torch.Tensor], torch.Tensor],
         vae: Any,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         images = pixels_B3HW * 2 - 1
-        return images if _reads_pixels(net) else self._latents.pack(self._latents.scale(encode(images), vae))
+        return (images if _reads_pixels(net) else self._latents.pack(self._latents.scale(encode(images), vae)),)
 
-    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
-        is_union = config.get("num_mode") is not None
-        return "is a union of ControlNets (num_mode), which is not supported" if is_union else None
+    def num_modes(self, net: Any) -> int:
+        return int(net.config.get("num_mode") or 0)
 
 
 class FluxNetwork(ModulatedFlow):
@@ -149,6 +147,7 @@ class FluxNetwork(ModulatedFlow):
             residuals: Sequence[Sequence[torch.Tensor] | None] = control.net(
                 hidden_states=latents,
                 controlnet_cond=control.images,
+                controlnet_mode=None if control.modes is None else control.modes[:, None],
                 timestep=timesteps,
                 guidance=rows.guidance if control.net.config.guidance_embeds else None,
                 pooled_projections=control.pooled,

@@ -11,9 +11,9 @@ import torch
 
 
 class PromptedLayer(NamedTuple):
-    """A cross-attention, and the keys and values (1, heads, T, D) that it reads beside those of its text."""
+    """A cross-attention, or a block of Flux, and the keys and values (1, heads, T, D) that it reads beside its text."""
 
-    attention: Any
+    module: Any
     key: torch.Tensor
     value: torch.Tensor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
@@ -29,6 +29,13 @@ from deployments.engines.diffusion.families.base import (
     sum_residuals,
 )
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
+from deployments.engines.diffusion.families.unet_controls import (
+    CONTROL_UNION,
+    T2I_ADAPTER,
+    adapter_features,
+    run_controlnet,
+    why_unlike_adapter,
+)
 from deployments.engines.records.protocol import LAST, DiffusionRequest
 
 if TYPE_CHECKING:
@@ -68,24 +75,27 @@ class UNet(Network):
         return [times] if other is None else [times, other]
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
-        def run(control: ControlRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            down, mid = control.net(
+        def run(control: ControlRows) -> tuple[Sequence[torch.Tensor], ...]:
+            if type(control.net).__name__ == T2I_ADAPTER:
+                return [], [], control.inputs
+            down, mid = run_controlnet(
+                control,
                 rows.latents[:, : control.net.config.in_channels],  # without those that inpainting UNets read besides
                 rows.timesteps,
                 encoder_hidden_states=control.prompts,
-                controlnet_cond=control.images,
                 return_dict=False,
                 **self.added_conditioning(control.pooled, rows, size),
             )
-            return down, [mid]
+            return down, [mid], []
 
-        down, mid = sum_residuals(rows, run) or (None, [None])
+        down, mid, inner = sum_residuals(rows, run) or ([], [], [])
         noise: torch.Tensor = denoiser(
             rows.latents,
             rows.timesteps,
             encoder_hidden_states=rows.prompts,
-            down_block_additional_residuals=down,
-            mid_block_additional_residual=mid[0],
+            down_block_additional_residuals=down or None,
+            mid_block_additional_residual=mid[0] if mid else None,
+            down_intrablock_additional_residuals=inner or None,
             return_dict=False,
             **self.added_conditioning(rows.pooled, rows, size),
         )[0]
@@ -106,13 +116,34 @@ class UNetLatents(Latents):
 
 
 class UNetAdapters(Adapters):
-    """Images as prompts, and ControlNets that add residuals to the UNet's blocks."""
+    """Images as prompts, and ControlNets and T2I-Adapters that add residuals to the UNet's blocks."""
 
     takes_image_prompts: ClassVar[bool] = True
-    control_class: ClassVar[str | None] = "ControlNetModel"
-    control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
+    control_keys: ClassVar[Mapping[str, Sequence[str]]] = {
+        "ControlNetModel": ("block_out_channels", "cross_attention_dim", "addition_embed_type"),
+        CONTROL_UNION: ("block_out_channels", "cross_attention_dim", "addition_embed_type"),
+        T2I_ADAPTER: (),
+    }
 
-    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+    def control_image(
+        self,
+        net: Any,
+        pixels_B3HW: torch.Tensor,
+        encode: Callable[[torch.Tensor], torch.Tensor],
+        vae: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        if type(net).__name__ == T2I_ADAPTER:  # what it says of an image is the same at every step
+            return adapter_features(net, pixels_B3HW)
+        return (pixels_B3HW,)
+
+    def num_modes(self, net: Any) -> int:
+        return int(net.config.get("num_control_type") or 0)
+
+    def control_refusal(
+        self, class_name: str, config: Mapping[str, Any], denoiser_config: Mapping[str, Any], pixels_per_latent: int
+    ) -> str | None:
+        if class_name == T2I_ADAPTER:
+            return why_unlike_adapter(config, denoiser_config, pixels_per_latent)
         if config.get("global_pool_conditions"):
             return "pools its image (global_pool_conditions), which is not supported"
         channels = config.get("conditioning_embedding_out_channels", _CONTROL_CHANNELS)

@@ -112,6 +112,16 @@ class Sequence:
         return self.known_keys[:count]
 
     @property
+    def findable_keys(self) -> list[bytes]:
+        """Return the identities of the blocks that it may find computed: its last token is computed in any case.
+
+        There are none while something is read of each token.
+        """
+        is_scored = self.prompt_logprobs is not None and not self.num_completion_tokens
+        is_read = is_scored or (self.pooled is not None and self.pooled.needs_all)
+        return [] if is_read else self.keys_of((len(self) - 1) // BLOCK_SIZE)
+
+    @property
     def num_completion_tokens(self) -> int:
         """Number of tokens drawn so far."""
         return len(self.token_ids) - self.num_prompt_tokens

@@ -239,7 +239,7 @@ def test_a_model_starts_where_it_is_said_to_be_at_hand() -> None:
         assert len(queue.pump(0.0)) == 3
         for ticket in range(3):
             queue.leave(ticket, 2.0, is_answered=True, switch_s=1.0)
-        queue.set_resident(POOL, resident)
+        queue.set_placement(Placement(ready=resident))
         for ticket, model in enumerate("xyz", start=3):
             queue.submit(ticket, ask(model=model, share=1.0), 3.0)
         return {"xyz"[event.ticket - 3]: event.replica for event in queue.pump(3.0)}  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ def queue(*replicas: str, **config: Any) -> AdmissionQueue:
 
 
 def own(found: AdmissionQueue, now_s: float = 0.0, bound_part: float = 0.5, **parts: ReplicaPart) -> None:
-    found.set_parts({POOL: PoolPart(parts, sum(part.limit for part in parts.values()))}, bound_part, now_s)
+    found.parts.set_parts({POOL: PoolPart(parts, sum(part.limit for part in parts.values()))}, bound_part, now_s)
 
 
 def started(found: AdmissionQueue, now_s: float = 0.0) -> list[str]:
@@ -40,15 +40,15 @@ def test_nothing_starts_before_it_is_told_of_slots_and_no_more_than_they_are() -
     assert started(found) == ["a", "a"]
     own(found, a=ReplicaPart(0.25))  # one too many runs on
     found.leave(0, 1.0, is_answered=True)
-    assert found.take_slot_news()
+    assert found.parts.take_news()
     assert started(found, 1.0) == []
     found.leave(1, 1.0, is_answered=True)
     assert started(found, 1.0) == ["a"]
-    found.suspend_slots()
+    found.parts.suspend()
     found.leave(2, 2.0, is_answered=True)
     assert started(found, 2.0) == []
-    assert found.claims(2.0)[POOL].replicas["a"].limit == 0.25  # still its own, as far as anyone knows
-    found.resume_slots(3.0)
+    assert found.parts.claims(2.0)[POOL].replicas["a"].limit == 0.25  # still its own, as far as anyone knows
+    found.parts.resume(3.0)
     assert started(found, 3.0) == ["a"]
 
 
@@ -57,17 +57,17 @@ def test_what_has_no_name_is_its_own() -> None:
     found.set_replicas("pipelines", [""], 0.0)
     found.submit(1, ask(pool="pipelines"), 0.0)
     assert found.pump(0.0) == [Started(1, "")]
-    found.suspend_slots()
+    found.parts.suspend()
     found.submit(2, ask(pool="pipelines"), 0.0)
     assert found.pump(0.0) == [Started(2, "")]
-    assert found.claims(0.0) == {}
+    assert found.parts.claims(0.0) == {}
 
 
 def test_a_replica_that_it_owns_a_part_of_is_told_of_although_it_is_not_listed_now() -> None:
     found = queue("a", "b")
     own(found, a=ReplicaPart(0.5), b=ReplicaPart(1.0))
     found.set_replicas(POOL, ("a",), 1.0)
-    uses = found.claims(1.0)[POOL].replicas
+    uses = found.parts.claims(1.0)[POOL].replicas
     assert (uses["b"].limit, uses["b"].is_listed) == (1.0, False)
     found.set_replicas(POOL, ("a", "b"), 2.0)
     found.submit(1, ask(share=1.0), 2.0)
@@ -85,7 +85,7 @@ def test_claims_say_what_runs_and_waits_by_priority_tenant_and_place() -> None:
     found.submit(3, ask(priority=1, model="here"), 3.0)
     found.submit(4, ask(model="nowhere"), 3.0)
     assert started(found, 3.0) == []
-    claims = found.claims(5.0)[POOL]
+    claims = found.parts.claims(5.0)[POOL]
     (running,) = claims.running
     assert (running.priority, running.tenant, running.weight, running.share, running.replicas) == (
         2,
@@ -106,22 +106,22 @@ def test_a_more_urgent_request_that_waits_is_news_and_another_one_like_it_is_not
     for ticket, (priority, is_news) in enumerate([(2, True), (2, False), (3, False), (1, True), (1, False)]):
         found.submit(ticket, ask(priority=priority), 0.0)
         found.pump(0.0)
-        assert found.take_slot_news() is is_news
+        assert found.parts.take_news() is is_news
     own(found, a=ReplicaPart(1.0))
     assert len(started(found)) == 4
-    assert not found.take_slot_news()
+    assert not found.parts.take_news()
 
 
 def test_a_slot_that_is_free_is_news_only_where_others_wait() -> None:
     for is_wanted in (False, True):
         found = queue()
-        found.set_parts({POOL: PoolPart({"a": ReplicaPart(1.0)}, 1.0, is_wanted)}, 0.5, 0.0)
+        found.parts.set_parts({POOL: PoolPart({"a": ReplicaPart(1.0)}, 1.0, is_wanted)}, 0.5, 0.0)
         found.submit(1, ask(), 0.0)
         found.pump(0.0)
-        found.take_slot_news()
+        found.parts.take_news()
         found.leave(1, 1.0, is_answered=True)
         found.pump(1.0)
-        assert found.take_slot_news() is is_wanted
+        assert found.parts.take_news() is is_wanted
 
 
 @pytest.mark.parametrize(("others_used", "busy_s"), [(0.0, 4.0), (0.75, 1.0)])

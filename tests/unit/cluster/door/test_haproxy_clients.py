@@ -8,15 +8,18 @@ import json
 import socket
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+import uvicorn
 from aiohttp import web
 from kit.waiting import until
 from unit.cluster.door.doors import Replica, door, says_yes
 
 from cluster.door import haproxy_rules
+from cluster.ray_seam.old_clients import PlainConnection
 from infra.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -251,3 +254,61 @@ async def test_an_address_has_its_share_of_connections_and_others_have_theirs(cl
                 with contextlib.suppress(aiohttp.ClientConnectionError):
                     async with client.post(url + "/v1/embeddings", data=b"x") as answer:
                         status = answer.status
+
+
+@pytest.mark.parametrize(("path", "is_nested"), [("/v1/chat/completions", True), ("/v2/models/m/infer", False)])
+async def test_a_body_that_is_no_http_is_refused_in_the_words_of_the_protocol(path: str, is_nested: bool) -> None:
+    async with Replica(says_yes) as replica, door(replica) as (url, _):
+        where = urlsplit(url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: door\r\nx-request-id: {ID}\r\n".encode())
+        writer.write(b"transfer-encoding: chunked\r\nexpect: 100-continue\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)  # HAProxy has read the head
+        writer.write(b"no length\r\n")
+        head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+        writer.close()
+    assert b" 400 " in head.splitlines()[0]
+    assert f"x-request-id: {ID}".encode() in head
+    error = json.loads(body)["error"]
+    assert (error["message"] if is_nested else error) == "the body is not written as HTTP has it"
+    assert replica.seen == []
+
+
+@pytest.mark.parametrize("through_door", [True, False])
+@pytest.mark.parametrize("kept", ["", "connection: keep-alive\r\n"])
+async def test_a_stream_for_an_old_client_has_no_chunks_and_ends_with_its_connection(
+    through_door: bool, kept: str
+) -> None:
+    async def streams(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"content-type", b"text/event-stream")]
+        if scope["path"] == "/v1/models":
+            headers.append((b"content-length", b"2"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for body in (b"a", b"b"):
+            await send({"type": "http.response.body", "body": body, "more_body": body == b"a"})
+
+    async def ask(port: int | None, line: str) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{line}\r\nhost: door\r\n{kept}content-length: 0\r\n\r\n".encode())
+        found = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        is_whole = b"content-length" in found.lower()
+        body = await asyncio.wait_for(reader.readexactly(2) if is_whole else reader.read(), 20)
+        writer.close()
+        return found.lower(), body
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(streams, http=PlainConnection, lifespan="off", log_level="error")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listening]))
+        await until(lambda: server.started)
+        own = listening.getsockname()[1]
+        async with door(own) as (url, _):
+            port = urlsplit(url).port if through_door else own
+            head, body = await ask(port, "POST /v1/chat/completions HTTP/1.0")
+            assert b"chunked" not in head
+            assert body == b"ab"
+            head, body = await ask(port, "GET /v1/models HTTP/1.0")
+            assert (b"content-length: 2" in head, body) == (True, b"ab")
+        server.should_exit = True
+        await serving

@@ -265,7 +265,7 @@ def test_a_controlnet_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
     folder = copy("outline", tmp_path / "m")
     assert reason(folder) is None
     changed_config(folder, _class_name="HunyuanDiT2DControlNetModel")
-    assert "unknown ControlNet class 'HunyuanDiT2DControlNetModel' (known: ControlNetModel" in (reason(folder) or "")
+    assert "a HunyuanDiT2DControlNetModel, which is not served as an adapter" in (reason(folder) or "")
 
 
 def test_a_head_of_an_unknown_activation_is_refused(tmp_path: Path) -> None:

@@ -55,3 +55,19 @@ def test_calls_begin_once_and_blanks_between_them_are_left_out() -> None:
 def test_calls_beyond_the_bound_are_left_out() -> None:
     chunks = [piece(tool_calls=(call(0, "{}"), call(1, "{}")))]
     assert read(chunks, max_calls=1) == [("call", "{}", True)]
+
+
+def test_the_rest_of_an_open_call_comes_before_what_was_joined_behind_it() -> None:
+    chunks = [
+        piece(tool_calls=(call(0, '{"a"'),)),
+        piece("so", reasoning="hm", tool_calls=(call(0, ": 1}"), call(1, "{"))),
+        piece(tool_calls=(call(1, "}"),)),
+    ]
+    assert read(chunks) == [
+        ("call", '{"a"', True),
+        ("call", ": 1}", False),
+        ("thought", "hm", True),
+        ("text", "so", True),
+        ("call", "{", True),
+        ("call", "}", False),
+    ]

@@ -161,7 +161,7 @@ def test_what_is_not_like_its_base_is_refused_in_words(store: WeightStore, base:
     assert "GGUF architecture 'flux' is a FluxTransformer2DModel or Flux2Transformer2DModel, and " in words
     assert "has none (transformer SD3Transformer2DModel)" in words
     words = refusal(copied("wan.gguf", "wan"))
-    assert "GGUF architecture 'wan' is no denoiser that is read (known: flux, sd3, qwen_image, lumina2)" in words
+    assert "GGUF architecture 'wan' is no part of a pipeline that is read (known: flux, sd3, qwen_image, " in words
     assert "diffusers cannot read its transformer" in refusal(copied("less.gguf", "sd3", "t_embedder.mlp.0.bias"))
     write_denoiser(tmp_path / "wide.gguf", "sd3", sd3(joint_attention_dim=64).state_dict())
     assert "context_embedder.weight has shape [64, 64], that of" in refusal(tmp_path / "wide.gguf")

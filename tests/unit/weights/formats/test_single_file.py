@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers.quantizers.bfl.utils import dequantize_nvfp4, quantize_nvfp4
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 from unit.weights.comparing import same
@@ -196,7 +197,12 @@ def quantized(tensors: Tensors, form: str) -> tuple[Tensors, Tensors]:
     found, values = dict(tensors), {}
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
-        if not name.startswith("model.diffusion_model.") or layer == name or tensor.ndim < 2:
+        is_matrix = name.startswith(("model.diffusion_model.", "text_encoders.")) and layer != name and tensor.ndim > 1
+        if not is_matrix or (form == "nvfp4" and (tensor.ndim != 2 or tensor.shape[1] % 16)):
+            continue
+        if form == "nvfp4":
+            found[name], found[f"{layer}.weight_scale"], found[f"{layer}.weight_scale_2"] = quantize_nvfp4(tensor)
+            values[name] = dequantize_nvfp4(*(found[f"{name}{end}"] for end in ("", "_scale", "_scale_2"))).half()
             continue
         if form.startswith("plain"):
             kind = torch.float8_e5m2 if form.endswith("e5m2") else torch.float8_e4m3fn
@@ -221,22 +227,23 @@ def quantized(tensors: Tensors, form: str) -> tuple[Tensors, Tensors]:
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("make", "form"),
-    [(sd15, form) for form in ("plain e5m2", "weight_scale", "rows", "int8")]
-    + [(sd3_medium, form) for form in ("plain e4m3", "scale_weight", "marked")],
+    [(sd15, form) for form in ("plain e5m2", "weight_scale", "rows", "int8", "nvfp4")]
+    + [(sd3_medium, form) for form in ("plain e4m3", "scale_weight", "marked", "nvfp4")],
 )
-def test_matrices_of_8_bits_have_the_values_that_their_scales_say(make: Any, form: str, tmp_path: Path) -> None:
+def test_matrices_in_low_precision_have_the_values_that_their_scales_say(make: Any, form: str, tmp_path: Path) -> None:
     folder, file = make(tmp_path)
     found, values = quantized(load_file(file), form)
     parts = []
     for name, tensors in (("short", found), ("wide", values)):
         save_file(_contiguous(tensors), tmp_path / f"{name}.safetensors")
         read = read_checkpoint(tmp_path / f"{name}.safetensors", like=open_base(folder, None))
-        parts.append(next(part.tensors for part in read.components if part.name in ("unet", "transformer")))
+        parts.append({f"{part.name}.{key}": one for part in read.components for key, one in part.tensors.items()})
     short, wide = parts
     assert short.keys() == wide.keys()
     for name, tensor in wide.items():
-        assert (short[name].dtype, short[name].shape) == ("F16", tensor.shape)
-        assert bytes(short[name].read()) == bytes(tensor.read()), name
+        if tensor.dtype == "F16":
+            assert (short[name].dtype, short[name].shape) == ("F16", tensor.shape)
+            assert bytes(short[name].read()) == bytes(tensor.read()), name
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -269,6 +276,7 @@ def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tm
     assert not set(made["double"].extents) - set(made["single"].extents)
 
 
+@pytest.mark.drawn(over="make")
 @pytest.mark.parametrize(
     ("names", "metadata", "expected"),
     [
@@ -279,10 +287,16 @@ def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tm
         ((), {"modelspec.prediction_type": "epsilon"}, {}),
     ],
 )
+@pytest.mark.parametrize("make", [sd15, sdxl])
 def test_a_file_says_that_its_unet_predicts_velocities(
-    names: tuple[str, ...], metadata: dict[str, str], expected: dict[str, Any], store: WeightStore, tmp_path: Path
+    make: Any,
+    names: tuple[str, ...],
+    metadata: dict[str, str],
+    expected: dict[str, Any],
+    store: WeightStore,
+    tmp_path: Path,
 ) -> None:
-    folder, file = sd15(tmp_path)
+    folder, file = make(tmp_path)
     save_file(load_file(file) | {name: torch.empty(0) for name in names}, file, metadata=metadata)
     manifest = externalize(store, "file", file, like=open_base(without_weights(folder), store))
     skeleton = store.skeleton(manifest)
@@ -370,9 +384,10 @@ def test_what_is_not_like_its_base_is_refused_in_words(store: WeightStore, tmp_p
     assert "is the scale of a weight in F16, expected one of 8 bits" in refusal(
         {f"{weight}.scale_weight": torch.rand(1)}
     )
-    assert "4-bit floats" in refusal({f"{weight}.weight_scale_2": torch.rand(1)})
-    marked = torch.frombuffer(bytearray(b'{"format": "mxfp8"}'), dtype=torch.uint8)
-    assert "is in the format 'mxfp8', expected float8_e4m3fn" in refusal({f"{weight}.comfy_quant": marked})
+    short = torch.zeros(1, dtype=torch.float8_e4m3fn)
+    assert "belongs to no weight" in refusal({f"{weight}.weight_scale_2": torch.rand(1), "scaled_fp8": short})
+    marked = torch.frombuffer(bytearray(b'{"format": "mxfp6"}'), dtype=torch.uint8)
+    assert "is in the format 'mxfp6', expected float8_e4m3fn" in refusal({f"{weight}.comfy_quant": marked})
     save_file({"a": torch.rand(3)}, tmp_path / "changed.safetensors")
     with pytest.raises(FormatError, match=r"its unet|none of its 1 tensors"):
         externalize(store, "changed", tmp_path / "changed.safetensors", like=open_base(folder, store))

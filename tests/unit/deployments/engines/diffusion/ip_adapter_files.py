@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-Kind = Literal["plain", "plus", "full"]
+Kind = Literal["plain", "plus", "full", "flux"]
 WIDTH, VECTOR, LATENTS = 32, 24, 64  # of the encoder, of what it says of an image, of a resampler
 
 
@@ -21,6 +21,9 @@ def write_ip_adapter(folder: Path, denoiser: Any, kind: Kind = "plain") -> Path:
         patch_size=8, projection_dim=VECTOR,
     )  # fmt: skip
     CLIPVisionModelWithProjection(config).save_pretrained(folder / "image_encoder")
+    if kind == "flux":
+        save_file(_of_flux(denoiser), folder / "ip-adapter.safetensors")
+        return folder
     width = denoiser.config.cross_attention_dim
     tensors = {"plain": _projection, "plus": _resampler, "full": _feed_forward}[kind](width)
     attentions = [name for name in denoiser.attn_processors if not name.endswith("attn1.processor")]
@@ -31,6 +34,18 @@ def write_ip_adapter(folder: Path, denoiser: Any, kind: Kind = "plain") -> Path:
             tensors[f"ip_adapter.{2 * place + 1}.to_{half}_ip.weight"] = weight
     save_file(tensors, folder / "ip-adapter.safetensors")
     return folder
+
+
+def _of_flux(transformer: Any) -> dict[str, torch.Tensor]:
+    """In XLabs' names, with a bias for each matrix."""
+    width, inner = transformer.config.joint_attention_dim, transformer.inner_dim
+    tensors = {name.replace("image_proj.", "ip_adapter_proj_model."): one for name, one in _projection(width).items()}
+    for place in range(len(transformer.transformer_blocks)):
+        for half in "kv":
+            name = f"double_blocks.{place}.processor.ip_adapter_double_stream_{half}_proj"
+            tensors[f"{name}.weight"] = torch.randn(inner, width) * (2 / width**0.5)
+            tensors[f"{name}.bias"] = torch.randn(inner) * 0.3
+    return tensors
 
 
 def _projection(width: int) -> dict[str, torch.Tensor]:

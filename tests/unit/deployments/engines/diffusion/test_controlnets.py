@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -12,7 +13,6 @@ from diffusers import ControlNetModel, FluxControlNetModel
 from PIL import Image
 
 from deployments.engines.diffusion.families import FAMILIES as KNOWN
-from deployments.engines.diffusion.families.base import Adapters
 from deployments.engines.diffusion.rows import batch_key, parts_of
 from deployments.engines.records.protocol import AdapterUse, ControlUse, EngineError
 
@@ -206,6 +206,13 @@ def test_what_is_refused(sdxl, stable_diffusion, flux, make_request):
 
 
 def test_a_family_says_whether_its_controls_may_be_encoded() -> None:
+    vae = SimpleNamespace(config={"scaling_factor": 1.0, "shift_factor": 0.0})
     for family in KNOWN.values():
-        overrides = type(family.adapters).control_image is not Adapters.control_image
-        assert family.adapters.encodes_controls == overrides, family.class_name
+        encoded = list[torch.Tensor]()
+
+        def encode(images: torch.Tensor, encoded: list[torch.Tensor] = encoded) -> torch.Tensor:
+            encoded.append(images)
+            return torch.zeros(1, 4, 8, 8)
+
+        family.adapters.control_image(SimpleNamespace(input_hint_block=None), torch.zeros(1, 3, 16, 16), encode, vae)
+        assert family.adapters.encodes_controls == bool(encoded), family.class_name

@@ -206,6 +206,31 @@ def test_requests_with_and_without_it_share_forwards_and_keep_their_bits(pair, m
         assert (pair.ours.decode([state])[0] == alone[state.request.request_id]).all()
 
 
+@pytest.mark.parametrize("what", ["note", "predict"])
+def test_where_an_output_cannot_be_had_no_state_has_moved(pair, make_request, monkeypatch, what):
+    """A step that memory ends is taken again: whoever had moved would move twice."""
+    plain, extrapolated = (
+        (make_request(request_id=str(rule), num_inference_steps=7, acceleration=rule), pair.conditioning(number))
+        for number, rule in enumerate([None, THIRDS])
+    )
+    alone = [run_to_end(pair.ours, pair.ours.start_request(*job))[0] for job in (plain, extrapolated)]
+    states = [pair.ours.start_request(*job) for job in (plain, extrapolated)]
+    while states[1].is_extrapolated == (what == "note"):
+        pair.ours.step(states)
+    steps = [state.step_index for state in states]
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Extrapolation, what, fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.ours.step(states)
+    assert [state.step_index for state in states] == steps
+    for latents, expected in zip(run_to_end(pair.ours, *states), alone, strict=True):
+        assert torch.equal(latents, expected)
+
+
 def test_only_computed_steps_are_counted_as_work(pair, make_request):
     request = make_request(num_inference_steps=12, acceleration=THIRDS)
     state = pair.ours.start_request(request, pair.conditioning())

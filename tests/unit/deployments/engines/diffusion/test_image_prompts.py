@@ -19,12 +19,13 @@ from deployments.engines.diffusion.image_prompts import ImagePrompter, build_ima
 from deployments.engines.records.protocol import EngineError, ImagePromptUse
 from deployments.engines.servable import why_unservable
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.ip_adapter import count_tokens
+from weights.formats.ip_adapter import canonical_name, count_tokens
 from weights.operations.externalize import externalize
 from weights.operations.layouts import write_inline
 from weights.records.errors import AdapterError, FormatError
 from weights.storage.store import WeightStore
 
+_OTHERS = ("transformer", "image_encoder", "feature_extractor")
 KINDS: tuple[tuple[str, Kind], ...] = (("a", "plain"), ("b", "plus"))
 
 
@@ -42,6 +43,7 @@ def opened(folder: Path) -> ImagePrompter:
     (component,) = read_checkpoint(folder).components
     tensors = load_file(folder / "ip-adapter.safetensors")
     encoder = load_file(folder / "image_encoder" / "model.safetensors")
+    tensors = {canonical_name(name): tensor for name, tensor in tensors.items()}
     tensors |= {f"image_encoder.{name}": tensor for name, tensor in encoder.items()}
     assert tensors.keys() == component.tensors.keys()
     return build_image_prompter(folder / "image_encoder", tensors)
@@ -87,6 +89,66 @@ def test_an_image_as_a_prompt_equals_stock(
     ours = equals_stock(prompted.ours, request, conditioning, stock, {"a": opened(folder)})
     plain = prompted.ours.generate(make_request(guidance_scale=guidance, num_images=1), conditioning)
     assert np.abs(ours[0].astype(int) - plain[0].astype(int)).max() > 4
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_an_image_as_a_prompt_to_flux_equals_stock(
+    flux: Any, make_request: Any, equals_stock: Any, tmp_path: Path, guidance: float
+) -> None:
+    """Also beside a negative prompt, which in stock goes with a black image."""
+    folders = [write_ip_adapter(tmp_path / name, flux.ours.denoiser, "flux") for name in "ab"]
+    uses = (ImagePromptUse("a", image_of(40, 50), 0.7), ImagePromptUse("b", image_of(32, 32), 0.4))
+    request = make_request(image_prompts=uses, guidance_scale=3.5, true_cfg_scale=guidance, num_images=1)
+    conditioning = flux.conditioning(negative=True)
+    parts = {name: part for name, part in flux.stock.components.items() if name not in _OTHERS}
+    pipeline = type(flux.stock)(**parts, transformer=copy.deepcopy(flux.stock.transformer))
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_ip_adapter(
+        [str(folder) for folder in folders],
+        weight_name=["ip-adapter.safetensors"] * 2,
+        image_encoder_pretrained_model_name_or_path=str(folders[0] / "image_encoder"),
+        image_encoder_dtype=torch.float32,
+    )
+    pipeline.set_ip_adapter_scale([[use.scale] for use in uses])
+    latents: list[torch.Tensor] = []
+    images = pipeline(
+        **flux.stock_texts(request, conditioning),
+        ip_adapter_image=[Image.fromarray(use.image) for use in uses],
+        callback_on_step_end=lambda _, step, time, tensors: latents.append(tensors["latents"]) or {},
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=3.5,
+        true_cfg_scale=guidance,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="pil",
+    ).images
+    encoder = load_file(folders[0] / "image_encoder" / "model.safetensors")  # stock has one for all
+    save_file(encoder, folders[1] / "image_encoder" / "model.safetensors")
+    known = {name: opened(folder) for name, folder in zip("ab", folders, strict=True)}
+    stock = latents[-1], np.stack([np.asarray(image) for image in images])
+    ours = equals_stock(flux.ours, request, conditioning, stock, known)
+    plain = make_request(guidance_scale=3.5, true_cfg_scale=guidance, num_images=1)
+    assert np.abs(ours[0].astype(int) - flux.ours.generate(plain, conditioning)[0].astype(int)).max() > 4
+
+
+def test_images_to_flux_share_forwards_and_other_rows_stay_the_same(
+    flux: Any, make_request: Any, tmp_path: Path
+) -> None:
+    known = {"a": opened(write_ip_adapter(tmp_path / "a", flux.ours.denoiser, "flux"))}
+    asked = [
+        make_request(num_images=1, seed=1),
+        make_request(image_prompts=(ImagePromptUse("a", image_of(32, 32), 0.6),), num_images=2, seed=2),
+        make_request(image_prompts=(ImagePromptUse("a", image_of(9, 9), -0.5),), num_images=1, seed=3),
+    ]
+    conditioning = flux.conditioning()
+    alone = [flux.ours.generate(request, conditioning, adapters=known) for request in asked]
+    states = [flux.ours.start_request(request, conditioning, known) for request in asked]
+    while not states[0].done:
+        flux.ours.step(states)
+    for together, own in zip(flux.ours.decode(states), alone, strict=True):
+        assert np.array_equal(together, own)
+    assert not any(layer._forward_hooks for layer in flux.ours.denoiser.modules())
 
 
 @pytest.mark.parametrize("kind", ["plain", "plus", "full"])
@@ -152,7 +214,7 @@ def test_what_does_not_fit_is_refused(stable_diffusion: Any, flux: Any, make_req
     prompter = opened(folder)
     with pytest.raises(EngineError, match=r"ip_adapter: 'a' is no known IP-Adapter \(known: b\)"):
         pipeline.start_request(request, conditioning, {"b": prompter})
-    with pytest.raises(EngineError, match="no IP-Adapters are served with FluxPipeline"):
+    with pytest.raises(EngineError, match="is for a UNet, and the model is one of Flux"):
         flux.ours.start_request(request, flux.conditioning(), {"a": prompter})
     tensors = load_file(folder / "ip-adapter.safetensors")
     shorter = {name: one for name, one in tensors.items() if not name.startswith("ip_adapter.1.")}
@@ -185,7 +247,7 @@ def test_a_folder_becomes_one_component_and_is_written_back(stable_diffusion: An
     assert stored.components["ip_adapter"].config_hash
 
 
-def test_files_that_are_no_adapter_are_refused(stable_diffusion: Any, tmp_path: Path) -> None:
+def test_files_that_are_no_adapter_are_refused(stable_diffusion: Any, flux: Any, tmp_path: Path) -> None:
     folder = write_ip_adapter(tmp_path / "a", stable_diffusion.ours.denoiser)
     file = folder / "ip-adapter.safetensors"
     tensors = load_file(file)
@@ -214,20 +276,22 @@ def test_files_that_are_no_adapter_are_refused(stable_diffusion: Any, tmp_path: 
     for names, form in (
         ({"ip_adapter.0.norm_ip.linear.weight": torch.zeros(2, 2)}, "Stable Diffusion 3"),
         (by_time, "Stable Diffusion 3"),
-        ({"ip_adapter.1.to_k_ip.bias": torch.zeros(2)}, "Flux"),
     ):
         assert f"an IP-Adapter of {form}; of Stable Diffusion 1" in words_of(tensors | names)
         with pytest.raises(AdapterError, match=f"an IP-Adapter of {form}"):
             read_checkpoint(file)
     xlabs = "double_blocks.0.processor.ip_adapter_double_stream_k_proj.weight"
     of_flux = {"ip_adapter_proj_model.proj.weight": torch.zeros(8, 2), xlabs: torch.zeros(2, 2)}
-    assert "an IP-Adapter of Flux" in words_of(of_flux)
-    with pytest.raises(AdapterError, match="an IP-Adapter of Flux"):
-        read_checkpoint(file)
+    assert "tensor 'image_proj.norm.bias' is missing" in words_of(of_flux)
+    of_flux = load_file(write_ip_adapter(tmp_path / "f", flux.ours.denoiser, "flux") / "ip-adapter.safetensors")
+    first = "ip_adapter_proj_model.proj.bias"
+    assert "'image_proj.proj.bias' has shape [3], expected [48]" in words_of(of_flux | {first: torch.zeros(3)})
+    other = xlabs.replace("weight", "bias")
+    assert "'ip_adapter.0.to_k_ip.bias' has shape [3], expected [32]" in words_of(of_flux | {other: torch.zeros(3)})
     alone = tmp_path / "alone" / "ip_adapter.safetensors"  # XLabs' folder has no encoder
     alone.parent.mkdir()
     save_file(of_flux, alone)
-    with pytest.raises(AdapterError, match=f"{alone}: an IP-Adapter of Flux"):
+    with pytest.raises(FormatError, match=r"image_encoder: no safetensors weights beside config\.json"):
         read_checkpoint(alone.parent)
     save_file(tensors, alone)
     with pytest.raises(FormatError, match=r"image_encoder: no safetensors weights beside config\.json"):

@@ -17,6 +17,7 @@ from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
 from weights.platform.private_folder import cache_folder
+from weights.platform.processor import processor_flags
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -137,8 +138,8 @@ def test_bfloat16_logits_are_nearer_to_exact_ones_than_those_of_transformers(cas
     assert sum(ours) < sum(theirs)
 
 
-def test_bfloat16_products_are_exact_to_float32(tiny: Any) -> None:
-    """Attention adds nothing here, so nothing but weights is rounded, and those of the reference are the same."""
+def test_bfloat16_products_have_float32_sums(tiny: Any) -> None:
+    """Attention adds nothing here, so that only weights are rounded, and what they meet where the processor does so."""
     model = new_model(tiny)
     for name, tensor in model.tensors.items():
         if name.endswith("o_proj.weight"):
@@ -146,8 +147,13 @@ def test_bfloat16_products_are_exact_to_float32(tiny: Any) -> None:
     runner, _, exact = in_bfloat16(model)
     (text,) = drawn_sequences(40)
     found = logits_of(runner, (text, 0, 40))[0]
+    rounds = (kernels := load_kernels()) and kernels.variant == "avx512" and "avx512_bf16" in processor_flags()
+    for module in exact.modules():
+        if rounds and isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))
     expected = exact(torch.tensor([text.token_ids])).logits[0, -1]
-    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    # An element may be rounded the other way where float32 sums differ: a 256th of it, of one in some thousands.
+    assert float((found - expected).norm() / expected.norm()) < (2e-3 if rounds else 1e-4)
 
 
 @pytest.mark.drawn(2)

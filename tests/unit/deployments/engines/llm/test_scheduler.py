@@ -154,6 +154,57 @@ def test_a_prefix_is_found_and_the_last_token_is_computed_all_the_same():
     assert ("other", 0, 48) in step(subject)
 
 
+def test_prompts_that_begin_alike_and_come_together_compute_their_beginning_once():
+    subject, blocks = scheduler(num_blocks=200, budget=64)
+    beginning = sequence("", 160).token_ids
+    alike = [Sequence(str(number), [*beginning, *[number] * 20], 180) for number in range(5)]
+    other = sequence("other", 40)
+    for one in (*alike[:2], other, *alike[2:]):
+        subject.add_sequence(one)
+    assert step(subject) == [("0", 0, 32), ("other", 0, 32)]  # which has passed one that waits
+    assert step(subject) == [("0", 32, 88), ("other", 32, 40)]
+    assert [chunk for chunk in step(subject) if chunk[0] != "other"] == [("0", 88, 151)]
+    assert [chunk for chunk in step(subject) if chunk[0] != "other"] == [("0", 151, 180)]
+    rest = [chunk for _ in range(3) for chunk in step(subject) if chunk[0] in "1234"]
+    assert {start for _, start, _ in rest if start <= 160} == {160}
+    assert [one.num_cached_tokens for one in alike] == [0, 160, 160, 160, 160]
+    assert all(one.block_table[:10] == alike[0].block_table[:10] for one in alike)
+    for one in (*alike, other):
+        subject.finish(one)
+    assert blocks.num_free == 200
+
+
+def test_a_prompt_waits_no_longer_than_what_it_has_in_common_is_computed():
+    subject, _ = scheduler(num_blocks=200, budget=32)
+    subject.add_sequence(long := sequence("long", 1000))
+    subject.add_sequence(Sequence("short", [*long.token_ids[:40], 1, 2, 3], 43))
+    assert step(subject) == [("long", 0, 32)]
+    assert sorted(step(subject)) == [("long", 32, 53), ("short", 32, 43)]
+
+
+@pytest.mark.parametrize("leaves", ["ends", "is preempted"])
+def test_a_prompt_goes_on_by_itself_where_the_one_that_computed_for_it_has_gone(leaves):
+    subject, _ = scheduler(num_blocks=200, budget=32)
+    first, second = sequence("first", 100, 5), sequence("second", 100, 5)
+    subject.add_sequence(first)
+    subject.add_sequence(second)
+    assert step(subject) == [("first", 0, 32)]
+    if leaves == "ends":
+        subject.finish(first)
+        assert step(subject) == [("second", 32, 64)]
+    else:
+        subject._preempt(first)
+        assert step(subject) == [("first", 32, 64)]
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs": object()}, {"scope": b"an adapter"}])
+def test_a_prompt_does_not_wait_for_blocks_that_it_would_not_take(options):
+    subject, _ = scheduler(num_blocks=200, budget=32)
+    subject.add_sequence(sequence("first", 100, 5))
+    subject.add_sequence(sequence("second", 100, 5, **options))
+    assert step(subject) == [("first", 0, 16), ("second", 0, 16)]
+
+
 def test_the_prefix_that_was_used_last_stays_longest():
     subject, _ = scheduler(num_blocks=6)
     for name in ("old", "new"):

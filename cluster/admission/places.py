@@ -1,0 +1,98 @@
+"""Where requests may start: by the controller's placement, and by what replicas could not load. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from cluster.admission.pool import Pool
+from cluster.admission.records import Demand, Placement, Refusal, Waiting
+from cluster.admission.replica_slots import Options, held_until_s
+from cluster.admission.service_times import ServiceTimes
+
+LEAST_SHARE: Final = 1e-6  # no request takes less of a replica
+
+
+class Places:
+    """The places for the requests of a queue's `pools`. Without a placement everything may start everywhere."""
+
+    def __init__(self, pools: Mapping[str, Pool], times: ServiceTimes) -> None:
+        self._pools = pools
+        self._times = times
+        self._placement = Placement()
+        self._holds = True  # the placement, as far as was looked
+        self._allowed: dict[tuple[str, str], list[str]] = {}  # by pool and replica: the models that it lets start there
+
+    def set_placement(self, placement: Placement) -> None:
+        """Let requests start only where `placement` does."""
+        self._placement, self._holds = placement, True
+        self._allowed = {}
+        for (pool_name, model), replicas in placement.replicas.items():
+            for replica in replicas:
+                self._allowed.setdefault((pool_name, replica), []).append(model)
+        for name, pool in self._pools.items():
+            pool.slots.set_resident(placement.ready)
+            pool.lanes.set_stalled(placement.unplaced(name))
+            pool.look_at_all()
+
+    def drop_what_is_over(self, now_s: float) -> None:
+        """Let everything start everywhere once the placement's time is over."""
+        if self._holds and now_s >= self._placement.until_s:
+            self._holds = False
+            for pool in self._pools.values():
+                pool.lanes.set_stalled(())
+                pool.look_at_all()
+
+    def stalled(self, pool: str) -> Collection[str]:
+        """Return the models that may start nowhere yet."""
+        return self._placement.unplaced(pool) if self._holds else ()
+
+    def models_on(self, pool: str, replica: str) -> Collection[str]:
+        """Return the models that the placement names for a replica."""
+        return self._allowed.get((pool, replica), ())
+
+    def rivals(self, pool: str, replica: str, now_s: float) -> list[str]:
+        """Return those of the models that a replica has that may start there."""
+        at_hand = self._pools[pool].slots.models_at_hand(replica)
+        return self._placement.models_of(pool, replica, at_hand, now_s)
+
+    def is_unplaced(self, demand: Demand, now_s: float) -> bool:
+        """Return whether the placement has no replica for such a request: it waits for the controller."""
+        return self._placement.replicas_of(demand.pool, demand.model, now_s) == ()
+
+    def why_never(self, demand: Demand, now_s: float) -> Refusal | None:
+        """Return why a request that waits will not start at all; None where it may."""
+        if demand.deadline_s <= now_s:
+            return Refusal("expired")
+        return self._placement.refusal_of(demand.pool, demand.model, now_s)
+
+    def options(self, waiting: Waiting, full: Collection[str], now_s: float) -> Options:
+        """Return where a request may start, `full` replicas left out, and what is known of its model."""
+        demand, placement = waiting.demand, self._placement
+        among = self._able(demand, placement.replicas_of(demand.pool, demand.model, now_s), now_s)
+        times = self._times.times(demand.model)
+        on_demand = placement.on_demand_of(demand.pool, demand.model, now_s) or {}
+        return Options(
+            among and [each for each in among if each not in full],
+            self._times.switch_s(demand.model),
+            times.joining_s(demand.work) if times else demand.share,
+            on_demand,
+            placement.chances,
+            held_until_s(on_demand, waiting, times.usual_latency_s(demand.work) if times else 0.0, now_s),
+        )
+
+    def _able(self, demand: Demand, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
+        """Return those of the replicas that have not just failed with the model; all where every one has."""
+        pool = self._pools[demand.pool]
+        if not (unable := pool.failures.unable(demand.model, demand.version, now_s)):
+            return among
+        able = [name for name in pool.slots.names() if name not in unable]
+        return [name for name in able if among is None or name in among] if able else among
+
+    def is_full(self, pool: str, model: str, now_s: float, full: Collection[str] = ()) -> bool:
+        """Return whether the placement leaves no room for any request of the model: none of them need be tried."""
+        among = self._placement.replicas_of(pool, model, now_s)
+        if among is None or self._placement.refusal_of(pool, model, now_s) is not None:
+            return False
+        named = [each for each in among if each not in full] if full else among
+        return not self._pools[pool].slots.has_room(LEAST_SHARE, named)

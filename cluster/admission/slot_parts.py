@@ -1,0 +1,116 @@
+"""What one of several ingresses owns of the replicas that they share, and what it wants of them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from cluster.admission.places import Places
+from cluster.admission.pool import Pool
+from cluster.admission.records import PoolClaims, PoolPart, ReplicaUse, SlotClaim
+from cluster.admission.replica_slots import NO_PART
+
+_NO_PART: Final = PoolPart({}, 0.0)
+
+
+class SlotParts:
+    """The parts of the pools' replicas that a queue owns, of `num_sharing`; one that is alone owns everything."""
+
+    def __init__(self, pools: Mapping[str, Pool], places: Places, num_sharing: int) -> None:
+        self.are_shared = num_sharing > 1
+        self._pools = pools
+        self._places = places
+        self._bound_part = 1 / num_sharing
+        self._parts: Mapping[str, PoolPart] = {}
+        self._is_suspended = False
+        self._last_urgency: dict[str, float] = {}  # by pool: the most urgent that waited when it was last looked
+        self._has_news = False
+
+    def own_part(self, bound: int) -> int:
+        """Return the queue's own part of a bound of all."""
+        return max(1, math.floor(bound * self._bound_part)) if self.are_shared else bound
+
+    def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float, now_s: float) -> None:
+        """Own these slots from now on, by pool, and no others, and this part of the bounds."""
+        self._parts, self._bound_part = parts, bound_part
+        for name in self._pools:
+            self.set_part(name, now_s)
+
+    def drop(self, now_s: float) -> None:
+        """Own nothing until `set_parts`. The part of the bounds stays."""
+        self.set_parts({}, self._bound_part, now_s)
+
+    def suspend(self) -> None:
+        """Start nothing on replicas that others share until `resume`."""
+        self._is_suspended = True
+        for pool in self._pools.values():
+            pool.slots.suspend()
+
+    def resume(self, now_s: float) -> None:
+        """Own again what was owned before `suspend`."""
+        self._is_suspended = False
+        self.set_parts(self._parts, self._bound_part, now_s)
+
+    def set_part(self, name: str, now_s: float) -> None:
+        """Own the part of a pool whose replicas may have changed."""
+        pool = self._pools[name]
+        if self.are_shared and not self._is_suspended:
+            part = self._parts.get(name, _NO_PART)
+            pool.slots.set_parts(part.replicas, part.capacity, now_s)
+        pool.look_at_all()
+
+    def take_news(self) -> bool:
+        """Return whether something has changed since the last look that the split of slots should follow at once."""
+        for name, pool in self._pools.items() if self.are_shared else ():
+            urgency = pool.lanes.most_urgent
+            self._has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
+            self._last_urgency[name], pool.slots.has_overdrawn = urgency, False
+            if pool.has_ended and self._parts.get(name, _NO_PART).is_wanted:
+                self._has_news |= pool.slots.has_room(pool.least_share)
+            pool.has_ended = False
+        found, self._has_news = self._has_news, False
+        return found
+
+    def claims(self, now_s: float) -> dict[str, PoolClaims]:
+        """Return what the queue has and wants of the replicas, by pool."""
+        found = {}
+        for name, pool in self._pools.items():
+            owned = self._parts.get(name, _NO_PART).replicas
+            uses = {id_: ReplicaUse(0.0, 0.0, {}, 0.0, is_listed=False) for id_ in owned} | pool.slots.uses()
+            if uses:
+                found[name] = PoolClaims(
+                    {id_: replace(use, limit=owned.get(id_, NO_PART).limit) for id_, use in uses.items()},
+                    tuple(
+                        SlotClaim(priority, tenant, pool.lanes.weight_of(tenant), share, (replica,))
+                        for (replica, priority, tenant), share in pool.slots.running_shares().items()
+                    ),
+                    self._waiting_claims(pool, now_s),
+                    pool.least_share,
+                    pool.offered.per_s(now_s)[0],
+                    pool.num_started,
+                )
+        return found
+
+    def _waiting_claims(self, pool: Pool, now_s: float) -> tuple[SlotClaim, ...]:
+        """Return claims of the requests that wait, those together that may start on the same replicas.
+
+        Those of one tenant, priority and model count as if they were all like the first: thousands may wait.
+        """
+        found: dict[tuple[tuple[str, ...] | None, int, str], SlotClaim] = {}
+        for priority, front, number in pool.lanes.lines():
+            demand = front.demand
+            options = self._places.options(front, (), now_s)
+            names = pool.slots.may_take(demand.model, options, now_s) if options.among is not None else None
+            if names == ():
+                continue
+            key, age_s = (names, priority, demand.tenant), now_s - front.arrived_s
+            before = found.get(key)
+            share = number * demand.share + (before.share if before else 0.0)
+            if before and before.oldest_age_s > age_s:
+                found[key] = replace(before, share=share)
+            else:
+                weight = pool.lanes.weight_of(demand.tenant)
+                found[key] = SlotClaim(priority, demand.tenant, weight, share, names, age_s, demand.share)
+        return tuple(found.values())

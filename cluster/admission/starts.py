@@ -1,0 +1,65 @@
+"""The starts of one moment: which requests of a pool go to which replica. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+from cluster.admission.places import LEAST_SHARE, Places
+from cluster.admission.pool import Pool
+from cluster.admission.records import Refusal, Waiting
+from cluster.admission.replica_slots import Assignment, Options
+from cluster.admission.tenant_turns import OpenModels
+
+
+class Starts:
+    """The starts of a pool. `held_until_s` is when the first goes on that is held back in spite of room elsewhere."""
+
+    def __init__(self, name: str, pool: Pool, places: Places, now_s: float) -> None:
+        pool.maybe_open = {model for model in pool.maybe_open if not places.is_full(name, model, now_s)}
+        self._name, self._pool, self._places, self._now_s = name, pool, places, now_s
+        self._models = OpenModels(set(pool.maybe_open))
+        self._full: set[str] = set()  # replicas that an earlier request waits for
+        self.held_until_s = math.inf
+
+    def __iter__(self) -> Iterator[tuple[Waiting, Assignment | Refusal]]:
+        """Yield requests and where they start, or why they never do. Who gets one takes it out before the next."""
+        lanes, slots = self._pool.lanes, self._pool.slots
+        while self._models.names and (waiting := lanes.next_up(self._models)) is not None:
+            if (refusal := self._places.why_never(waiting.demand, self._now_s)) is not None:
+                yield waiting, refusal
+                continue
+            options = self._places.options(waiting, self._full, self._now_s)
+            where = slots.best(waiting.demand, options, self._now_s)
+            if where is not None:
+                yield self._or_rival(waiting, where, options), where
+                if not slots.has_room(LEAST_SHARE, (where.replica,)):
+                    self._close_full((where.replica,))
+            elif options.among is None:
+                return  # nobody slips past: a large request would wait for ever
+            else:
+                self._let_wait(waiting.demand.model, options.among, options.held_until_s)
+
+    def _or_rival(self, waiting: Waiting, where: Assignment, options: Options) -> Waiting:
+        """Return the tenant's request for what the replica has, instead of one that would switch it too soon."""
+        at_hand = self._pool.slots.models_at_hand(where.replica)
+        if self._now_s >= options.held_until_s or waiting.demand.model in at_hand:
+            return waiting
+        rivals = self._places.rivals(self._name, where.replica, self._now_s)
+        return self._pool.lanes.beside(waiting, [model for model in rivals if model in self._models.names]) or waiting
+
+    def _let_wait(self, model: str, among: Collection[str], until_s: float) -> None:
+        """Try no more of the model. Where it may start nothing else does, unless the request is held back itself."""
+        self._models.close(model)
+        if self._now_s < until_s:
+            self.held_until_s = min(self.held_until_s, until_s)
+        else:
+            self._full.update(among)
+            self._close_full(among)
+
+    def _close_full(self, replicas: Iterable[str]) -> None:
+        """Try no more requests of models that the last room of these replicas was for."""
+        for replica in replicas:
+            for model in self._places.models_on(self._name, replica):
+                if model in self._models.names and self._places.is_full(self._name, model, self._now_s, self._full):
+                    self._models.close(model)
