@@ -297,9 +297,7 @@ class NodeKeeper:
             refs, epoch = resident
             return LeasedRefs(refs, None, self._generation(epoch))
         self.memory.adoption.wait_for([extent.id for extent in extents])
-        claim = self._held.claim(extents, holder)
-        clock = self.reading.load(claim.to_load, self.memory)
-        refs = self._held.settle(claim, holder)
+        claim, refs, clock = self._held.lease_loaded(extents, holder, lambda some: self.reading.load(some, self.memory))
         report = clock.report(claim.to_load) if claim.to_load else None
         return LeasedRefs(refs, report, self._generation(claim.epoch))
 

@@ -6,16 +6,17 @@ whose turn it is when room is short, and what goes for it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from cluster.keeper.extent_book import ExtentBook, Neighbours, ReloadRates
 from cluster.keeper.holders import Holders
 from cluster.keeper.recalls import CHECK_S
-from cluster.keeper.records import Claim, HeldExtent, Source
+from cluster.keeper.records import Claim, HeldExtent, Source, StoreFull
 from cluster.keeper.residents import Residents
 from weights.memory.host_pool import ByteArray
 from weights.records.errors import BudgetExceeded, listed
@@ -23,7 +24,10 @@ from weights.records.manifest import ExtentRef
 from weights.residency.admission import MAX_NAMED, Ticket
 from weights.residency.room_plan import plan_prefetch, plan_room, shrink
 
+_Loading = TypeVar("_Loading")
 MAX_WAIT_S: Final = 60.0
+RETRY_S: Final = 0.2  # nothing says when Ray has let an object go
+FREED_WITHIN_S: Final = 5.0  # what nobody has a lease on any more
 
 
 class HeldExtents:
@@ -46,8 +50,9 @@ class HeldExtents:
         self._clock = clock
         self._book = ExtentBook(budget_bytes, clock, neighbours, rates)
         self._changed, self._table = self._book.changed, self._book.table
+        self._trying_again = threading.Lock()  # held by the one that tries again after the store was full
         self.residents = Residents(self._book)
-        self.holders = Holders(self._book, clock)
+        self.holders = Holders(self._book)
 
     def lease_resident(self, extents: Sequence[ExtentRef], holder: str) -> tuple[dict[str, Any], int] | None:
         """Lease what is all here while nobody waits. Return references by id, and the epoch of the leases.
@@ -102,8 +107,50 @@ class HeldExtents:
             self.holders.watch.on_heartbeat(holder)
         return refs
 
+    def lease_loaded(
+        self, extents: Sequence[ExtentRef], holder: str, load: Callable[[Sequence[ExtentRef]], _Loading]
+    ) -> tuple[Claim, dict[str, Any], _Loading]:
+        """Claim the extents, `load` those that are not here, and return the references once all are.
+
+        Within the budget the store may still be full: of holes, and of what was given back and Ray has not let go. What
+        finds it so gives all back and tries again, for as long as it would wait for room. Meanwhile others that have
+        something to load come after it, but for holders with leases: it may be waiting for just those.
+        Raises as `claim` and `settle` do.
+        """
+        is_in_turn = self._trying_again.locked() and not self.holders.has_leases(holder) and self._take_turn()
+        since_s = used_s = self._clock()  # when somebody had room at last
+        try:
+            while True:
+                claim = self.claim(extents, holder)
+                loading = load(claim.to_load)
+                try:
+                    return claim, self.settle(claim, holder), loading
+                except StoreFull as error:
+                    # HAZARD: what was loaded is to make room as well, and the claim and the error's frames know it.
+                    error.__traceback__ = None
+                    del claim, loading
+                    used_s = self._clock() if self.residents.is_in_use else used_s
+                    if not self._wait_until(min(since_s + self._max_wait_s, used_s + FREED_WITHIN_S)):
+                        raise
+                    # Two that each have a part of what they need would take turns in failing.
+                    is_in_turn = is_in_turn or self._take_turn()
+        finally:
+            if is_in_turn:
+                self._trying_again.release()
+
+    def _take_turn(self) -> bool:
+        return self._trying_again.acquire(timeout=self._max_wait_s)
+
+    def _wait_until(self, until_s: float) -> bool:
+        """Wait a moment for something to change. Return False when that time has come."""
+        with self._changed:
+            if (left_s := until_s - self._clock()) > 0:
+                self._changed.wait(min(left_s, RETRY_S))
+                self.holders.end_silent()
+            return left_s > 0
+
     def prefetch(self, extents: Sequence[ExtentRef]) -> list[ExtentRef]:
-        """Return what the caller is to load: without a lease, and in no room that anything more valuable has."""
+        """Return the extents that the caller is to load: without a lease, and in no room of anything more valuable."""
         with self._changed:
             if self._book.queue.waiting:
                 return []  # who waits for room comes first
@@ -178,6 +225,8 @@ class HeldExtents:
     def shed(self, nbytes: int) -> bool:
         """Evict so many bytes of what may go, whatever the budget says. Return False when nothing may go."""
         with self._changed:
+            if not self._book.queue.waiting:
+                self._book.recalls.forget_declined()  # what was in use when it was asked for may be idle by now
             while True:
                 before = self._table.num_evicted
                 shrink(self._table, max(0, min(self._table.budget_bytes, self._table.used_bytes - nbytes)))
@@ -228,6 +277,6 @@ class HeldExtents:
 
 
 def _named(extents: Sequence[ExtentRef]) -> str:
-    """Return what a refusal calls these extents."""
+    """Return the name of these extents in a refusal."""
     packs = sorted({extent.pack for extent in extents})
     return f"{len(extents)} extents of {listed(packs, MAX_NAMED)}"

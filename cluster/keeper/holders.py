@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -26,11 +26,11 @@ class Holders:
     long it was not scheduled.
     """
 
-    def __init__(self, book: ExtentBook, clock: Callable[[], float]) -> None:
+    def __init__(self, book: ExtentBook) -> None:
         self._book = book
         self._table = book.table
         self._epochs = HolderEpochs()
-        self.watch = HolderWatch(self.end, clock=clock)
+        self.watch = HolderWatch(self.end, clock=book.table.now_s)
 
     def greet(self, holder: str, process: ProcessMark | None = None) -> int:
         """Count the holder as living from now on, as long as its process. Return the epoch of its leases."""
@@ -59,6 +59,11 @@ class Holders:
                 logger.warning("%s does not answer: %s", holder, "it keeps its leases" if lives else "it has died")
                 (self._book.recalls.time_out if lives else self.end)(holder)
                 self._book.serve()
+
+    def has_leases(self, holder: str) -> bool:
+        """Return whether the holder has leases that it was not asked to give back."""
+        with self._book.changed:
+            return self._table.has_held_leases(holder)
 
     def lease(self, entry: Entry[HeldExtent], holder: str, count: int = 1) -> None:
         """Lease an entry that is here. A holder that has died gets none: nobody would give it back."""

@@ -24,9 +24,9 @@ from typing import Any, Final
 import numpy as np
 import ray
 
+from cluster.keeper.records import StoreFull
 from cluster.ray_seam.unfilled_objects import is_unfilled_possible, put_unfilled
 from weights.memory.host_pool import PAGE_BYTES, ByteArray, allocate_pages
-from weights.records.errors import BudgetExceeded
 
 # Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
 MAX_SHARE: Final = 0.75
@@ -41,10 +41,6 @@ STEP_BYTES: Final = 2 * 2**20  # a step holds the address space's lock: short en
 _MAPPING: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-s \S+ \S+ \S+ +(/\S*plasma\S*)", re.MULTILINE)
 
 logger = logging.getLogger("atelier.keeper")
-
-
-class StoreFull(BudgetExceeded):
-    """The object store has no room in memory, whatever the budget says; evicting more may help."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,15 @@ from typing import Any, Literal, NamedTuple
 
 from weights.memory.host_pool import ByteArray
 from weights.reading.report import LoadReport, Stage, StageFigures
+from weights.records.errors import BudgetExceeded
 from weights.records.manifest import ExtentRef
 from weights.residency.contents import Entry
 
 Source = Literal["storage", "peer", "adopted"]
+
+
+class StoreFull(BudgetExceeded):
+    """The object store has no room in memory, whatever the budget says; evicting more may help, or waiting."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

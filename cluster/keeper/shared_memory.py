@@ -24,8 +24,8 @@ from xxhash import xxh3_128
 
 from cluster.keeper.extent_loading import Writing
 from cluster.keeper.held_extents import HeldExtents
-from cluster.keeper.object_store import MAX_SHARE, NewObject, StoreFull, max_budget_bytes
-from cluster.keeper.records import HeldExtent, HeldOffer, copy_name
+from cluster.keeper.object_store import MAX_SHARE, NewObject, max_budget_bytes
+from cluster.keeper.records import HeldExtent, HeldOffer, StoreFull, copy_name
 from cluster.keeper.residents import Residents
 from cluster.process.ray_calls import get
 from weights.memory.host_pool import ByteArray
@@ -145,7 +145,7 @@ class Audited(Protocol):
 
     @property
     def residents(self) -> Residents:
-        """What is there."""
+        """The extents in this memory."""
         ...
 
     def note_damage(self, held: HeldExtent) -> None:
@@ -244,7 +244,7 @@ class _StoreWriter:
     def begin_writing(self, extent: ExtentRef) -> Iterator[Writing]:
         """Give a place in the store, which is made when it is asked for; it goes with the block unless it was sealed.
 
-        Making it raises BudgetExceeded when the store is full and nothing may be evicted.
+        Making it raises StoreFull when the store is full and nothing may be evicted.
         """
         writing = _ObjectWriting(self, extent)
         try:
@@ -259,14 +259,14 @@ class _StoreWriter:
         return found
 
     def with_room(self, extent: ExtentRef, put: Callable[[], _Result]) -> _Result:
-        """Return what `put` returns, for whose room others are evicted."""
+        """Call `put` and return its result; evict others until it has room."""
         while True:
             try:
                 return put()
             except StoreFull as error:
                 # Within the budget, but not in one piece, or something that is not weights is in the way.
                 if not self._held.shed(extent.nbytes):
-                    raise BudgetExceeded(f"{error} ({self._held.residents.holders_text()})") from None
+                    raise StoreFull(f"{error} ({self._held.residents.holders_text()})") from None
 
     def count_writing(self, nbytes: int) -> None:
         """Count bytes that are in the store, and not held yet."""

@@ -422,7 +422,7 @@ def read_gguf_denoiser(path: Path, base: BasePipeline) -> Checkpoint:
 
 def _part_of(path: Path, architecture: str | None, base: BasePipeline, classes: Mapping[str, tuple[str, str]]) -> str:
     """Return the component of `base` that a file of this architecture is. Raises FormatError."""
-    known = DENOISERS | TEXT_ENCODERS
+    known = {**DENOISERS, **TEXT_ENCODERS}
     wanted = known.get(architecture or "")
     if wanted is None:
         raise FormatError(

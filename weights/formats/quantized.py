@@ -111,7 +111,7 @@ def rotated(values: Array, group: int) -> Array:
 
 @functools.cache
 def _rotation(group: int) -> Array:
-    found = np.ones((1, 1))
+    found: Array = np.ones((1, 1))
     while len(found) < group:
         found = np.kron(found, _HADAMARD)
     return found / np.sqrt(group)

@@ -9,13 +9,14 @@ At their registration LoRAs are fitted to a pipeline's modules without weights, 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from deployments.engines.building.build import build_blank
 from deployments.engines.diffusion.adapted_parts import AdaptedParts
 from deployments.engines.diffusion.lora_kinds import Parts, Product, product_of
 from deployments.engines.diffusion.lora_names import DENOISER, LENGTHS, NamedLayer, component_of, layer_names, part_of
+from deployments.engines.nn.feature_maps import FeatureMap, Gains, MappedPair, Turns
 from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, check_targets, fit_pairs, is_norm, merge_pairs
 from deployments.engines.nn.streamed_blocks import is_streamed
 from deployments.engines.records.protocol import AdapterUse, DiffusionRequest, EngineError
@@ -185,7 +187,7 @@ def _layers_of(adapter: LoraAdapter, family: AdaptedParts, component: str) -> di
     aliases = _aliases(family)
     layers: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     for name, tensor in adapter.raw.items():
-        whole, what = part_of(name)
+        whole, what = part_of(name, adapter.raw)
         of, layer = component_of(whole)
         if of not in aliases:
             expected = ", ".join(_adaptable(family))
@@ -219,6 +221,8 @@ def _placed(
     name: str, layer: NamedLayer, product: Product, module: nn.Module, family: AdaptedParts
 ) -> dict[str, LoraPair]:
     """Return a layer's product for each layer of the module that it is: each has its rows. Raises EngineError."""
+    if product.features is not None:
+        return _mapped(name, layer, product, product.features, module)
     by_input = product.has_lengths_of_inputs
     if by_input and len(layer.paths) > 1:
         raise EngineError(
@@ -250,15 +254,61 @@ def _placed(
     return pairs
 
 
+def _mapped(
+    name: str, layer: NamedLayer, product: Product, features: FeatureMap, module: nn.Module
+) -> dict[str, LoraPair]:
+    """Return a layer's map of features for each layer of the module that it is, with its rows of the product."""
+    targets: dict[str, Any] = {path: module.get_submodule(path) for path in layer.paths}
+    first, *_ = product.names.values()
+    if layer.swaps_halves or any(_num_outputs(target) == 0 for target in targets.values()):
+        raise EngineError(f"{first}: such an adapter of {name!r}, a {type(module).__name__}'s, is not read")
+    outputs = [_num_outputs(target) for target in targets.values()]
+    pairs: dict[str, LoraPair] = {}
+    for (path, target), count, stop in zip(targets.items(), outputs, itertools.accumulate(outputs), strict=True):
+        inputs, kernel = _num_inputs(target), tuple(getattr(target, "kernel_size", ()))
+        own = _of_layer(features, inputs)
+        expected = inputs if own.of_inputs else sum(outputs)
+        is_blank = isinstance(own, Gains) and own.weights.is_meta and own.size in (inputs, sum(outputs))
+        if own.size != expected and not is_blank:
+            raise EngineError(f"{first} is for {own.size} features, and {path} has {expected}")
+        if isinstance(own, Turns) and own.of_inputs and math.prod(kernel) > 1:
+            raise EngineError(f"{first} turns what a kernel of {kernel} sees, which is not read")
+        if len(targets) > 1 and not own.of_inputs and not is_blank:
+            try:
+                own = own.rows(stop - count, stop)
+            except EngineError as error:
+                raise EngineError(f"{first}: {error}") from None
+        if product.up.numel():
+            up = product.up if len(targets) == 1 else product.up[stop - count : stop]
+            pair = _shaped(LoraPair(product.down, up, product.scale), target)
+        else:
+            ones = (1,) * len(kernel)
+            down = torch.empty(0, inputs, *kernel, device=product.up.device)
+            pair = LoraPair(down, torch.empty(count, 0, *ones, device=product.up.device), product.scale)
+        pairs[path] = MappedPair(pair.down, pair.up, pair.scale, features=own)
+    return pairs
+
+
+def _of_layer(features: FeatureMap, inputs: int) -> FeatureMap:
+    """Return a map for a layer with so many inputs: one block of turns may be that of all of them."""
+    if isinstance(features, Turns) and features.of_inputs and features.stages.shape[1] == 1:
+        return features.changed(lambda one: one.expand(-1, inputs // one.shape[-1], -1, -1))
+    return features
+
+
 def _num_outputs(layer: nn.Module) -> int:
     return int(getattr(layer, "out_features", 0) or getattr(layer, "out_channels", 0))
+
+
+def _num_inputs(layer: nn.Module) -> int:
+    return int(getattr(layer, "in_features", 0) or getattr(layer, "in_channels", 0))
 
 
 def _shaped(pair: LoraPair, target: nn.Module) -> LoraPair:
     """Return a pair with the axes of its target: a matrix may be written as a kernel of one place, and the reverse."""
     down, up, scale = pair.down, pair.up, pair.scale
     if not down.shape[1]:  # of a bias alone
-        down = down.new_zeros(1, int(getattr(target, "in_features", 0) or getattr(target, "in_channels", 0)))
+        down = down.new_zeros(1, _num_inputs(target))
     kernel = tuple(getattr(target, "kernel_size", ()))
     if kernel and down.ndim == 2:
         ones = (1,) * len(kernel)

@@ -25,6 +25,7 @@ from deployments.engines.diffusion.state import Control, DenoiseState, check_req
 from deployments.engines.graph.footprint import Footprint, fit_footprint
 from deployments.engines.graph.recording import Recorder, Recording, fake_copy, fake_weights, record
 from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.feature_maps import MappedPair
 from deployments.engines.nn.lora import FittedPairs, check_targets
 from deployments.engines.records.protocol import AdapterUse, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
@@ -171,6 +172,7 @@ class PipelineTwin(DenoisePipeline):
                     down=fake(pair.down, dtype),
                     up=fake(pair.up, dtype),
                     magnitude=None if pair.magnitude is None else fake(pair.magnitude, torch.float32),
+                    **_fake_map(pair, fake),
                 )
                 for path, pair in pairs.items()
             }
@@ -231,6 +233,13 @@ class PipelineTwin(DenoisePipeline):
             "twin", width=width, height=height, num_inference_steps=1, guidance_scale=1.0, seed=0
         )
         check_request(request, self.family.latents.size_multiple(self._codec.scale_factor))
+
+
+def _fake_map(pair: LoraPair, fake: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> dict[str, Any]:
+    """Return the map of features that a pair may have, as what replaces it."""
+    if not isinstance(pair, MappedPair) or pair.features is None:
+        return {}
+    return {"features": pair.features.changed(lambda one: fake(one, torch.float32))}
 
 
 def _another(part: Condition) -> Condition:

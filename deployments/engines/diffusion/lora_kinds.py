@@ -1,7 +1,8 @@
 """The two matrices that each kind of adapter adds to a layer, made of the tensors that a file has for it.
 
 A LoRA, a LoHa, a LoKr and a difference are all the product of an `up` (out, rank, 1, 1) and a `down` (rank, in, ...):
-of the last three the factors of the factors, put together. Nothing is learned of the layer itself.
+of the last three the factors of the factors, put together. Nothing is learned of the layer itself. A GLoRA, an OFT, a
+BOFT and an IA3 are, or have beside a product, a map of the layer's features.
 
 Sources: LyCORIS, `lycoris/functional/`; peft 0.21, `tuners/lora/`; ComfyUI, `comfy/weight_adapter/`.
 """
@@ -9,12 +10,15 @@ Sources: LyCORIS, `lycoris/functional/`; peft 0.21, `tuners/lora/`; ComfyUI, `co
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
 
 from deployments.engines.diffusion.lora_names import ALPHA, DOWN, LENGTHS, OF_LYCORIS, UP, part_of
+from deployments.engines.nn.feature_maps import FeatureMap, Gains, Mixed, Turns
 from deployments.engines.records.protocol import EngineError
 from weights.formats.lora import is_finite
 
@@ -25,7 +29,8 @@ Parts = Mapping[str, tuple[str, torch.Tensor]]  # what it is -> its name in the 
 class Product:
     """scale * up @ down, with what else a file says of a layer. `bias` (out,) is added as it is.
 
-    `lengths` are those of a DoRA, as the file has them; `names` those of the tensors, for messages.
+    `lengths` are those of a DoRA, as the file has them; `names` those of the tensors, for messages. Beside a map of
+    `features` the matrices may have no elements.
     """
 
     down: torch.Tensor
@@ -34,6 +39,7 @@ class Product:
     lengths: torch.Tensor | None
     bias: torch.Tensor | None
     names: Mapping[str, str]
+    features: FeatureMap | None = None
 
     @property
     def has_lengths_of_inputs(self) -> bool:
@@ -56,15 +62,15 @@ def product_of(layer: str, parts: Parts, alpha: float | None, use_rslora: bool =
     """
     names = {what: name for what, (name, _) in parts.items()}
     for what, (name, tensor) in parts.items():
-        if not tensor.is_floating_point() and what != ALPHA:
+        if not tensor.is_floating_point() and what not in (ALPHA, "on_input"):
             raise EngineError(f"tensor {name} is {tensor.dtype}, expected floating point")
     tensors = {what: tensor for what, (_, tensor) in parts.items()}
     find, of_kind = _kind_of(layer, names)
-    known = {*of_kind, ALPHA, LENGTHS, "up bias", "down bias"}
+    known = {*of_kind, ALPHA, *(() if find in _WITH_MAPS else (LENGTHS, "up bias", "down bias"))}
     if foreign := next((name for what, name in names.items() if what not in known), None):
         raise EngineError(f"tensor {foreign} does not go with {names[of_kind[0]]}: they are of different kinds")
     try:
-        up, down, rank = find(tensors)
+        up, down, rank, features = find(tensors)
     except (RuntimeError, IndexError, ValueError, KeyError):
         first, *others = (f"{names[what]} {list(tensors[what].shape)}" for what in of_kind if what in names)
         said = first.replace(" [", " has shape [", 1)
@@ -73,7 +79,7 @@ def product_of(layer: str, parts: Parts, alpha: float | None, use_rslora: bool =
     bias = _bias(tensors, names, up, scale)
     if bias is not None and LENGTHS in tensors:
         raise EngineError(f"tensor {names.get('up bias') or names['down bias']}: a bias of a DoRA, which is not read")
-    return Product(down, up, scale, tensors.get(LENGTHS), bias, names)
+    return Product(down, up, scale, tensors.get(LENGTHS), bias, names, features)
 
 
 def num_made(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -84,7 +90,7 @@ def num_made(shapes: Mapping[str, Sequence[int]]) -> int:
     layers = dict[str, dict[str, tuple[str, torch.Tensor]]]()
     for name, shape in shapes.items():
         with contextlib.suppress(EngineError):
-            layer, what = part_of(name)
+            layer, what = part_of(name, shapes)
             tensor = torch.ones(()) if what == ALPHA else torch.empty(tuple(shape), device="meta")
             layers.setdefault(layer, {})[what] = name, tensor
     found = 0
@@ -94,11 +100,20 @@ def num_made(shapes: Mapping[str, Sequence[int]]) -> int:
         with contextlib.suppress(EngineError):
             product = product_of(layer, parts, None)
             own = [tensor for _, tensor in parts.values()]
-            found += sum(one.numel() for one in (product.down, product.up) if not any(one is other for other in own))
+            made = [product.down, product.up, *(product.features.tensors if product.features is not None else ())]
+            found += sum(one.numel() for one in made if not any(one is other for other in own))
     return found
 
 
-_Found = tuple[torch.Tensor, torch.Tensor, int | None]  # up, down, and the rank by which alpha is divided, if any
+class _Found(NamedTuple):
+    """Matrices, the rank by which alpha is divided, if any, and a map of features, if any."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    rank: int | None
+    features: FeatureMap | None = None
+
+
 _Find = Callable[[Mapping[str, torch.Tensor]], _Found]
 
 
@@ -115,6 +130,14 @@ def _kind_of(layer: str, names: Mapping[str, str]) -> tuple[_Find, list[str]]:
         return _of_loha, [what for what in has if what.startswith("hada_")]
     if any(what.startswith("lokr_") for what in has):
         return _of_lokr, [what for what in has if what.startswith("lokr_")]
+    if any(what.startswith("glora_") for what in has):
+        return _of_glora, [what for what in has if what.startswith("glora_")]
+    if "oft_blocks" in has:
+        return _of_oft, [what for what in ("oft_blocks", "rescale") if what in has]
+    if "oft_R" in has:
+        return _of_peft_oft, ["oft_R"]
+    if "ia3" in has and "on_input" in has:
+        return _of_ia3, ["ia3", "on_input"]
     if "difference" in has:
         return _of_difference, ["difference"]
     if "up bias" in has:
@@ -131,7 +154,7 @@ def _of_lora(tensors: Mapping[str, torch.Tensor]) -> _Found:
         down = _through(tensors["mid"], down.flatten(1))
     if not 2 <= up.ndim <= 5 or any(size != 1 for size in up.shape[2:]):
         raise ValueError
-    return up, down, rank
+    return _Found(up, down, rank)
 
 
 def _through(core: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -152,10 +175,10 @@ def _of_loha(tensors: Mapping[str, torch.Tensor]) -> _Found:
     rank, outputs = tensors["hada_w1_b"].shape[0], len(up_1)
     if len(down_1) * len(down_2) >= min(outputs, down_1[0].numel()):
         whole = (up_1.float() @ down_1.float().flatten(1)) * (up_2.float() @ down_2.float().flatten(1))
-        return (*_factors(whole.view(outputs, *down_1.shape[1:])), rank)
+        return _Found(*_factors(whole.view(outputs, *down_1.shape[1:])), rank)
     up = (up_1.float().unsqueeze(2) * up_2.float().unsqueeze(1)).flatten(1)
     down = (down_1.float().unsqueeze(1) * down_2.float().unsqueeze(0)).flatten(0, 1)
-    return _like_layer(up, down), down, rank
+    return _Found(_like_layer(up, down), down, rank)
 
 
 def _of_lokr(tensors: Mapping[str, torch.Tensor]) -> _Found:
@@ -176,7 +199,7 @@ def _of_lokr(tensors: Mapping[str, torch.Tensor]) -> _Found:
     up = torch.kron(up_1.float().flatten(1).contiguous(), up_2.float().flatten(1).contiguous())
     down = torch.kron(down_1.float().reshape(*down_1.shape, *[1] * (down_2.ndim - 2)), down_2.float().contiguous())
     ranks = [tensors[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in tensors]
-    return _like_layer(up, down), down, next(iter(ranks), None)  # of two whole ones, alpha says nothing
+    return _Found(_like_layer(up, down), down, next(iter(ranks), None))  # of two whole ones, alpha says nothing
 
 
 def _has_whole(tensors: Mapping[str, torch.Tensor], number: str) -> bool:
@@ -188,13 +211,77 @@ def _of_difference(tensors: Mapping[str, torch.Tensor]) -> _Found:
     """Return the difference of a weight; that of a norm's has one axis, and no inputs."""
     whole = tensors["difference"]
     if whole.ndim == 1:
-        return whole[:, None], whole.new_zeros(1, 0), None
-    return (*_factors(tensors["difference"]), None)
+        return _Found(whole[:, None], whole.new_zeros(1, 0), None)
+    return _Found(*_factors(tensors["difference"]), None)
 
 
 def _of_bias(tensors: Mapping[str, torch.Tensor]) -> _Found:
     """Return a product that adds nothing, of a layer whose bias alone is changed: its inputs are not known."""
-    return tensors["up bias"].new_zeros(len(tensors["up bias"]), 1), tensors["up bias"].new_zeros(1, 0), None
+    bias = tensors["up bias"]
+    return _Found(bias.new_zeros(len(bias), 1), bias.new_zeros(1, 0), None)
+
+
+def _of_glora(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return b1 @ b2, and the mixture a1 @ a2 of the inputs; older files have the two of each the other way round."""
+    first, second = tensors["glora_a1"].flatten(1), tensors["glora_a2"].flatten(1)
+    up, down = tensors["glora_b1"], tensors["glora_b2"]
+    if len(first) < first.shape[1]:
+        first, second, up, down = second, first, down, up
+    if first.shape != second.T.shape:
+        raise ValueError
+    core = {"mid": tensors["glora_bm"]} if "glora_bm" in tensors else {}
+    found = _of_lora({UP: up, DOWN: down, **core})
+    if found.rank != first.shape[1]:
+        raise ValueError
+    return found._replace(features=Mixed(second, first))
+
+
+def _of_oft(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return turns of the outputs: (I + Q) (I - Q)^-1 of each block, Q = B - B^T no longer than alpha * outputs."""
+    blocks, lengths = tensors["oft_blocks"].float(), tensors.get("rescale")
+    if blocks.ndim not in (3, 4) or blocks.shape[-1] != blocks.shape[-2] or not blocks.numel():
+        raise ValueError
+    is_butterfly = blocks.ndim == 4
+    skew = blocks - blocks.mT
+    outputs = blocks.shape[-3] * blocks.shape[-1]
+    if is_butterfly and (blocks.shape[-1] % 2 or outputs % (2 ** (len(blocks) - 1) * blocks.shape[-1])):
+        raise ValueError
+    limit = tensors[ALPHA].item() * outputs if ALPHA in tensors else 0.0
+    if limit > 0:
+        skew = skew * (limit / (skew.norm() + 1e-8)).clamp(max=1)
+    one = torch.eye(blocks.shape[-1], device=blocks.device)
+    turns = (one + skew) @ torch.linalg.inv(one - skew)
+    if lengths is not None and lengths.numel() != outputs:
+        raise ValueError
+    lengths = None if lengths is None else lengths.float().flatten()
+    stages = turns.mT if is_butterfly else turns[None]  # a butterfly's act from the left
+    return _only(Turns(stages.contiguous(), lengths, is_butterfly))
+
+
+def _of_peft_oft(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return turns of the inputs, by what lies above the diagonals of Q: I + 2 Q + 2 Q^2 + 2 Q^3 + Q^4, as trained."""
+    above = tensors["oft_R"].float()
+    size = (1 + math.isqrt(1 + 8 * above.shape[1])) // 2
+    if above.ndim != 2 or size * (size - 1) // 2 != above.shape[1] or not above.numel():
+        raise ValueError
+    skew = above.new_zeros(len(above), size, size)
+    rows, columns = torch.triu_indices(size, size, 1)
+    skew[:, rows, columns] = above
+    skew = skew - skew.mT
+    square = skew @ skew
+    one = torch.eye(size, device=above.device)
+    return _only(Turns((one + 2 * (skew + square + square @ skew) + square @ square)[None], of_inputs=True))
+
+
+def _of_ia3(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    return _only(Gains(tensors["ia3"].float().flatten(), of_inputs=bool(tensors["on_input"].item())))
+
+
+def _only(features: FeatureMap) -> _Found:
+    return _Found(torch.empty(0, 0), torch.empty(0, 0), None, features)
+
+
+_WITH_MAPS: Final = (_of_glora, _of_oft, _of_peft_oft, _of_ia3)
 
 
 def _factors(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from deployments.engines.records.protocol import EngineError
@@ -406,6 +406,8 @@ def _older_names(path: str) -> list[str]:
 
 UP, DOWN, ALPHA, LENGTHS = "up", "down", "alpha", "magnitude"
 OF_LYCORIS: Final = ".dora_scale"
+ON_INPUT: Final = ".on_input"
+_IA3: Final = ".weight"  # beside one of `ON_INPUT`
 # The end of a tensor's name -> what it is. A longer end goes before a shorter one.
 _ENDS: Final = {
     **{
@@ -438,37 +440,45 @@ _ENDS: Final = {
     ".b_norm": "up bias",
     **{f".hada_{name}": f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
     **{f".lokr_{name}": f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    **{f".{name}.weight": f"glora_{name}" for name in ("a1", "a2", "b1", "b2", "bm")},
+    ".oft_blocks": "oft_blocks",
+    ".rescale": "rescale",
+    ".oft_R.weight": "oft_R",
+    ON_INPUT: "on_input",
 }  # fmt: skip
 _LONGEST_FIRST: Final = sorted(_ENDS, key=len, reverse=True)
 # What is known by its name, and not computed.
 _FOREIGN: Final = {
-    ".oft_blocks": "an OFT",
     ".oft_R": "an OFT",
     ".oft_diag": "an OFT",
-    ".boft_R": "a BOFT",
-    ".boft_s": "a BOFT",
-    ".rescale": "an OFT",
-    ".on_input": "an IA3",
-    ".ia3_l": "an IA3",
-    **{f".{name}.weight": "a GLoRA" for name in ("a1", "a2", "b1", "b2", "bm")},
+    ".boft_R": "a BOFT of PEFT",
+    ".boft_s": "a BOFT of PEFT",
+    ".ia3_l": "an IA3 of PEFT",
+    ".glora_": "a GLoRA of PEFT",
     ".set_weight": "a replaced weight",
     ".reshape_weight": "a reshaped weight",
     ".lora_embedding_": "a LoRA of token vectors",
 }
-READ: Final = "LoRA, DoRA, LoCon, LoHa, LoKr, and full differences of layers, norms and their biases"
+READ: Final = (
+    "LoRA, DoRA, LoCon, LoHa, LoKr, GLoRA, OFT, BOFT and IA3 of LyCORIS, OFT of PEFT, and full differences of layers, "
+    "norms and their biases"
+)
 _MAX_NAME_CHARS: Final = 1024
 
 
-def part_of(name: str) -> tuple[str, str]:
+def part_of(name: str, beside: Container[str] = ()) -> tuple[str, str]:
     """Return the layer's name in a tensor's name, and what the tensor is of it.
 
-    Raises EngineError for what is not read, naming its kind where it is known.
+    `beside` are the names of the file: what an IA3 has for a layer is called as a layer's own weight is. Raises
+    EngineError for what is not read, naming its kind where it is known.
     """
     if len(name) > _MAX_NAME_CHARS:
         raise EngineError(f"tensor {shown(name)} has a name of {len(name)} characters")
     for end in _LONGEST_FIRST:
         if name.endswith(end) and len(name) > len(end):
             return name.removesuffix(end), _ENDS[end]
+    if name.endswith(_IA3) and name.removesuffix(_IA3) + ON_INPUT in beside:
+        return name.removesuffix(_IA3), "ia3"
     kind = next((kind for part, kind in _FOREIGN.items() if part in name), None)
     if name.startswith("bundle_emb."):
         kind = "an embedding of new words beside a LoRA"

@@ -1,4 +1,4 @@
-"""LoRA and DoRA in two forms that leave the base weights alone, which replicas share and other requests use next.
+"""LoRA and its kin in two forms that leave the base weights alone, which replicas share and other requests use next.
 
 As a side path, y = base(x) + strength * scale * up(down(x)), through forward hooks: any adapters in one batch. Merged,
 y = (W + strength * scale * up down) x with a private copy of each layer that it changes: the steps of the base, for
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
+from deployments.engines.nn.feature_maps import MappedPair
 from deployments.engines.records.protocol import EngineError
 from weights.operations.adapters import LoraPair
 from weights.platform.torch_seam import forward_hooks_of, keyword_hooks_of
@@ -85,9 +86,14 @@ def applied_adapters(
     def add(layer: nn.Module, args: tuple[torch.Tensor, ...], *others: Any) -> torch.Tensor:
         x, result = args[0] if args else next(iter(others[0].values())), _writable(layer, others[-1])
         here = batch or Batch(len(x))
+        # What turns outputs turns those of the layer alone, whatever else is added to them.
+        own = result.clone() if any(_turns_outputs(pairs.get(layer)) for _, _, pairs, _ in uses) else result
         for start, stop, pairs, strength in uses:
             if (pair := pairs.get(layer)) is not None:
-                _add(layer, pair, pair.scale * strength, here.part(x, start, stop), here.part(result, start, stop))
+                part, into = here.part(x, start, stop), here.part(result, start, stop)
+                _add(layer, pair, pair.scale * strength, part, into)
+                if isinstance(pair, MappedPair):
+                    _add_mapped(layer, pair, strength, part, here.part(own, start, stop), into)
         return result
 
     return _hooked((layer for _, _, pairs, _ in uses for layer in pairs), add, by_keyword)
@@ -120,7 +126,8 @@ def _hooked(layers: Iterable[nn.Module], hook: Hook, by_keyword: bool = False) -
 class MergedLayers:
     """One adapter at one strength, merged: `forwards` of the layers over private weights, for `replaced_forwards`.
 
-    `beside` are the pairs of layers that cannot be merged, those in float8 say: they go on the side path.
+    `beside` are the pairs that are not merged, of layers in float8 say, or with a map of features: they go on the side
+    path.
     """
 
     strength: float
@@ -134,7 +141,7 @@ def merge_pairs(pairs: FittedPairs, strength: float) -> MergedLayers:
     beside: dict[nn.Module, LoraPair] = {}
     with torch.no_grad():
         for layer, pair in pairs.items():
-            if is_batch_invariant(layer):
+            if is_batch_invariant(layer) and not isinstance(pair, MappedPair):
                 forwards[layer] = _merged_forward(layer, pair, pair.scale * strength)
             else:
                 beside[layer] = pair
@@ -280,7 +287,9 @@ def _norm_delta(norm: Any, x: torch.Tensor, pair: LoraPair, factor: float) -> to
 
 
 def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, result: torch.Tensor) -> None:
-    """Add to what a layer made of x, in place, what a pair adds."""
+    """Add to what a layer made of x, in place, what a pair's matrices add."""
+    if not pair.rank:
+        return
     if not pair.down.shape[1]:
         result += _norm_delta(layer, x, pair, factor).to(result.dtype)
         return
@@ -293,6 +302,26 @@ def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, resul
         result += _delta(layer, _scaled_inputs(layer, x, scales), pair, factor)
     else:
         _add_dora(layer, result, _delta(layer, x, pair, factor), scales)
+
+
+def _turns_outputs(pair: LoraPair | None) -> bool:
+    return isinstance(pair, MappedPair) and pair.features is not None and not pair.features.of_inputs
+
+
+def _add_mapped(
+    layer: Any, pair: MappedPair, strength: float, x: torch.Tensor, own: torch.Tensor, result: torch.Tensor
+) -> None:
+    """Add to what a layer made of x, in place, what a map of features adds; `own` is what the layer itself made."""
+    assert pair.features is not None
+    is_convolution = isinstance(layer, _CONVOLUTIONS)
+    axis = 1 if is_convolution else -1
+    if pair.features.of_inputs:
+        mapped = pair.features.delta(x.movedim(axis, -1), strength * pair.scale).movedim(-1, axis)
+        result += _product_without_bias(layer, mapped)
+        return
+    if layer.bias is not None:
+        own = own - layer.bias.to(own.dtype).view(-1, *[1] * len(layer.kernel_size) if is_convolution else ())
+    result += pair.features.delta(own.movedim(axis, -1), strength * pair.scale).movedim(-1, axis).to(result.dtype)
 
 
 def _writable(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ FROM_AROUND, ORIGINAL = 0, 1  # of `inpainting_fill`
 MAX_BLUR: Final = 64
 _OPAQUE_FROM: Final = 129
 _CELL: Final = 8  # pixels of a latent
+_COLUMNS: Final = 128  # that are blurred at a time
 _WHITE: Final = (255, 255, 255)
 # Radii by which what surrounds a mask flows into it, and how often each is laid over: the wide ones below.
 _FLOWS: Final = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
@@ -210,15 +211,28 @@ def _blurred(mask: Image.Image, blur_x: int, blur_y: int) -> Image.Image:
             reach = int(2.5 * sigma + 0.5)
             weights = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2.0 * sigma**2)).astype(np.float32)
             weights /= weights.sum()
-            around = [(reach, reach) if one == axis else (0, 0) for one in (0, 1)]
-            wide = np.pad(values, around, mode="reflect" if values.shape[axis] > 1 else "edge")
-            blurred = np.zeros(values.shape, np.float32)
-            rows, columns = values.shape
-            for place, weight in enumerate(weights):
-                down, along = (place, 0) if axis == 0 else (0, place)
-                blurred += weight * wide[down : down + rows, along : along + columns]
-            values = np.round(blurred).clip(0, 255).astype(np.uint8)
+            along = values if axis == 1 else values.T
+            wide = np.pad(along, ((0, 0), (reach, reach)), mode="reflect" if along.shape[1] > 1 else "edge")
+            blurred = _weighed(wide.astype(np.float32), weights)
+            values = np.round(blurred if axis == 1 else blurred.T).clip(0, 255).astype(np.uint8)
     return Image.fromarray(values)
+
+
+def _weighed(wide: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the sums of each len(weights) neighbours in a row, times the weights.
+
+    Some columns at a time are one matrix product, which takes a tenth of the time of a pass for each weight.
+    """
+    count = wide.shape[1] - len(weights) + 1
+    band = np.zeros((_COLUMNS + len(weights) - 1, _COLUMNS), np.float32)
+    for column in range(_COLUMNS):
+        band[column : column + len(weights), column] = weights
+    found = np.empty((len(wide), count), np.float32)
+    for start in range(0, count, _COLUMNS):
+        size = min(_COLUMNS, count - start)
+        taken = size + len(weights) - 1
+        found[:, start : start + size] = wide[:, start : start + taken] @ band[:taken, :size]
+    return found
 
 
 def _without(image: Image.Image, mask: Image.Image) -> Image.Image:

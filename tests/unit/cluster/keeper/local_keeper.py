@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.keeper.object_store import NewObject, StoreFull
+from cluster.keeper.object_store import NewObject
 from cluster.keeper.ray_extents import ExtentUser
+from cluster.keeper.records import StoreFull
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,12 +19,12 @@ from kit.seeding import seeded_rng
 from cluster.keeper.object_store import (
     PROBE_BYTES,
     ObjectStore,
-    StoreFull,
     _in_shared_memory,
     _is_mapped_for_writing,
     _make_pages,
     let_go,
 )
+from cluster.keeper.records import StoreFull
 
 NBYTES = 2**16
 

@@ -204,6 +204,11 @@ KINDS: Mapping[str, Mapping[str, Sides]] = {
     "LoKr of products": {"lokr_w1": (16, 16), "lokr_w2_a": (80, 4), "lokr_w2_b": (4, 80), "alpha": ()},
     "LoHa": {f"hada_w{one}_{half}": (1280, 4) if half == "a" else (4, 1280) for one in "12" for half in "ab"},
     "difference": {"diff": (1280, 1280), "diff_b": (1280,)},
+    "OFT": {"oft_blocks": (16, 80, 80), "alpha": ()},
+    "OFT of PEFT": {"oft_R.weight": (16, 3160)},
+    "BOFT": {"oft_blocks": (3, 16, 80, 80), "rescale": (1280, 1), "alpha": ()},
+    "IA3": {"weight": (1280,), "on_input": ()},
+    "GLoRA": {"a1.weight": (1280, 4), "a2.weight": (4, 1280), "b1.weight": (1280, 4), "b2.weight": (4, 1280)},
 }
 
 
@@ -214,12 +219,17 @@ def test_other_kinds_are_compared_without_their_values(base: Base, tmp_path: Pat
     for name, rows in (("right", 1), ("wrong", 2)):
         tensors = {f"{layer}.{end}": torch.ones(sides) for end, sides in KINDS[kind].items()}
         first = next(iter(tensors))
-        tensors[first] = torch.ones(tensors[first].shape[0] * rows, *tensors[first].shape[1:])
+        sides = tensors[first].shape
+        if len(sides) == 4:  # the stages of a BOFT
+            tensors[first] = torch.ones(sides[0], sides[1] * rows, *sides[2:])
+        else:
+            tensors[first] = torch.ones(sides[0] * rows, *sides[1:])
         save_file(tensors, tmp_path / f"{name}.safetensors")
     assert refusal(tmp_path / "right.safetensors", base("sdxl")) is None
     said = refusal(tmp_path / "wrong.safetensors", base("sdxl")) or ""
     assert "expected a LoRA for 'sdxl'" in said
-    assert "do not fit a Linear of (1280, 1280)" in said or "do not go together" in said or "diff_b has shape" in said
+    reasons = ("do not fit a Linear of (1280, 1280)", "do not go together", "diff_b has shape", "is for 2560 features")
+    assert any(reason in said for reason in reasons), said
 
 
 def test_a_part_for_an_encoder_that_the_pipeline_lacks_is_told(base: Base, tmp_path: Path) -> None:

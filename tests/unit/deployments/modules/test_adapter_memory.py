@@ -34,7 +34,10 @@ def component(**shapes: tuple[int, ...]) -> Component:
         ({"lokr_w1": (8, 12), "lokr_w2": (8, 8)}, 64 * (64 + 96)),
         # The difference itself, and a matrix of ones beside it.
         ({"diff": (64, 96)}, 64 * 64),
-        ({"oft_blocks": (8, 8, 8)}, 0),
+        # The turns that the blocks mean.
+        ({"oft_blocks": (8, 8, 8)}, 8 * 8 * 8),
+        ({"oft_R__weight": (8, 28)}, 8 * 8 * 8),
+        ({"a1__weight": (96, 4), "a2__weight": (4, 96), "b1__weight": (64, 4), "b2__weight": (4, 96)}, 0),
     ],
 )
 def test_what_an_adapter_makes_is_counted(shapes: dict[str, tuple[int, ...]], elements: int) -> None:

@@ -276,6 +276,7 @@ def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tm
     assert not set(made["double"].extents) - set(made["single"].extents)
 
 
+@pytest.mark.drawn(over="make")
 @pytest.mark.parametrize(
     ("names", "metadata", "expected"),
     [
@@ -286,10 +287,16 @@ def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tm
         ((), {"modelspec.prediction_type": "epsilon"}, {}),
     ],
 )
+@pytest.mark.parametrize("make", [sd15, sdxl])
 def test_a_file_says_that_its_unet_predicts_velocities(
-    names: tuple[str, ...], metadata: dict[str, str], expected: dict[str, Any], store: WeightStore, tmp_path: Path
+    make: Any,
+    names: tuple[str, ...],
+    metadata: dict[str, str],
+    expected: dict[str, Any],
+    store: WeightStore,
+    tmp_path: Path,
 ) -> None:
-    folder, file = sd15(tmp_path)
+    folder, file = make(tmp_path)
     save_file(load_file(file) | {name: torch.empty(0) for name in names}, file, metadata=metadata)
     manifest = externalize(store, "file", file, like=open_base(without_weights(folder), store))
     skeleton = store.skeleton(manifest)

@@ -340,6 +340,201 @@ def test_each_kind_is_its_formula(
             assert torch.equal(one(x), plain)
 
 
+# What turns, weighs or mixes features. `Changed` is what a layer's weight becomes at a strength.
+
+Changed = Callable[[torch.Tensor, float], torch.Tensor]
+
+
+def cayley(blocks: torch.Tensor, limit: float) -> torch.Tensor:
+    skew = blocks - blocks.mT
+    if 0 < limit < skew.norm():
+        skew = skew * (limit / skew.norm())
+    one = torch.eye(blocks.shape[-1])
+    return (one + skew) @ torch.inverse(one - skew)
+
+
+def oft(size: int, alpha: float = 0.0, *, is_rescaled: bool = False) -> Callable[..., tuple[Tensors, Changed]]:
+    def make_oft(out: int, inputs: tuple[int, ...]) -> tuple[Tensors, Changed]:
+        blocks = random(out // size, size, size) * 0.5
+        lengths = 1 + 0.3 * random(out, *[1] * len(inputs)) if is_rescaled else torch.ones(out, *[1] * len(inputs))
+        turn = torch.block_diag(*cayley(blocks, alpha * out).mT)
+
+        def changed(weight: torch.Tensor, strength: float) -> torch.Tensor:
+            here = strength * turn + (1 - strength) * torch.eye(out)
+            weighed = strength * (turn - torch.eye(out)) @ weight.flatten(1)  # LyCORIS' lengths know no strength
+            found = lengths.flatten(1) * weighed + lengths.flatten(1) * weight.flatten(1)
+            assert is_rescaled or torch.allclose(found, here @ weight.flatten(1), atol=1e-4)
+            return found.view(weight.shape)
+
+        return {
+            "oft_blocks": blocks, "alpha": torch.tensor(alpha), **({"rescale": lengths} if is_rescaled else {})
+        }, changed  # fmt: skip
+
+    return make_oft
+
+
+def butterfly(size: int, stages: int, *, is_rescaled: bool = False) -> Callable[..., tuple[Tensors, Changed]]:
+    def make_boft(out: int, inputs: tuple[int, ...]) -> tuple[Tensors, Changed]:
+        blocks = random(stages, out // size, size, size) * 0.5
+        lengths = 1 + 0.3 * random(out, *[1] * len(inputs))
+        turns = torch.stack([cayley(one, 0.0) for one in blocks])
+
+        def changed(weight: torch.Tensor, strength: float) -> torch.Tensor:
+            found = weight.flatten(1)
+            for stage, turn in enumerate(turns):
+                apart = 2**stage * (size // 2)
+                order = torch.arange(out).view(-1, 2, apart).transpose(1, 2).flatten()
+                here = torch.block_diag(*(strength * turn + (1 - strength) * torch.eye(size)))
+                found = (here @ found[order])[torch.argsort(order)]
+            return (found * (lengths.flatten(1) if is_rescaled else 1)).view(weight.shape)
+
+        return {
+            "oft_blocks": blocks, "alpha": torch.tensor(0.0), **({"rescale": lengths} if is_rescaled else {})
+        }, changed  # fmt: skip
+
+    return make_boft
+
+
+def ia3(*, on_input: bool) -> Callable[..., tuple[Tensors, Changed]]:
+    def make_ia3(out: int, inputs: tuple[int, ...]) -> tuple[Tensors, Changed]:
+        size = inputs[0] if on_input else out
+        weights = random(size) if len(inputs) == 1 else random(1, size, 1, 1)
+        axis = [1, size] if on_input else [size, 1]
+
+        def changed(weight: torch.Tensor, strength: float) -> torch.Tensor:
+            return weight * (1 + strength * weights.flatten().view(*axis, *[1] * (weight.ndim - 2)))
+
+        return {"weight": weights, "on_input": torch.tensor(int(on_input))}, changed
+
+    return make_ia3
+
+
+def glora(*, is_old: bool = False) -> Callable[..., tuple[Tensors, Changed]]:
+    def make_glora(out: int, inputs: tuple[int, ...]) -> tuple[Tensors, Changed]:
+        ones = [1] * (len(inputs) - 1)
+        a1, a2 = random(inputs[0], R, *ones), random(R, inputs[0], *ones)
+        b1, b2 = random(out, R, *ones), random(R, *inputs)
+
+        def changed(weight: torch.Tensor, strength: float) -> torch.Tensor:
+            mixed = torch.einsum("oi...,ij->oj...", weight, a1.flatten(1) @ a2.flatten(1))
+            product = (b1.flatten(1) @ b2.flatten(1)).view(weight.shape)
+            return weight + strength * A / R * (mixed + product)
+
+        named = dict(
+            zip(("a2", "a1", "b2", "b1") if is_old else ("a1", "a2", "b1", "b2"), (a1, a2, b1, b2), strict=True)
+        )
+        return {f"{name}.weight": one for name, one in named.items()} | {"alpha": torch.tensor(A)}, changed
+
+    return make_glora
+
+
+def peft_oft(size: int, *, is_shared: bool = False) -> Callable[..., tuple[Tensors, Changed]]:
+    def make_peft(out: int, inputs: tuple[int, ...]) -> tuple[Tensors, Changed]:
+        count = 1 if is_shared else inputs[0] // size
+        above = random(count, size * (size - 1) // 2) * 0.1
+        turns = []
+        for row in above:
+            skew = torch.zeros(size, size)
+            skew[torch.ones(size, size).triu(1).bool()] = row
+            skew = skew - skew.T
+            turns.append(
+                torch.eye(size) + 2 * skew + 2 * skew @ skew + 2 * skew @ skew @ skew + skew @ skew @ skew @ skew
+            )
+        turn = torch.block_diag(*(turns * (inputs[0] // size) if is_shared else turns))
+
+        def changed(weight: torch.Tensor, strength: float) -> torch.Tensor:
+            return weight @ (strength * turn + (1 - strength) * torch.eye(inputs[0])).T
+
+        return {"oft_R.weight": above}, changed
+
+    return make_peft
+
+
+MAPS = {
+    "OFT of few blocks": oft(8),
+    "OFT of many blocks": oft(2),
+    "OFT with a limit": oft(4, 0.01),
+    "OFT with lengths": oft(4, is_rescaled=True),
+    "BOFT": butterfly(4, 3),
+    "BOFT with lengths": butterfly(2, 2, is_rescaled=True),
+    "IA3": ia3(on_input=False),
+    "IA3 of inputs": ia3(on_input=True),
+    "GLoRA": glora(),
+    "GLoRA of old": glora(is_old=True),
+}
+OF_LINEAR = {"OFT of PEFT": peft_oft(4), "OFT of PEFT, one block": peft_oft(4, is_shared=True)}
+
+
+@pytest.mark.parametrize(
+    ("fixture", "layer", "paths", "kind"),
+    [("sdxl", "middle_block_0_in_layers_2", ["mid_block.resnets.0.conv1"], kind) for kind in MAPS]
+    + [
+        ("sdxl", f"middle_block_1_{place.replace('.', '_')}", [f"mid_block.attentions.0.{place}"], kind)
+        for place in ("transformer_blocks.0.attn2.to_k", "transformer_blocks.0.ff.net.2")
+        for kind in MAPS | OF_LINEAR
+    ]
+    + [
+        ("flux", "double_blocks_0_img_attn_qkv", [f"transformer_blocks.0.attn.to_{one}" for one in "qkv"], kind)
+        for kind in MAPS | OF_LINEAR
+        if "BOFT" not in kind
+    ],
+)
+def test_each_map_of_features_is_its_formula(
+    request: pytest.FixtureRequest, tmp_path: Path, fixture: str, layer: str, paths: list[str], kind: str
+) -> None:
+    pair = request.getfixturevalue(fixture)
+    layers: list[Any] = [pair.ours.denoiser.get_submodule(path) for path in paths]
+    whole = torch.cat([one.weight for one in layers]).detach()
+    tensors, changed = (MAPS | OF_LINEAR)[kind](len(whole), tuple(whole.shape[1:]))
+    named = {f"lora_unet_{layer}.{end}": one.contiguous() for end, one in tensors.items()}
+    save_file(named, tmp_path / "a.safetensors")
+    save_file(
+        {
+            f"lora_unet_{layer}.{end}": one.contiguous()
+            for end, one in low_rank(len(whole), tuple(whole.shape[1:]))[0].items()
+        },
+        tmp_path / "b.safetensors",
+    )
+    family = pair.ours.family
+    made = num_made({name: one.shape for name, one in named.items()})
+    fitted = FittedLoras(family, family.denoiser_name, pair.ours.denoiser)
+    pairs, other = (fitted.pairs_of(load_adapter(tmp_path / f"{name}.safetensors")) for name in "ab")
+    assert list(pairs) == layers
+    assert made > 0 or "OFT" not in kind
+    rows = [len(one.weight) for one in layers]
+    merged = merge_pairs(pairs, 0.7)
+    assert merged.beside == pairs
+    for one, expected_weight in zip(layers, changed(whole, 0.7).split(rows), strict=True):
+        x = random(2, 5, whole.shape[1]) if whole.ndim == 2 else random(2, whole.shape[1], 6, 6)
+        compute: Any = nn.functional.linear if whole.ndim == 2 else nn.functional.conv2d
+        padding = {} if whole.ndim == 2 else {"padding": 1}
+        with torch.no_grad():
+            plain, expected = one(x), compute(x, expected_weight, one.bias, **padding)
+            with applied_adapters([AdaptedSpan([(pairs, 0.7)])]):
+                alone = one(x)
+            with applied_adapters([AdaptedSpan([(other, 1.0)])]):
+                others = one(x) - plain
+            with applied_adapters([AdaptedSpan([(other, 1.0), (pairs, 0.7)])]):
+                both = one(x)
+            with applied_adapters([AdaptedSpan([(pairs, 0.7)], 1, 2)]):
+                mixed = one(x)
+        assert torch.allclose(alone, expected, atol=1e-3, rtol=1e-3)
+        assert torch.allclose(both, expected + others, atol=1e-3, rtol=1e-3)
+        assert torch.equal(mixed[:1], plain[:1])
+        assert torch.equal(mixed[1:], alone[1:])
+
+
+def test_a_butterfly_does_not_lie_across_layers(flux: Any, tmp_path: Path) -> None:
+    whole = 3 * len(flux.ours.denoiser.transformer_blocks[0].attn.to_q.weight)
+    save_file(
+        {"lora_unet_double_blocks_0_img_attn_qkv.oft_blocks": random(2, whole // 4, 4, 4)}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(EngineError, match="oft_blocks: blocks of 4 outputs lie across the layers of 0 to"):
+        FittedLoras(flux.ours.family, "transformer", flux.ours.denoiser).pairs_of(
+            load_adapter(tmp_path / "a.safetensors")
+        )
+
+
 # Text encoders
 
 CLIP = CLIPTextConfig(vocab_size=9, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
@@ -411,9 +606,14 @@ K = "lora_unet_mid_block_attentions_0_proj_in"
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({f"{K}.oft_blocks": (2, 4, 4)}, f"tensor '{K}.oft_blocks' is an OFT, which is not read; read are LoRA, DoRA"),
-        ({f"{K}.a1.weight": (4, 2)}, "is a GLoRA, which is not read"),
-        ({f"{K}.on_input": ()}, "is an IA3, which is not read"),
+        ({f"{K}.boft_R": (2, 4, 4)}, f"tensor '{K}.boft_R' is a BOFT of PEFT, which is not read; read are LoRA, DoRA"),
+        ({f"{K}.ia3_l": (4, 2)}, "is an IA3 of PEFT, which is not read"),
+        ({f"{K}.oft_blocks": (2, 4, 4)}, f"{K}.oft_blocks is for 8 features, and .*proj_in has 16"),
+        ({f"{K}.oft_blocks": (2, 4, 3)}, rf"{K}.oft_blocks has shape \[2, 4, 3\], and .* do not"),
+        ({f"{K}.oft_blocks": (4, 4, 4), f"{K}.diff_b": (16,)}, f"{K}.diff_b does not go with {K}.oft_blocks"),
+        ({f"{K}.a1.weight": (16, 2)}, f"tensor {K}.a1.weight has shape"),
+        ({f"{K}.on_input": ()}, f"tensor {K}.on_input is alone"),
+        ({f"{K}.oft_R.weight": (4, 5)}, f"tensor {K}.oft_R.weight has shape"),
         ({f"{K}.set_weight": (8,)}, "is a replaced weight, which is not read"),
         ({"bundle_emb.cat.clip_l": (1, 8)}, "is an embedding of new words beside a LoRA, which is not read"),
         ({f"{K}.lora_down.weight": (2, 8)}, rf"{K}.lora_down.weight is there, .* pair \(up\) is"),

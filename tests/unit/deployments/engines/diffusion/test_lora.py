@@ -8,6 +8,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from deployments.engines.nn.lora import AdaptedSpan, Batch, applied_adapters, fit_pairs
 from deployments.engines.records.protocol import AdapterUse, EngineError
@@ -269,3 +270,44 @@ def test_what_a_pipeline_refuses(bold, make_request):
     ]:
         with pytest.raises(EngineError, match=message):
             pair.ours.start_request(make_request(adapters=uses), pair.conditioning(), {"bold": adapter})
+
+
+@pytest.fixture
+def turned(pair, tmp_path):
+    """(file of an OFT beside an IA3, the pipeline pair whose stock has the weights that they make)."""
+    tensors, own = {}, {}
+    denoiser = getattr(pair.stock, pair.denoiser_name)
+    for place, path in enumerate(TARGETS[pair.ours.family.class_name]):
+        weight, flat = denoiser.get_submodule(path).weight, f"lycoris_{path.replace('.', '_')}"
+        own[path] = weight.detach().clone()
+        if place == 1:
+            gains = torch.randn(weight.shape[1])
+            tensors |= {f"{flat}.weight": gains, f"{flat}.on_input": torch.tensor(1)}
+            changed = own[path] * (1 + gains.view(1, -1, *[1] * (weight.ndim - 2)))
+        else:
+            tensors[f"{flat}.oft_blocks"] = blocks = torch.randn(len(weight) // 4, 4, 4) * 0.3
+            skew, one = blocks - blocks.mT, torch.eye(4)
+            turn = torch.block_diag(*((one + skew) @ torch.inverse(one - skew)).mT)
+            changed = (turn @ own[path].flatten(1)).view(weight.shape)
+        weight.data.copy_(changed)
+    save_file(tensors, tmp_path / "turned.safetensors")
+    yield tmp_path / "turned.safetensors", pair
+    for path, weight in own.items():
+        denoiser.get_submodule(path).weight.data.copy_(weight)
+
+
+def test_turned_and_plain_requests_run_side_by_side(turned, make_request):
+    file, pair = turned
+    adapters = {"turned": load_adapter(file)}
+    use = (AdapterUse("turned", 1.0),)
+    conditioning = pair.conditioning(negative=True)
+    pair.assert_equals_stock(make_request(guidance_scale=2.0, adapters=use), conditioning, adapters)
+    jobs = [make_request(), make_request(adapters=use), make_request(adapters=use, merges_adapter=True)]
+    states = [pair.ours.start_request(job, pair.conditioning(), adapters) for job in jobs]
+    for _ in range(3):
+        pair.ours.step(states)
+    together = pair.ours.decode(states)
+    for job, image in zip(jobs, together, strict=True):
+        assert np.array_equal(image, pair.ours.generate(job, pair.conditioning(), adapters=adapters))
+    assert np.array_equal(together[1], together[2])
+    assert np.abs(together[0].astype(int) - together[1].astype(int)).max() > 2

@@ -336,6 +336,46 @@ def test_layers_may_have_the_names_of_the_models_own_code(class_name: str, prefi
         torch.testing.assert_close(pair.scale * pair.up @ pair.down, expected[paths_of[layer]])
 
 
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("class_name", ["PixArtSigmaPipeline", "WanPipeline", "StableDiffusionPAGPipeline"])
+def test_outputs_may_be_turned_and_inputs_mixed(class_name: str, tmp_path: Path) -> None:
+    """An OFT of all linear layers, a GLoRA of one and an IA3 of another: what a model with such weights makes."""
+    build, options = MADE[class_name]
+    stock = saved(build, tmp_path / "model")
+    name, denoiser = denoiser_of(stock)
+    generator, tensors = torch.Generator().manual_seed(int(seeded_rng().integers(2**32))), dict[str, torch.Tensor]()
+    changed = {}
+    for place, (path, layer) in enumerate(linear_layers(denoiser).items()):
+        flat = f"lycoris_{path.replace('.', '_')}"
+        weight, (out, size) = layer.weight.detach(), layer.weight.shape
+        if place == 1:
+            a, b = torch.randn(size, 2, generator=generator), torch.randn(2, size, generator=generator) / size
+            tensors |= {f"{flat}.a1.weight": a, f"{flat}.a2.weight": b, f"{flat}.alpha": torch.tensor(2.0)}
+            tensors |= {f"{flat}.b1.weight": torch.zeros(out, 2), f"{flat}.b2.weight": torch.zeros(2, size)}
+            changed[path] = weight + SCALE * weight @ a @ b
+        elif place == 2:
+            gains = torch.randn(out, generator=generator)
+            tensors |= {f"{flat}.weight": gains, f"{flat}.on_input": torch.tensor(0)}
+            changed[path] = weight * (1 + SCALE * gains[:, None])
+        else:
+            blocks = torch.randn(out // 2, 2, 2, generator=generator) * 0.3
+            tensors |= {f"{flat}.oft_blocks": blocks, f"{flat}.alpha": torch.tensor(0.0)}
+            skew, one = blocks - blocks.mT, torch.eye(2)
+            turn = torch.block_diag(*((one + skew) @ torch.inverse(one - skew)).mT)
+            changed[path] = weight + SCALE * (turn - torch.eye(out)) @ weight
+    save_file(tensors, tmp_path / "x.safetensors")
+    engine = StockEngine(load(tmp_path / "model"))
+    found = run(
+        engine, StockRequest("a", 3, PROMPT, **split(class_name, options), **use_of(tmp_path / "x.safetensors"))
+    )
+    plain = stock_pixels(stock, options, 3)
+    with torch.no_grad():
+        for path, weight in changed.items():
+            getattr(stock, name).get_submodule(path).weight.copy_(weight)
+    assert np.abs(found[0].images.astype(int) - stock_pixels(stock, options, 3)).max() <= 1
+    assert np.abs(found[0].images.astype(int) - plain).max() > 1
+
+
 # Registration
 
 
