@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from weights.formats.low_precision import read_as_plain
 from weights.formats.folder import read_json
+from weights.formats.low_precision import read_as_plain
 from weights.formats.pipeline_parts import pipeline_variant
 from weights.formats.published_quantization import ComputedTensor
 from weights.formats.safetensors import read_header
