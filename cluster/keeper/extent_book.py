@@ -21,7 +21,7 @@ Arrival = concurrent.futures.Future[HeldExtent]
 
 
 class Neighbours(Protocol):
-    """Whoever knows for other nodes what this one has."""
+    """Other nodes' knowledge of the extents that this node has."""
 
     def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
         """Take in what came and what went. Called with the lock held: it must be quick and must not call back."""
@@ -29,7 +29,7 @@ class Neighbours(Protocol):
 
 
 class ReloadRates(Protocol):
-    """Whoever measures how long bytes take to get again."""
+    """Measured seconds that bytes take to get again, by source."""
 
     def reload_rate(self, source: Source) -> float | None:
         """Return the seconds of one byte from there; None when nothing is measured."""
@@ -51,7 +51,7 @@ class ExtentBook(MemoryTier):
         self.table: EntryTable[HeldExtent] = EntryTable(budget_bytes, clock, self)
         self.coming: dict[str, tuple[ExtentRef, Arrival]] = {}  # by id, of what is being loaded
         self.queue = Admission(self.table, "store.node_budget_bytes")
-        self.recalls = Recalls(self.table, self.queue, clock)
+        self.recalls = Recalls(self.table, self.queue)
         self._neighbours = neighbours
         self._rates = rates
 

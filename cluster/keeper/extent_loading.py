@@ -109,7 +109,7 @@ class Peers(Protocol):
         ...
 
     def locate(self, question: Question) -> Located | None:
-        """Return who has the extents, or is to read them; None when nobody can be asked. May block for a moment."""
+        """Return the nodes that have the extents or are to read them; None when nobody can be asked. May block."""
         ...
 
     def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
@@ -296,7 +296,7 @@ class ExtentLoader:
     def _fetch_into(
         self, writing: Writing, extent: ExtentRef, plan: FromPeers, stages: LoadClock
     ) -> tuple[FetchOutcome, bool]:
-        """Return what the peers did, and whether the extent is here. Raises only what making the place does."""
+        """Return the peers' outcome, and whether the extent is here. Raises only the errors of making the place."""
         client = self._peers.client() if self._peers else None
         if client and (fetched := self._fetch_delta(client, writing, extent, plan, stages)):
             return fetched, True
@@ -325,9 +325,9 @@ class ExtentLoader:
     def _fetch_delta(
         self, client: PeerClient, writing: Writing, extent: ExtentRef, plan: FromPeers, stages: LoadClock
     ) -> FetchOutcome | None:
-        """Return what the peers did who gave the delta; None when the plain bytes are to be fetched.
+        """Return the outcome of the peers that gave the delta; None when the plain bytes are to be fetched.
 
-        Raises only what making the place does.
+        Raises only the errors of making the place.
         """
         with self._changed:
             gbps = self._queue.sources.peer_gbps(plan.addresses[0])

@@ -52,7 +52,7 @@ class HeldExtents:
         self._changed, self._table = self._book.changed, self._book.table
         self._trying_again = threading.Lock()  # held by the one that tries again after the store was full
         self.residents = Residents(self._book)
-        self.holders = Holders(self._book, clock)
+        self.holders = Holders(self._book)
 
     def lease_resident(self, extents: Sequence[ExtentRef], holder: str) -> tuple[dict[str, Any], int] | None:
         """Lease what is all here while nobody waits. Return references by id, and the epoch of the leases.
@@ -150,7 +150,7 @@ class HeldExtents:
             return left_s > 0
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> list[ExtentRef]:
-        """Return what the caller is to load: without a lease, and in no room that anything more valuable has."""
+        """Return the extents that the caller is to load: without a lease, and in no room of anything more valuable."""
         with self._changed:
             if self._book.queue.waiting:
                 return []  # who waits for room comes first
@@ -277,6 +277,6 @@ class HeldExtents:
 
 
 def _named(extents: Sequence[ExtentRef]) -> str:
-    """Return what a refusal calls these extents."""
+    """Return the name of these extents in a refusal."""
     packs = sorted({extent.pack for extent in extents})
     return f"{len(extents)} extents of {listed(packs, MAX_NAMED)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -26,11 +26,11 @@ class Holders:
     long it was not scheduled.
     """
 
-    def __init__(self, book: ExtentBook, clock: Callable[[], float]) -> None:
+    def __init__(self, book: ExtentBook) -> None:
         self._book = book
         self._table = book.table
         self._epochs = HolderEpochs()
-        self.watch = HolderWatch(self.end, clock=clock)
+        self.watch = HolderWatch(self.end, clock=book.table.now_s)
 
     def greet(self, holder: str, process: ProcessMark | None = None) -> int:
         """Count the holder as living from now on, as long as its process. Return the epoch of its leases."""

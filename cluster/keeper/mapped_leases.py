@@ -1,4 +1,4 @@
-"""What a replica has mapped of its node's extents, and its leases on them as the keeper counts them. Ray-free."""
+"""A replica's mappings of its node's extents, and its leases on them as the keeper counts them. Ray-free."""
 
 from __future__ import annotations
 

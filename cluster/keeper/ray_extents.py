@@ -32,7 +32,7 @@ LOOK_S: Final = 5.0  # so often who waits for an answer looks whether its keeper
 
 
 class ExtentUser:
-    """Whoever makes something of a replica's extents. Its methods are called from other threads.
+    """A user of a replica's extents, who makes modules of them. Its methods are called from other threads.
 
     With `keeps`, what is released stays mapped under its lease, and is there again without asking, until the keeper
     calls it back.

@@ -47,16 +47,15 @@ class _PendingRecalls:
 class Recalls:
     """The leases of a table that may be called back for its queue, and the lines to their holders. Not thread-safe."""
 
-    def __init__(self, table: EntryTable[HeldExtent], queue: Admission[HeldExtent], clock: Callable[[], float]) -> None:
+    def __init__(self, table: EntryTable[HeldExtent], queue: Admission[HeldExtent]) -> None:
         self.num_recalled = 0
         self._table = table
         self._queue = queue
         self._first: Ticket[HeldExtent] | None = None  # for whom holders were asked
-        self._clock = clock
         self._lines: dict[str, _PendingRecalls] = {}
         self._declined: set[tuple[Entry[HeldExtent], str]] = set()  # what a holder was asked for and has kept
         self._coming: Counter[tuple[Entry[HeldExtent], str]] = Counter()  # leases that the holder does not know of yet
-        self._checked_s = self._urged_s = clock()
+        self._checked_s = self._urged_s = table.now_s()
 
     def __contains__(self, holder: object) -> bool:
         """Return whether the holder answers recalls."""
@@ -113,7 +112,7 @@ class Recalls:
         return line is not None and line.number == number and not line.wanted
 
     def take_recall(self, holder: str, number: int) -> Recall:
-        """Return what that poll has to tell, which has to be answered from now on."""
+        """Return the recall of that poll, which has to be answered from now on."""
         line = self._lines.get(holder)
         if line is None or line.number != number or not line.wanted:
             return Recall()
@@ -145,7 +144,7 @@ class Recalls:
         if (line := self._lines.get(holder)) is None:
             return
         if not self.is_waiting:
-            self._checked_s = self._clock()
+            self._checked_s = self._table.now_s()
         for id_ in ids:
             if id_ not in line.asked:
                 line.wanted[id_] = is_overdue or line.wanted.get(id_, False)
@@ -166,11 +165,11 @@ class Recalls:
             line.wake()
 
     def silent(self) -> list[str]:
-        """Return who has not answered for too long. Call it every `CHECK_S` while somebody waits for answers.
+        """Return the holders that have not answered for too long. Call it every `CHECK_S` while a request waits.
 
         Time in which nobody called, because this process stood still, is nobody's silence.
         """
-        now_s = self._clock()
+        now_s = self._table.now_s()
         passed_s, self._checked_s = min(now_s - self._checked_s, 2 * CHECK_S), now_s
         for line in self._lines.values():
             line.silent_s = line.silent_s + passed_s if line.is_due else 0.0
@@ -184,7 +183,7 @@ class Recalls:
 
     def _urge(self, first: Ticket[HeldExtent]) -> None:
         """Ask again, now and then, for all that was declined and that the first does not want itself."""
-        now_s = self._clock()
+        now_s = self._table.now_s()
         if min(now_s - first.since_s, now_s - self._urged_s) < URGE_AFTER_S:
             return
         self._urged_s = now_s

@@ -1,4 +1,4 @@
-"""What is in a node's memory at one moment, and the figures of it. Thread-safe; changes nothing."""
+"""The extents in a node's memory at one moment, and their figures. Thread-safe; changes nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Residents:
             return self._table.bytes_by_holder()
 
     def holders_text(self) -> str:
-        """Return who has the room: see `describe_holders`."""
+        """List the holders of the room: see `describe_holders`."""
         with self._book.changed:
             return describe_holders(self._table)
 

@@ -145,7 +145,7 @@ class Audited(Protocol):
 
     @property
     def residents(self) -> Residents:
-        """What is there."""
+        """The extents in this memory."""
         ...
 
     def note_damage(self, held: HeldExtent) -> None:
@@ -259,7 +259,7 @@ class _StoreWriter:
         return found
 
     def with_room(self, extent: ExtentRef, put: Callable[[], _Result]) -> _Result:
-        """Return what `put` returns, for whose room others are evicted."""
+        """Call `put` and return its result; evict others until it has room."""
         while True:
             try:
                 return put()

@@ -261,7 +261,7 @@ class _Arriving:
         return self._extent.nbytes if self._ranges is None else self._ranges.missing_bytes
 
     def ranges(self) -> ExtentRanges:
-        """Return what is missing, in the extent's place. Raises what making it does, and ValueError when it is none."""
+        """Return the missing ranges of the extent's place. Raises what making it raises, ValueError for a bad place."""
         if self._ranges is None:
             if self._view is None:
                 self._view = _writable(self._place(), self._extent)

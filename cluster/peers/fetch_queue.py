@@ -125,7 +125,7 @@ class FetchQueue:
         return None
 
     def next_step(self, now_s: float) -> Fetch | Read | AskRegistry | GiveUp | Wait:
-        """Return what an idle thread should do now."""
+        """Return the next step of an idle thread."""
         if self._mine:
             return self._read(next(iter(self._mine)))
         if not self.can_read and now_s - self._gained_s > GIVE_UP_S and (self._waiting or self._unknown):

@@ -1,4 +1,4 @@
-"""What a node has measured of the sources of its extents: storage, and its peers. Pure: no clock, no I/O."""
+"""A node's measurements of the sources of its extents: storage, and its peers. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 

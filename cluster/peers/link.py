@@ -41,7 +41,7 @@ class RegistryClient:
         return self._call("peer_secret")
 
     def locate(self, node_id: str, question: Question, load: int) -> Located:
-        """Return who has the extents; `load` is how many this node is sending to others."""
+        """Return the nodes that have the extents; `load` is how many this node is sending to others."""
         return self._call("locate", node_id, question, load)
 
     def report_residency(self, node_id: str, report: ResidencyReport) -> None:

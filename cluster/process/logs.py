@@ -11,9 +11,8 @@ import json
 import logging
 import logging.handlers
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from configs.cluster import LogFormat
@@ -55,10 +54,9 @@ def bound_access_log() -> None:
 class _AccessLogFilter(logging.Filter):
     """Lets lines about requests pass up to a rate; the next line that passes says how many did not."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clock = clock
-        self._seen_s = clock()
+        self._seen_s = 0.0
         self._lines = _BURST
         self._num_left_out = 0
 
@@ -66,9 +64,9 @@ class _AccessLogFilter(logging.Filter):
         """Return whether the record is written."""
         if not getattr(record, "serve_access_log", False):
             return True
-        now_s = self._clock()
-        self._lines = min(_BURST, self._lines + (now_s - self._seen_s) * _LINES_PER_S)
-        self._seen_s = now_s
+        passed_s = max(0.0, record.created - self._seen_s)  # the wall clock may have been set back
+        self._lines = min(_BURST, self._lines + passed_s * _LINES_PER_S)
+        self._seen_s = record.created
         if self._lines < 1:
             self._num_left_out += 1
             return False

@@ -129,7 +129,7 @@ class _DoorProcess(HAProxyApi):
 
 
 def prune_logs(folder: Path) -> None:
-    """Remove what HAProxy's processes wrote but the newest files: Serve makes two for each process that it starts.
+    """Remove all files of HAProxy's processes but the newest: Serve makes two for each process that it starts.
 
     Serve prunes them where it ends a process, and not where one dies.
     """
@@ -203,7 +203,7 @@ def look_up_nodes_seldom(clock: Callable[[], float] = time.monotonic) -> None:
 
 
 def seldom(update: Callable[[Any], None], clock: Callable[[], float]) -> Callable[[Any], None]:
-    """Return what calls `update` unless it succeeded less than `PERIOD_S` ago; of one cache in a process."""
+    """Return a function that calls `update` unless it succeeded less than `PERIOD_S` ago; for a process's one cache."""
     due_s = -float("inf")
 
     def update_when_due(cache: Any) -> None:

@@ -39,7 +39,7 @@ _LATE: Final = {
 
 
 def install() -> list[Middleware]:
-    """Return what stands before Serve, the outermost last: `_BufferedStart`, what leaves deadlines to the ingress, ids.
+    """Return the middlewares before Serve, the outermost last: `_BufferedStart`, one that leaves deadlines alone, ids.
 
     Servers that this process makes without a choice of their own bound their connections (`_BoundedConnection`).
     """

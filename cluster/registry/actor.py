@@ -296,7 +296,7 @@ class WeightRegistry:
         return self._keepers.keeper(node_id)
 
     async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        """Return who has the extents, as `ResidencyMap.locate`. What the asker cannot read, another node begins to."""
+        """Locate extents, as `ResidencyMap.locate`. Another node begins to read those that the asker cannot read."""
         found = self._residency.locate(node_id, question, load)
         known = found.offers.keys() | found.reading.keys()
         if left := [extent for extent in question.unreadable if extent.id not in known]:

@@ -36,8 +36,7 @@ class _LoadingClaim:
 class _LoadingClaims:
     """The loaders of missing entries. Not thread-safe: the order of calls is what makes the first the first."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._claims: dict[str, dict[str, _LoadingClaim]] = {}  # by key and holder
         self._by_holder: dict[str, set[str]] = {}
 
@@ -48,31 +47,30 @@ class _LoadingClaims:
         """Return the keys that have claims, ended ones perhaps among them."""
         return list(self._claims)
 
-    def loader(self, key: str) -> str | None:
+    def loader(self, key: str, now_s: float) -> str | None:
         """Return the holder that has been loading it longest; None when another one may load."""
-        found = self._alive(key)
+        found = self._alive(key, now_s)
         if not found:
             return None
         holder, oldest = min(found.items(), key=lambda item: item[1].since_s)
-        num_allowed = 1 + int((self._clock() - oldest.since_s) // SLOW_S).bit_length()
+        num_allowed = 1 + int((now_s - oldest.since_s) // SLOW_S).bit_length()
         return holder if len(found) >= num_allowed else None
 
-    def claim(self, key: str, holder: str) -> bool:
+    def claim(self, key: str, holder: str, now_s: float) -> bool:
         """Return whether it is this holder's to load, from now on or still."""
-        now_s = self._clock()
-        found = self._alive(key)
+        found = self._alive(key, now_s)
         if holder not in found:
-            if self.loader(key) is not None:
+            if self.loader(key, now_s) is not None:
                 return False
             self._by_holder.setdefault(holder, set()).add(key)
         since_s = found[holder].since_s if holder in found else now_s
         self._claims.setdefault(key, found)[holder] = _LoadingClaim(since_s, now_s + CLAIM_S)
         return True
 
-    def renew(self, keys: Iterable[str], holder: str) -> None:
+    def renew(self, keys: Iterable[str], holder: str, now_s: float) -> None:
         """Extend the claims of a holder that is still loading; one that ended is claimed anew if nobody else has it."""
         for key in keys:
-            self.claim(key, holder)
+            self.claim(key, holder, now_s)
 
     def settle(self, holder: str, keys: Iterable[str]) -> None:
         """End claims of a holder that has loaded them, or has failed to."""
@@ -85,9 +83,8 @@ class _LoadingClaims:
         for key in list(self._by_holder.get(holder, ())):
             self._end(key, holder)
 
-    def _alive(self, key: str) -> dict[str, _LoadingClaim]:
+    def _alive(self, key: str, now_s: float) -> dict[str, _LoadingClaim]:
         found = self._claims.get(key, {})
-        now_s = self._clock()
         for holder in [holder for holder, claim in found.items() if claim.until_s <= now_s]:
             self._end(key, holder)
         return self._claims.get(key, {})
@@ -230,7 +227,7 @@ class HeldComponents:
     def query(
         self, wanted: Mapping[str, tuple[str, ...]]
     ) -> tuple[Revision, dict[str, tuple[str, ...]], tuple[str, ...]]:
-        """Return what to ask: the revision, and the components that are wanted or not any more since, with extents."""
+        """Return the next question: the revision, and the components that became wanted, with extents, or unwanted."""
         self._asking = dict(wanted)
         if self._revision == NO_REVISION:
             return NO_REVISION, self._asking, ()
@@ -264,7 +261,7 @@ class ResidencyMap:
     """
 
     def __init__(self, clock: Callable[[], float], chance: random.Random) -> None:
-        self._claims = _LoadingClaims(clock)
+        self._claims = _LoadingClaims()
         self._clock = clock
         self._chance = chance
         self._nodes: dict[str, _Node] = {}
@@ -286,7 +283,7 @@ class ResidencyMap:
                 node.extents[id_] = len(holders)
                 holders.append(node_id)
                 self._groups.gain(node_id, id_)
-        self._claims.renew(report.reading, node_id)
+        self._claims.renew(report.reading, node_id, self._clock())
 
     def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
         """Return up to `MAX_OFFERS` other holders of each extent, drawn at random, or the node that is reading it.
@@ -294,6 +291,7 @@ class ResidencyMap:
         Extents that nobody holds or reads are shared out among the nodes: the asker gets claims on its share of them,
         at least one. It also gets `question.insist` unless another node is reading that.
         """
+        now_s = self._clock()
         self._note_load(node_id, load)
         offers: dict[str, list[PeerOffer]] = {}
         reading: dict[str, str] = {}
@@ -303,9 +301,9 @@ class ResidencyMap:
             found = self._offers(id_, node_id) if id_ != question.insist else None
             if found:
                 offers[id_] = found
-            elif (reader := self._claims.loader(id_)) is not None and reader != node_id:
+            elif (reader := self._claims.loader(id_, now_s)) is not None and reader != node_id:
                 reading[id_] = reader
-            elif (len(claimed) < num_claims or id_ == question.insist) and self._claims.claim(id_, node_id):
+            elif (len(claimed) < num_claims or id_ == question.insist) and self._claims.claim(id_, node_id, now_s):
                 claimed.append(id_)
         return Located(offers, reading, tuple(claimed))
 
@@ -360,7 +358,7 @@ class ResidencyMap:
 def cluster_residency(
     stats: Mapping[str, Any], residents: Mapping[str, Any], extents_of: Mapping[str, Iterable[str]]
 ) -> dict[str, Any]:
-    """Return what is resident where, as JSON-able values.
+    """Return the residents of each node, as JSON-able values.
 
     `nodes` has each node's keeper figures, or `unreachable` with the reason. `models` has, by id and node, the bytes
     and extents that are resident, whether all of those are pinned, who leases them, and how often they were used.

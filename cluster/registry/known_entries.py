@@ -22,7 +22,7 @@ class KnownEntries:
         self._registrations = registrations
 
     async def read(self) -> dict[str, Entry | str]:
-        """Return what is to be served by id, or why the registration of that id cannot be used.
+        """Return the entries to serve by id, or the reason why the registration of that id cannot be used.
 
         Registrations that the config has overruled since are removed.
         """

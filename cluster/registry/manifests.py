@@ -79,8 +79,8 @@ def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ())
 
 
 def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
-    """Return what tells models of one class apart: the facts of `pipeline_variant` or of `language_model_facts`, or the
-    `scale` of an upscaler."""
+    """Return the facts by which models of one class differ: those of `pipeline_variant` or `language_model_facts`, or
+    the `scale` of an upscaler."""
     if manifest.kind == "llm":
         return language_model_facts(skeleton)
     if manifest.kind == "diffusion":

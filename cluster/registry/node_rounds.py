@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Final
@@ -49,7 +50,7 @@ class NodeRounds:
 
     @property
     def problems(self) -> list[str]:
-        """What nodes that have joined lack."""
+        """The problems of nodes that have joined."""
         by_node = self._watch.problems if self._watch else {}
         return [line for lines in by_node.values() for line in lines]
 
@@ -89,14 +90,14 @@ class NodeRounds:
         if self._watch is None:  # `up` has looked at those that are there
             self._watch = NodeWatch(partial(_node_problems, self._config), () if self._was_restarted else alive)
         try:
-            for line in await asyncio.to_thread(self._watch.look, alive):
+            for line in await asyncio.to_thread(self._watch.look, alive, time.monotonic()):
                 logger.warning("%s", line)
         except ray.exceptions.RayError as error:
             logger.warning("nodes that join could not be looked at: %s", str(error).partition("\n")[0])
 
 
 def _node_problems(config: ClusterConfig, nodes: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what nodes lack for the cluster, whose head tells whether it has HAProxy. Blocks."""
+    """Return the problems of nodes of this cluster, whose head tells whether it has HAProxy. Blocks."""
     needs_haproxy = config.http.proxy == "haproxy" and not why_no_haproxy()
     wanted = wanted_of(config, has_serve=False, needs_haproxy=needs_haproxy)
     return problems_by_node(nodes, wanted, serving_nodes)

@@ -199,7 +199,7 @@ class Publishing:
         return replace(record, state="does_not_fit", error="; ".join(lacks)) if lacks else record
 
     def _find_stored(self, entry: Entry) -> ModelSummary | None:
-        """Return what the store has of the very same checkpoint, which needs no source to be served."""
+        """Return the summary of the very same checkpoint in the store, which needs no source to be served."""
         with contextlib.suppress(Exception):
             manifest = self._store.find_manifest(entry.id)
             if manifest and manifest.source == str(entry.path) and self._store.pack_files.has_all(manifest):

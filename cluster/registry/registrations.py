@@ -88,7 +88,7 @@ class KeptFile(Generic[Kept]):
         self._if_damaged = if_damaged
 
     def read(self) -> Kept | None:
-        """Return what the file says; None where there is no file, or a damaged one."""
+        """Return the file's content; None where there is no file, or a damaged one."""
         try:
             return self._kind.model_validate_json(self._file.read_bytes())
         except FileNotFoundError:

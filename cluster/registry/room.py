@@ -19,7 +19,7 @@ from weights.residency.sizes import shown_bytes
 
 
 class Shortage(NamedTuple):
-    """What keeps a model from running; `is_wish`: it is the config's wish for the places of its layers."""
+    """A reason why a model cannot run; `is_wish`: the config's wish for the places of its layers is the reason."""
 
     text: str
     is_wish: bool = False
@@ -71,7 +71,7 @@ class Room:
         return cls(node_bytes, tuple(ServiceRoom.of(*section) for section in sections))
 
     def shortages(self, model: str, needs: Needs, gpu_layers: GpuLayers = AUTO) -> Iterator[Shortage]:
-        """Yield what the model lacks, beside nothing else in memory. Of none of these, a replica could serve it."""
+        """Yield the shortages of a model that is alone in memory. Without any, a replica could serve it."""
         for service in self.services:
             if service.computes_layers and needs.decoder is not None:
                 yield from _layer_shortages(model, needs.decoder, service, gpu_layers)
@@ -92,7 +92,7 @@ class Room:
 def _layer_shortages(
     model: str, decoder: DecoderSizes, service: ServiceRoom, gpu_layers: GpuLayers
 ) -> Iterator[Shortage]:
-    """Yield what keeps the layers of a language model from where they are wanted, its KV cache not counted."""
+    """Yield the reasons why the layers of a language model do not fit where they are wanted, without its KV cache."""
     if gpu_layers == AUTO and decoder.rest_bytes + sum(decoder.layers) <= service.budget_bytes:
         return
     budgets = [service.budget_bytes] * service.num_devices

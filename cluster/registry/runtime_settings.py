@@ -1,4 +1,4 @@
-"""What operators have set while the cluster ran. Lives on one event loop."""
+"""The settings that operators have made while the cluster ran. Lives on one event loop."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class RuntimeSettings:
         await asyncio.to_thread(self._overrides.save, overrides)
 
     async def overrides(self) -> Overrides:
-        """Return what operators have ordered over the controller's head."""
+        """Return the operators' orders over the controller's head."""
         return await asyncio.to_thread(self._overrides.read) or Overrides()

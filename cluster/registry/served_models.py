@@ -35,7 +35,7 @@ class ServedModels:
         *,
         room: Room | None = None,
     ) -> None:
-        """What has no place in the `room` is listed so; without one all has."""
+        """Models without a place in the `room` are listed so; without a `room` all have one."""
         self.directory = WatchedDirectory(epoch)
         self._store = store
         self._sources = sources

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import math
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,17 +139,14 @@ class NodeWatch:
         self,
         find_problems: Callable[[Mapping[str, str]], Mapping[str, list[str]]],
         known: Collection[str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find_problems = find_problems
-        self._clock = clock
         self._looks = {node_id: _Look([], 0, math.inf) for node_id in known}
         self.problems: dict[str, list[str]] = {}  # by node id
 
-    def look(self, nodes: Mapping[str, str]) -> list[str]:
+    def look(self, nodes: Mapping[str, str], now_s: float) -> list[str]:
         """Look at the nodes that are due, of all of Ray's by id, and return the sentences that are new. May block."""
         looks = {node_id: look for node_id, look in self._looks.items() if node_id in nodes}
-        now_s = self._clock()
         due = {id_: address for id_, address in nodes.items() if id_ not in looks or now_s >= looks[id_].again_s}
         problems = {node_id: lines for node_id, lines in self.problems.items() if node_id in looks}
         new: list[str] = []
@@ -158,7 +154,7 @@ class NodeWatch:
             before = looks.get(node_id, _Look([], 0, 0.0))
             num_times = before.num_times + 1 if lines else 0
             pause_s = min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S) if lines else math.inf
-            looks[node_id] = _Look(lines, num_times, self._clock() + pause_s)
+            looks[node_id] = _Look(lines, num_times, now_s + pause_s)
             counted = [line for line in lines if line in before.lines]
             new += [line for line in counted if line not in problems.get(node_id, ())]
             problems[node_id] = counted

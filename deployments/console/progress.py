@@ -252,31 +252,26 @@ class StartWatch:
     `timeout_s` bounds the whole of it. `is_private`: nobody adds nodes to this Ray.
     """
 
-    def __init__(
-        self, *, is_private: bool, timeout_s: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, begun_s: float, *, is_private: bool, timeout_s: float | None = None) -> None:
         self._is_private = is_private
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._start_s = self._changed_s = clock()
+        self._start_s = self._changed_s = begun_s
         self._last = StartState()
         self._unplaced_s: dict[str, float] = {}
 
-    def look(self, state: StartState) -> StartState:
+    def look(self, state: StartState, now_s: float) -> StartState:
         """Return the state with only the lines on unplaced replicas that are old enough to report."""
-        now_s = self._clock()
         if state != self._last:
             self._last, self._changed_s = state, now_s
         self._unplaced_s = {name: self._unplaced_s.get(name, now_s) for name in state.unplaced}
         old = {name: line for name, line in state.unplaced.items() if now_s - self._unplaced_s[name] >= UNPLACED_S}
         return replace(state, unplaced=old)
 
-    def is_over(self, state: StartState) -> bool:
+    def is_over(self, state: StartState, now_s: float) -> bool:
         """Return whether the start is over, after a look at that state.
 
         Replicas without a place are not awaited if the rest can serve. Raises SessionError for a failed start.
         """
-        now_s = self._clock()
         missing = {name for name, (num_running, num_wanted) in state.replicas.items() if num_running < num_wanted}
         is_entering = any(found in _ENTERING for found in state.models.values())
         # Without any replica of a kind, its models cannot be asked, and /healthz does not say more.

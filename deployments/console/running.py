@@ -91,7 +91,7 @@ def cluster_up(
         if config.ray.address is None:
             session.note_ray()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        watch = StartWatch(is_private=config.ray.address is None, timeout_s=timeout_s)
+        watch = StartWatch(time.monotonic(), is_private=config.ray.address is None, timeout_s=timeout_s)
         begin_step("Serve and the control plane start")
         _start_serve(config, door)
         state = _wait_ready(config, url, watch, show, stop)
@@ -377,11 +377,12 @@ def _wait_ready(
     """
     last = StartState()
     while True:
-        state = watch.look(_start_state(config, url))
+        state, now_s = _start_state(config, url), time.monotonic()
+        state = watch.look(state, now_s)
         if show and state != last:
             show(state)
         last = state
-        if watch.is_over(state):
+        if watch.is_over(state, now_s):
             return state
         if stop and stop.is_set():
             raise SessionError("stopped before it was ready")

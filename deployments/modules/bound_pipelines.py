@@ -9,13 +9,13 @@ from deployments.modules.slots import ModuleSlot
 
 
 class BoundPipelines:
-    """What was made over modules: once, and kept while all of them stay."""
+    """Pipelines over modules: each is made once, and kept while all of its modules stay."""
 
     def __init__(self) -> None:
         self._bound: dict[tuple[str, tuple[int, ...]], Any] = {}  # by settings, and serials of modules
 
     def bound(self, settings: str, modules: Sequence[ModuleSlot], make: Callable[[], Any]) -> Any:
-        """Return what was made with these settings over these modules."""
+        """Return the pipeline that was made with these settings over these modules."""
         key = (settings, tuple(slot.serial for slot in modules))
         if key not in self._bound:
             self._bound[key] = make()

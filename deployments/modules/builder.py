@@ -1,4 +1,4 @@
-"""What a replica's module cache asks of whoever builds its components."""
+"""The builder that a replica's module cache has its components made by."""
 
 from __future__ import annotations
 

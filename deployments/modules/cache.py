@@ -22,7 +22,16 @@ from deployments.modules.builder import Builder
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import FetchManifest, ManifestVersions, Report, SlotFiller, switch_report
 from deployments.modules.forwards import Forwards
-from deployments.modules.parts import ROOM_PART, WHOLE, Fitting, Merging, PartName, PartsPlanner, RequestParts, Wants
+from deployments.modules.parts import (
+    WHOLE,
+    WORKSPACE_PART,
+    Fitting,
+    Merging,
+    PartName,
+    PartsPlanner,
+    RequestParts,
+    Wants,
+)
 from deployments.modules.pins import Pins
 from deployments.modules.resident_modules import Occupancy, ResidentModules, SlotLease
 from deployments.modules.slots import Built, ModuleSlot
@@ -115,9 +124,7 @@ class ModuleCache:
         self.forwards = Forwards(self.planner, builder, self._tier)
         self._tasks = Tasks()
         self._modules = ResidentModules(budget, builder, self._tier, kept, clock)
-        self._filler = SlotFiller(
-            self._modules, self.planner, self.manifests, self._tier, builder, self._tasks, report, clock
-        )
+        self._filler = SlotFiller(self._modules, self.planner, self.manifests, self._tier, builder, self._tasks, report)
         self._pins = Pins(self._modules, self.planner, self.manifests, self._tier)
         self.switches = SwitchLog()
 
@@ -153,8 +160,8 @@ class ModuleCache:
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
         parts = self.planner.plan(manifest, wanted, others, fitting)
         taken, built = await self._take_built(RequestParts(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
-        slots = {name: slot for name, slot in taken.slots.items() if name != ROOM_PART}
-        fresh = {*taken.fresh} - {ROOM_PART}
+        slots = {name: slot for name, slot in taken.slots.items() if name != WORKSPACE_PART}
+        fresh = {*taken.fresh} - {WORKSPACE_PART}
         try:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
             if fresh:
@@ -229,7 +236,7 @@ class ModuleCache:
     def choose_merging(
         self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest], merging: Merging
     ) -> Merging | None:
-        """Return what of a request's adapters is merged: that, if it can be and has room beside what is pinned.
+        """Return the adapters of a request that are merged, if they can be and have room beside pinned modules.
 
         Who else is here does not matter, since an image changes by rounding with the form of its LoRA.
         """
@@ -255,7 +262,7 @@ class ModuleCache:
         return {key: slot.nbytes for key, slot in self._modules.slots.items()}
 
     def occupancy(self) -> Occupancy:
-        """Return what occupies the budget."""
+        """Return the occupants of the budget."""
         return self._modules.occupancy()
 
     def describe(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class EncoderLora:
 
     @property
     def identity(self) -> str:
-        """Return what changes an encoding: the weights and their strength."""
+        """The weights and their strength, by which encodings differ."""
         return f"{self.key} * {self.scale!r}"
 
 
@@ -143,13 +143,13 @@ def text_modules(modules: Mapping[str, Any]) -> tuple[KeyedEncoder, Mapping[str,
 
 
 def is_text_encoder(component: Component) -> bool:
-    """Tell what the text-encoder service builds: encoders, heads above them, programs. The worker builds the rest."""
+    """Return whether the text-encoder service builds it: encoders, heads above them, programs; else the worker does."""
     is_known = component.library in ("transformers", dense_head.LIBRARY) or is_program(component)
     return is_stock_text(component) or (is_known and not is_stock_part(component))
 
 
 def is_part_of_text(component: Component) -> bool:
-    """Tell what a prompt is encoded with: the encoders of its model, and LoRAs that change one."""
+    """Return whether a prompt is encoded with it: the encoders of its model, and LoRAs that change one."""
     return is_text_encoder(component) or (component.library == "peft" and changes_text_encoders(component.tensors))
 
 

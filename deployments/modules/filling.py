@@ -129,7 +129,6 @@ class SlotFiller:
         builder: Builder,
         tasks: Tasks,
         report: Report,
-        clock: Callable[[], float],
     ) -> None:
         self._modules = modules
         self._planner = planner
@@ -139,7 +138,7 @@ class SlotFiller:
         self._builder = builder
         self._tasks = tasks
         self._report = report
-        self._clock = clock
+        self._clock = modules.table.now_s
         # By model and version the modules that could not be loaded.
         self._unable: dict[tuple[str, str], set[str]] = {}
 
@@ -242,7 +241,7 @@ class SlotFiller:
     def _fill_all(
         self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]
     ) -> Iterator[Built | Exception]:
-        """Yield what each slot is filled with, or why it cannot be, one after the other. Blocking.
+        """Yield the content of each slot, or the reason why it cannot be filled, one after the other. Blocking.
 
         A slot fails with what the tier raises, ExtentCorrupt naming the tensors, or CannotLoad.
         """

@@ -77,7 +77,7 @@ class FootprintBook:
         return 0 if self.memory is None else max(0, int(nbytes - self.memory.beside_bytes))
 
     def of(self, manifest: Manifest) -> dict[Hashable, Footprint]:
-        """Return what is known of a pipeline's structure. What is learned later comes into it."""
+        """Return the footprints known of a pipeline's structure. Later ones are added to the same mapping."""
         return self._entry(manifest).footprints
 
     def of_text(self, component: Component, folder: Path) -> Workspace:
@@ -111,7 +111,7 @@ class FootprintBook:
         return known.is_hopeless or (height, width, num_tokens, *adapters) in known.seen
 
     def least_bytes(self, manifest: Manifest, component: Component, adapters: Collection[str] = ()) -> int:
-        """Return what a forward of a component takes, once `learn_defaults` has learned it: 0 before.
+        """Return the bytes of a component's forward, once `learn_defaults` has learned them: 0 before.
 
         It is that of one image of the pipeline's own size, of one text as long as an encoder reads, or of the largest
         step of a language model. With `adapters`, of which the component may be one, `learn_adapted` has learned it.
@@ -251,7 +251,7 @@ def _default_size(family: Family, folder: Path) -> tuple[int, int, int]:
 
 
 def _blank_adapter(manifest: Manifest, folder: Path) -> nn.Module | int:
-    """Return what `DenoisePipeline.adapter_shapes` tells of a ControlNet or an IP-Adapter, without its weights."""
+    """Return `DenoisePipeline.adapter_shapes` of a ControlNet or an IP-Adapter, without its weights."""
     (component,) = manifest.components.values()
     if manifest.kind == "controlnet":
         return blank_module(component, folder / component.folder)

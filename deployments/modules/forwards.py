@@ -1,10 +1,11 @@
-"""What forwards of a replica's models take of its device, planned before they run."""
+"""The device memory of forwards of a replica's models, planned before they run."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.records.protocol import StockRequest
 from deployments.modules.builder import Builder
 from deployments.modules.device_tier import ArenaTier, DeviceTier
@@ -29,6 +30,11 @@ class Forwards:
         self.footprints: FootprintBook | None = None if self.memory is None else builder.footprints
         if builder.footprints is not None:
             builder.footprints.memory = self.memory
+
+    def workspace(self, manifest: Manifest) -> Workspace:
+        """Return the bound on what forwards of a pipeline take; `UNBOUNDED` where nobody counts it."""
+        book = self.footprints
+        return UNBOUNDED if book is None else Workspace(book.memory, book.of(manifest))
 
     def learn_defaults(self, manifest: Manifest, wanted: Wants) -> None:
         """Learn what a forward of each component takes, and say what the model needs of the device. Blocks."""

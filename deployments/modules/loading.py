@@ -30,7 +30,7 @@ from deployments.engines.upscaling import build_upscaler
 from deployments.modules.builder import Builder
 from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder
 from deployments.modules.footprints import FootprintBook, structure_of
-from deployments.modules.parts import ROOM, beside_adapters, workspace_pieces
+from deployments.modules.parts import WORKSPACE, beside_adapters, workspace_pieces
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from weights.formats.ip_adapter import LIBRARY as IP_ADAPTER
 from weights.formats.upscaler import LIBRARY as UPSCALER
@@ -71,7 +71,7 @@ class ComponentBuilder(Builder):
         self._node_threads = node_threads(settings)
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
-        if component.library == ROOM:
+        if component.library == WORKSPACE:
             return None
         if not is_denoise_component(component):
             return self._encoders(component, skeleton, tensors)
@@ -100,13 +100,13 @@ class ComponentBuilder(Builder):
         settings = self._settings
         return LLMEngineConfig(
             device=settings.torch_device,
-            keeps_places=True,
+            keeps_devices=True,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_step_tokens,
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
             max_decode_delay=settings.max_decode_delay,
             is_deterministic=settings.deterministic,
-            looks_up_prompts=settings.prompt_lookup,
+            prompt_lookup=settings.prompt_lookup,
             kv_cache_bytes=self._kv_cache_bytes(component, skeleton),
             kv_dtype=settings.kv_dtype,
             arithmetic=settings.packed_arithmetic,
@@ -176,9 +176,9 @@ class ComponentBuilder(Builder):
         return choose_way(item_bytes, 1, self._settings.max_step_tokens, rates) == "stream"
 
     def layer_caches(self, component: Component, skeleton: Path) -> Sequence[int] | None:
-        """Return what a language model allocates on the device where 0, 1, ... of its layers are there.
+        """Return the bytes that a language model allocates on the device where 0, 1, ... of its layers are there.
 
-        None for what is no decoder of ours, whose layers cannot be apart.
+        None for a component that is no decoder of ours: its layers cannot be apart.
         """
         if component.name != "model" or component.library in ("diffusers", "peft"):
             return None
@@ -221,8 +221,8 @@ class ComponentBuilder(Builder):
         return self._spare_bytes[key]
 
     def _spare_cache_bytes(self, component: Component, skeleton: Path, room: int) -> int:
-        """Return what weights leave of each device's `room`: of the first one's, where that is enough (of several, half
-        of the weights, as it is by default); else of all devices', for the layers that are there.
+        """Return the bytes that weights leave of each device's `room`: of the first one's, where that is enough (of
+        several, half of the weights, as it is by default); else of all devices', for the layers that are there.
         """
         settings = self._settings
         # On shared memory, weights are the node's and no part of the budget.

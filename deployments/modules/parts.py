@@ -35,7 +35,7 @@ BESIDE_SHARE: Final = 0.25
 _LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
 _BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
-ROOM: Final = "activations"  # the part of a request that is memory for its forwards
+WORKSPACE: Final = "activations"  # the part of a request that is memory for its forwards
 HOST: Final = "the host"  # key of host-memory KV caches in the budget
 CANNOT_SPLIT: Final = (
     "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
@@ -52,27 +52,27 @@ class PartName(NamedTuple):
     is_adapter: bool = False
 
 
-ROOM_PART: Final = PartName(ROOM, is_adapter=True)  # of no pipeline
+WORKSPACE_PART: Final = PartName(WORKSPACE, is_adapter=True)  # of no pipeline
 
 # What a tensor costs a replica that maps its bytes: Python's objects for it and its share of the module's.
 OBJECT_BYTES: Final = 8 * 2**10
 
 
 def object_footprint(component: Component, working_bytes: int, budget_bytes: int) -> Mapping[str, int]:
-    """Return what a module costs whose tensors are views of the node's shared memory: its Python objects, and what it
-    allocates itself. One that allocates always fits, with adapters beside it: the budget is of what is kept, too.
+    """Return the cost of a module whose tensors are views of the node's shared memory: its Python objects, and its own
+    allocations. One that allocates always fits, with adapters beside it: the budget counts kept modules, too.
     """
     nbytes = OBJECT_BYTES * len(component.tensors)
     return {component.module_key: max(nbytes, min(nbytes + working_bytes, beside_adapters(budget_bytes)))}
 
 
 def beside_adapters(budget_bytes: int) -> int:
-    """Return what a language model may take of a budget and leave room for its requests' adapters."""
+    """Return the bytes that a language model may take of a budget and leave room for its requests' adapters."""
     return budget_bytes - budget_bytes // 16
 
 
 def device_footprint(component: Component, size_of: Callable[[int], int], working_bytes: int) -> Mapping[str, int]:
-    """Return what every distinct tensor takes on the device, by hash, and what the built thing allocates there."""
+    """Return the device bytes of every distinct tensor, by hash, and those that the built module allocates."""
     footprint = {hash_: size_of(nbytes) for hash_, nbytes in component.bytes_by_hash.items()}
     return footprint | ({f"memory of {component.module_key}": working_bytes} if working_bytes else {})
 
@@ -80,7 +80,7 @@ def device_footprint(component: Component, size_of: Callable[[int], int], workin
 def _streamed_footprint(
     component: Component, size_of: Callable[[int], int], plan: BlockPlan, working_bytes: int = 0
 ) -> Mapping[str, int]:
-    """Return what a component takes on the device whose blocks come one after the other, or are the host's."""
+    """Return the device bytes of a component whose blocks come one after the other, or are the host's."""
     staying = [ref for name, ref in component.tensors.items() if name not in plan.staying_away]
     return {ref.sha256: size_of(ref.nbytes) for ref in staying} | {
         f"memory of {component.module_key}": 2 * size_of(plan.buffer_bytes) + working_bytes
@@ -105,7 +105,9 @@ def _room_part(manifest: Manifest, nbytes: int) -> Part:
     """Return the part of a request that is the room of its forwards, and has nothing in it."""
     pieces = workspace_pieces(nbytes)
     needed = sum(pieces.values())
-    component = Component(name=ROOM, library=ROOM, class_name=None, folder=ROOM, tensors={}, parts_hash=f"{needed}")
+    component = Component(
+        name=WORKSPACE, library=WORKSPACE, class_name=None, folder=WORKSPACE, tensors={}, parts_hash=f"{needed}"
+    )
     return Part(manifest, component, pieces, workspace_bytes=needed)
 
 
@@ -144,7 +146,7 @@ class RequestParts:
 
     @property
     def sizes(self) -> dict[str, Mapping[str, int]]:
-        """Return what each counts against the budget, by module key."""
+        """Return the bytes that each counts against the budget, by module key."""
         return {part.component.module_key: part.footprint for part in self.parts.values()}
 
     def __str__(self) -> str:
@@ -226,7 +228,7 @@ class PartsPlanner:
                 needed = self._workspace(manifest, component, beside)
                 parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
         if fitting.room_bytes and not self.is_on_node:
-            parts[ROOM_PART] = _room_part(manifest, fitting.room_bytes)
+            parts[WORKSPACE_PART] = _room_part(manifest, fitting.room_bytes)
         if fitting.merging is not None:
             parts = merged_parts(parts, fitting.merging, self._memory.size_of) or parts
         if self._layers is not None:
@@ -391,7 +393,7 @@ class LayerPlacing:
         )
 
     def _shares(self, component: Component, plan: LayerPlan, caches: Sequence[int]) -> dict[str, Share]:
-        """Return what the other devices have of a decoder, and its KV cache for those layers."""
+        """Return the other devices' shares of a decoder, and its KV cache for those layers."""
         found = {}
         for place, device in enumerate(self._others, 1):
             if layers := plan.on(place):
@@ -400,7 +402,7 @@ class LayerPlacing:
         return found
 
     def _footprint_elsewhere(self, component: Component, blocks: BlockPlan, host_bytes: int) -> dict[str, int]:
-        """Return what a decoder takes of other devices and, for its KV cache, of the host, where it always fits."""
+        """Return the bytes of a decoder on other devices and, for its KV cache, on the host, where it always fits."""
         memory = f"memory of {component.module_key}"
         found: dict[str, int] = {}
         for device, share in blocks.shares.items():

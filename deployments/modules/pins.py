@@ -18,7 +18,7 @@ logger = logging.getLogger("atelier.replica")
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """What of a model is pinned, and in which version."""
+    """The pinned parts of a model, and their version."""
 
     version: str
     wanted: Wants

@@ -313,7 +313,7 @@ class ResidentModules(MemoryTier):
 
     @_locked
     def occupancy(self) -> Occupancy:
-        """Return what occupies the budget."""
+        """Return the occupants of the budget."""
         sizes = {key: bytes_of(entry.size) for key, entry in self.table.entries.items()}
         slots = dict(self.slots)
         ready = {key for key, slot in slots.items() if slot.result is not None and not slot.is_damaged}

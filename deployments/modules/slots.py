@@ -90,7 +90,7 @@ class ModuleSlot:
         return self.result.thing
 
     def outcome(self) -> Built:
-        """Return what was built, once it is.
+        """Return the built module, once there is one.
 
         Raises what `fail` was told: a copy, because whoever waits adds its own frames, and they know this slot.
         """

@@ -124,15 +124,15 @@ class _Caller(Generic[OutputT]):
 class EngineLoop(Generic[RequestT, OutputT]):
     """Steps one engine while it has work, and delivers to each request its own outputs. Lives on one event loop.
 
-    The loops of several engines share the device thread: their steps alternate. `make_way` tells the engine before each
-    step what one of another engine takes, None where no other has work. Steps are counted as those of a `kind`.
+    The loops of several engines share the device thread: their steps alternate. `yield_device` tells the engine
+    before each step the seconds of another's, None where no other has work. Steps are counted as those of a `kind`.
     """
 
     def __init__(
         self,
         device: DeviceThread,
         engine: Engine[RequestT, OutputT],
-        make_way: Callable[[float | None], None] | None = None,
+        yield_device: Callable[[float | None], None] | None = None,
         kind: str = "",
     ) -> None:
         self._device = device
@@ -141,7 +141,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._joining: deque[RequestT] = deque()  # this loop appends, the device thread takes out
         self._undelivered: list[tuple[str, OutputT | Exception]] = []  # of the device thread
         self._task: asyncio.Task[None] | None = None
-        self._make_way = make_way
+        self._yield_device = yield_device
         self._kind = kind
         self._steps = StepTime()
 
@@ -243,8 +243,8 @@ class EngineLoop(Generic[RequestT, OutputT]):
 
     def _timed_step(self) -> Sequence[OutputT]:
         """Step once, and learn what that takes."""
-        if self._make_way is not None:
-            self._make_way(self._device.others_step_s(self._steps))
+        if self._yield_device is not None:
+            self._yield_device(self._device.others_step_s(self._steps))
         begun_s = self._device.clock()
         outputs = self._engine.step()
         self._steps.note_step(self._device.clock() - begun_s)

@@ -70,7 +70,7 @@ class ImageJob:
         )
 
     def conditioned(self, conditioning: Conditioning) -> ConditionedRequest:
-        """Return what the engine is given, but for the adapters."""
+        """Return the engine's request, but for the adapters."""
         request = self.request
         left_s = None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - self.start)
         return ConditionedRequest(

@@ -22,7 +22,6 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.diffusion.rows import adapter_names
 from deployments.engines.graph.replay import Replays
-from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
@@ -97,7 +96,7 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._sequential = SequentialPhases(module_cache, settings, device, self._workspace)
+        self._sequential = SequentialPhases(module_cache, settings, device)
         self._stock = StockService(module_cache, device)
         self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
@@ -284,10 +283,6 @@ class ImageService:
                 shapes = await in_thread(pipeline.adapter_shapes, wanted, request.adapters)
                 await in_thread(book.learn, lease.manifest, folder, *size, shapes)
 
-    def _workspace(self, lease: Lease) -> Workspace:
-        book = self._module_cache.forwards.footprints
-        return UNBOUNDED if book is None else Workspace(book.memory, book.of(lease.manifest))
-
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
         figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them
         await asyncio.to_thread(self._remembered.keep_figures, engine.subject, figures)
@@ -315,7 +310,7 @@ class ImageService:
             device=self._settings.torch_device,
             bounds=batch_bounds(self._settings),
             replays=self._replays(),
-            workspace=self._workspace(lease),
+            workspace=self._module_cache.forwards.workspace(lease.manifest),
         )
 
     def _replays(self) -> Replays | None:

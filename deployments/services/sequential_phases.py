@@ -18,7 +18,6 @@ from configs.cluster import WorkerConfig
 from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
-from deployments.engines.graph.workspace import Workspace
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
@@ -39,16 +38,9 @@ Denoise = Callable[[Lease, ConditionedRequest], Awaitable[DiffusionOutput]]  # -
 class SequentialPhases:
     """The pipelines of one device whose denoiser and VAE are there in turn. Lives on one event loop."""
 
-    def __init__(
-        self,
-        cache: ModuleCache,
-        settings: WorkerConfig,
-        device: DeviceThread,
-        workspace: Callable[[Lease], Workspace],
-    ) -> None:
+    def __init__(self, cache: ModuleCache, settings: WorkerConfig, device: DeviceThread) -> None:
         self._cache = cache
         self._settings = settings
-        self._workspace = workspace
         self._device = device
         self._blank: Recent[str, nn.Module] = Recent(MAX_BLANK)  # by structure
 
@@ -104,7 +96,7 @@ class SequentialPhases:
                 lease.modules | {absent: blank},
                 device=self._settings.torch_device,
                 bounds=batch_bounds(self._settings),
-                workspace=self._workspace(lease),
+                workspace=self._cache.forwards.workspace(lease.manifest),
             )
 
         pipeline: DenoisePipeline = lease.bound(make, f"without {component.module_key} of {lease.manifest.fingerprint}")

@@ -287,7 +287,7 @@ class _LoadedModel:
         # The lease's modules, and not the lease: they stay for as long as this does.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
         engine = StockEngine(model, lambda: loop.is_wanted, memory=self._memory)
-        loop = EngineLoop(self._device, engine, engine.make_way, "stock")
+        loop = EngineLoop(self._device, engine, engine.yield_device, "stock")
         return engine, loop
 
 

@@ -150,7 +150,7 @@ def _least_left_first_s(jobs: list[tuple[float, float]], speed: float) -> float:
 
 
 def _first_load_s(model: SimModel, scenario: Scenario) -> float:
-    """Return what the first request for a model waits for it at the least: for what no other model brings."""
+    """Return the least wait of the first request for a model: for the components that no other model brings."""
     others = {key for other in scenario.models if other is not model for key in other.components.sizes}
     own = sum([size for key, size in model.components.sizes.items() if key not in others])
     return min(worker.fixed_switch_s + own / worker.attach_bytes_per_s for worker in scenario.workers)

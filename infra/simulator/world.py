@@ -258,7 +258,7 @@ class World:
         return None
 
     def prefetch(self, worker: WorkerInWorld, model_id: str) -> None:
-        """Read what the worker's node lacks of the model."""
+        """Read the components of the model that the worker's node lacks."""
         node = worker.spec.node
         sizes = self.models[model_id].components.sizes
         self._read(

@@ -20,6 +20,7 @@ pytest.importorskip("diffusers")
 from kit.device_memory import peak_of
 from unit.deployments.engines.diffusion import conftest as tiny
 from unit.deployments.engines.diffusion import test_prompt_readers as readers
+from unit.deployments.engines.diffusion.control_nets import flux_union, t2i_adapter, union
 from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_adapter
 from unit.deployments.engines.diffusion.test_controlnets import make_net
 from unit.deployments.engines.diffusion.test_image_prompts import opened
@@ -201,8 +202,40 @@ def test_control_nets(
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("pipelines", PROMPTED, indirect=True)
-@pytest.mark.parametrize("kind", ["plain", "plus", "full"])
+@pytest.mark.parametrize("pipelines", [one for one in CONTROLLED if one.values[0] in ("flux", "sdxl")], indirect=True)
+@pytest.mark.parametrize("shape", SIZES)
+def test_unions_and_t2i_adapters(
+    pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    """Of several modes what was predicted; a T2I-Adapter computes before the first step."""
+    pipeline, twin = pipelines
+    is_flux = hasattr(pipeline.denoiser, "single_transformer_blocks")
+    made = {"u": flux_union(pipeline.denoiser) if is_flux else union(pipeline.denoiser)}
+    made |= {} if is_flux else {"t": t2i_adapter("full_adapter_xl", (8, 16))}
+    nets = {name: torch.nn.Module.to(net, device) for name, net in made.items()}
+    image = np.zeros((*shape[:2], 3), np.uint8)
+    for name in nets:
+        found = None
+        for count in (1, 2, 7):
+            states = [
+                begin_adapted(pipeline, shape, [1], nets, control=(ControlUse(name, image, mode=mode),))[0]
+                for mode in ([place % 3 for place in range(count)] if name == "u" else [None] * count)
+            ]
+            shapes = pipeline.adapter_shapes(states[0].request, nets)
+            found = found or twin.denoise_footprint(*shape, 7, shapes)
+            measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
+            assert 1.0 <= found.bytes_of(count) / measured <= 1.6, (name, count)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("pipelines", "kind"),
+    [
+        *((one.values[0], kind) for one in PROMPTED for kind in ("plain", "plus", "full")),
+        ("flux", "flux"),
+    ],
+    indirect=["pipelines"],
+)
 @pytest.mark.parametrize("shape", SIZES)
 def test_images_as_prompts(
     pipelines: tuple[DenoisePipeline, PipelineTwin],
@@ -220,7 +253,11 @@ def test_images_as_prompts(
     found = None
     for counts in ([1], [1] * 2, [1] * 7, [7], [3, 4]):
         states = begin_adapted(pipeline, shape, counts, adapters, image_prompts=uses)
-        found = found or twin.denoise_footprint(*shape, 7, pipeline.adapter_shapes(states[0].request, adapters))
+        length, shapes = (
+            states[0].branches[0].prompt.shape[1],
+            pipeline.adapter_shapes(states[0].request, adapters),
+        )
+        found = found or twin.denoise_footprint(*shape[:2], length, 7, shapes)
         measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
         most = 1.01 if len(counts) == sum(counts) else 2.0
         assert 1.0 <= found.bytes_of(sum(counts)) / measured <= most, (counts, measured, found)

@@ -19,7 +19,7 @@ from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.footprints import CallTwin
 from deployments.modules.loading import is_denoise_component
-from deployments.modules.parts import ROOM, workspace_pieces
+from deployments.modules.parts import WORKSPACE, workspace_pieces
 from deployments.records import ImageRequest, ImageResult
 from deployments.records.errors import Overloaded
 from deployments.replicas.step_loop import DeviceThread
@@ -94,7 +94,7 @@ async def test_a_call_has_room_or_is_refused_before_its_first_step(
     lacks = Host(store, str(device), weights + decode // 2)
     lacks.forwards.memory._beside_bytes = 0.0
     monkeypatch.setattr(StockEngine, "step", lambda engine: pytest.fail("it has begun"))
-    with pytest.raises(Overloaded, match=rf"vae, {ROOM} of '{MODEL}' need .*, .* are missing"):
+    with pytest.raises(Overloaded, match=rf"vae, {WORKSPACE} of '{MODEL}' need .*, .* are missing"):
         await draw(lacks)
     async with lacks.lease(MODEL, is_denoise_component):  # nothing of the request is left
         pass
@@ -115,4 +115,4 @@ async def test_what_cannot_be_rehearsed_is_made_as_before(
             np.testing.assert_array_equal((await draw(host)).images[0], expected.images[0])
     told = [one.getMessage() for one in caplog.records if "not planned" in one.getMessage()]
     assert told == [f"the memory of {MODEL!r} is not planned: of blocks of ggml"]
-    assert not any(slot.component.name == ROOM for slot in host._modules.slots.values())
+    assert not any(slot.component.name == WORKSPACE for slot in host._modules.slots.values())

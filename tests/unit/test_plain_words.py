@@ -12,10 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("configs", "weights", "cluster", "deployments", "infra")
 PLAIN = (
-    *("configs", "cluster/process", "cluster/start", "deployments/batching", "deployments/cli", "deployments/console"),
-    *("deployments/pipelines", "deployments/plots", "deployments/text", "infra/demo"),
+    *("configs", "weights", "infra"),
+    *("cluster/door", "cluster/keeper", "cluster/peers", "cluster/process", "cluster/ray_seam", "cluster/records"),
+    *("cluster/registry", "cluster/start"),
+    *("deployments/batching", "deployments/cli", "deployments/console", "deployments/modules", "deployments/pipelines"),
+    *("deployments/plots", "deployments/records", "deployments/replicas", "deployments/requests"),
+    *("deployments/services", "deployments/text"),
 )
-MAX_SHARE = 0.05  # of all docstrings: the rest of the tree gets plainer, never less plain
+MAX_SHARE = 0.035  # of all docstrings: the rest of the tree gets plainer, never less plain
 VERBS = "Return|Yield|Tell|Say|Print|Show|Give|Take|Remove|Read"
 FREE_RELATIVE = re.compile(
     rf"(?:(?:{VERBS}) )?(?:what|who|whom|whoever|whatever|those who|that which)\b", re.IGNORECASE

@@ -306,11 +306,11 @@ def _structure(path: Path, named: Mapping[str, SourceTensor], config: Mapping[st
     widths = config.get("block_out_channels", ())
     kinds, depths = list[str](), list[int]()
     for block in range(len(widths)):
-        depth = _count(named, rf"down_blocks\.{block}\.attentions\.0\.transformer_blocks\.(\d+)\.")
+        depth = _count(path, named, rf"down_blocks\.{block}\.attentions\.0\.transformer_blocks\.(\d+)\.")
         kinds.append("CrossAttnDownBlock2D" if depth else "DownBlock2D")
         depths.append(max(1, depth))
-    depth = _count(named, r"mid_block\.attentions\.0\.transformer_blocks\.(\d+)\.")
-    hints = _count(named, r"controlnet_cond_embedding\.blocks\.(\d+)\.")
+    depth = _count(path, named, r"mid_block\.attentions\.0\.transformer_blocks\.(\d+)\.")
+    hints = _count(path, named, r"controlnet_cond_embedding\.blocks\.(\d+)\.")
     reader = [f"controlnet_cond_embedding.blocks.{place}.weight" for place in range(1, hints, 2)]
     first, image = (
         _shape(path, named, name, 4) for name in ("conv_in.weight", "controlnet_cond_embedding.conv_in.weight")
@@ -330,7 +330,7 @@ def _union_of(path: Path, named: Mapping[str, SourceTensor]) -> dict[str, Any]:
     return {
         "num_control_type": modes,
         "num_trans_channel": width,
-        "num_trans_layer": _count(named, r"transformer_layes\.(\d+)\."),
+        "num_trans_layer": _count(path, named, r"transformer_layes\.(\d+)\."),
         "num_proj_channel": _shape(path, named, "spatial_ch_projs.weight", 2)[0],
     }
 
@@ -351,7 +351,7 @@ def _read_adapter(path: Path, unet: Mapping[str, Any], given: Mapping[str, Sourc
     channels, factor = found
     is_xl = factor != pixels
     is_original = not any(".resnets." in name for name in given)
-    count, num_blocks = _count(given, r"body\.(\d+)\."), len(unet.get("block_out_channels", ()))
+    count, num_blocks = _count(path, given, r"body\.(\d+)\."), len(unet.get("block_out_channels", ()))
     # Those of SDXL have one for the middle, too.
     num_groups = num_blocks + 1 if is_xl and not count % (num_blocks + 1) else num_blocks
     each = count // num_groups if is_original and not is_light and num_groups else 1
@@ -359,12 +359,12 @@ def _read_adapter(path: Path, unet: Mapping[str, Any], given: Mapping[str, Sourc
         raise FormatError(f"{path}: a T2I-Adapter of {count} blocks, and {base.name!r} has {num_groups} to add to")
     named = {f"adapter.{_regrouped(name, each) if is_original else name}": one for name, one in given.items()}
     end = "out_conv" if is_light else "resnets.0.block1"
-    groups = _count(named, r"adapter\.body\.(\d+)\.")
+    groups = _count(path, named, r"adapter\.body\.(\d+)\.")
     widths = [_shape(path, named, f"adapter.body.{place}.{end}.weight", 4)[0] for place in range(groups)]
     config = {
         "in_channels": channels,
         "channels": widths[:-1] if is_light else widths,
-        "num_res_blocks": _count(named, r"adapter\.body\.0\.resnets\.(\d+)\."),
+        "num_res_blocks": _count(path, named, r"adapter\.body\.0\.resnets\.(\d+)\."),
         "downscale_factor": factor,
         "adapter_type": "light_adapter" if is_light else "full_adapter_xl" if is_xl else "full_adapter",
     }
@@ -397,8 +397,8 @@ def _read_flux(
             f"{path}: a ControlNet of Flux that reads pixels; put it into a folder beside its config.json"
         )
     config |= {
-        "num_layers": _count(given, r"transformer_blocks\.(\d+)\."),
-        "num_single_layers": _count(given, r"single_transformer_blocks\.(\d+)\."),
+        "num_layers": _count(path, given, r"transformer_blocks\.(\d+)\."),
+        "num_single_layers": _count(path, given, r"single_transformer_blocks\.(\d+)\."),
         "guidance_embeds": any(name.startswith("time_text_embed.guidance_embedder.") for name in given),
     }
     if "controlnet_mode_embedder.weight" in given:
@@ -415,11 +415,11 @@ _READERS: Final[Mapping[ControlKind, _Reader]] = {
 }
 
 
-def _count(names: Collection[str], pattern: str) -> int:
+def _count(path: Path, names: Collection[str], pattern: str) -> int:
     """Return how many numbers, from 0, the names have in the group of a pattern. Raises FormatError for too many."""
     numbers = {int(match[1]) for name in names if (match := re.match(pattern, name)) and len(match[1]) < 5}
     if len(numbers) > _MAX_BLOCKS:
-        raise FormatError(f"{len(numbers)} blocks, expected at most {_MAX_BLOCKS}")
+        raise FormatError(f"{path}: {len(numbers)} blocks, expected at most {_MAX_BLOCKS}")
     return len(numbers)
 
 

@@ -204,7 +204,7 @@ def _kind_of(names: Collection[str], projection: Collection[str]) -> Kind | None
 
 
 def _form_not_served(names: Collection[str], projection: Collection[str]) -> str | None:
-    """Return what an adapter of another form is, by the names of its tensors, as diffusers tells them."""
+    """Name the form of an adapter that is not served, by the names of its tensors, as diffusers does; else None."""
     if any(".norm_ip." in name for name in names) or any(name.startswith("time_embedding.") for name in projection):
         return "an IP-Adapter of Stable Diffusion 3"
     is_plus = any(name.startswith("perceiver_resampler.") for name in projection)

@@ -68,8 +68,8 @@ def body_of(class_name: str, tensors: Mapping[str, _T]) -> tuple[str, Mapping[st
 
 
 def language_model_facts(folder: Path) -> Mapping[str, bool | int]:
-    """Return what a language model's files say: the length that its config names, and whether its template of chats
-    knows tools and reasoning. What is damaged or absent says nothing."""
+    """Return facts of a language model's files: the length that its config names, and whether its template of chats
+    knows tools and reasoning. Damaged or absent files give no facts."""
     try:
         length, template = _said_by_gguf(folder) or _said_by_configs(folder)
     except FormatError:

@@ -74,6 +74,6 @@ def words_in(text: str, words: Iterable[str]) -> list[str]:
 
 
 def pattern_of(words: Collection[str], *, ignores_case: bool = True) -> re.Pattern[str]:
-    """Return what finds any of the words in a text, the longest first."""
+    """Return the pattern of any of the words in a text, the longest first."""
     longest, flags = sorted(words, key=len, reverse=True), re.IGNORECASE if ignores_case else 0
     return re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, longest))})(?![\w-]|\.\w)", flags)

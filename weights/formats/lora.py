@@ -328,7 +328,7 @@ def read_peft_config(file: Path) -> LoraConfig:
 
 
 def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]], *, use_dora: bool = False) -> dict[str, LoraTarget]:
-    """Return what tensors of these names and shapes change, by module path; with `use_dora` each has a magnitude.
+    """Return the targets of tensors of these names and shapes, by module path; with `use_dora` each has a magnitude.
 
     Raises AdapterError naming the file and the tensor: an unknown name, a half without the other, shapes that do not
     fit together.

@@ -80,7 +80,7 @@ def why_incomplete(checkpoint: Checkpoint) -> str | None:
 def _lacking_part(
     parts: PipelineParts, index: Mapping[str, Any], weights: Collection[str], files: Collection[str]
 ) -> str | None:
-    """Return what a pipeline lacks, in words, or None.
+    """Name the part that a pipeline lacks; None for a whole one.
 
     `index` is its model_index.json, `weights` are the components that have any, `files` the names of its other files.
     """

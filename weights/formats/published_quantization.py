@@ -472,7 +472,7 @@ def _check_row_scales(module: _Module, rows: int, columns: int) -> int:
 
 
 def _repeated(matrix: _Grouped, unit: int) -> Callable[[], _Array]:
-    """Return what computes flat scales, one for each `unit` elements."""
+    """Return a function that computes flat scales, one for each `unit` elements."""
     times = matrix.columns // matrix.groups // unit
     return lambda: np.repeat(matrix.scales(), times, axis=1).astype(np.float32).ravel()
 

@@ -155,7 +155,7 @@ def attach(component: Component, buffers: Mapping[str, ByteArray | torch.Tensor]
 
 
 def setters_of(parameters: Mapping[str, torch.Tensor]) -> Setters:
-    """Return what points parameters at other bytes, looked up once: a switch does it a thousand times."""
+    """Return the setters that point parameters at other bytes, looked up once: a switch calls them a thousand times."""
     setters: dict[torch.dtype, dict[str, Callable[..., torch.Tensor]]] = {}
     for name, parameter in parameters.items():
         setters.setdefault(parameter.dtype, {})[name] = parameter.set_
@@ -234,7 +234,7 @@ def _as_tensor(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
 
 
 def mapped_tensors(model: Path) -> tuple[Path, Tensors, int]:
-    """Return what describes a checkpoint, its tensors as views of the mapped files, and the number of their elements.
+    """Return a checkpoint's description, its tensors as views of the mapped files, and the number of their elements.
 
     A folder describes it, or a GGUF file itself: beside it there may be others.
 

@@ -32,7 +32,7 @@ def measured_rates(device: torch.device) -> Rates:
 
 
 def _rates_key(device: torch.device) -> str:
-    """Return what rates depend on: the processor, the threads, torch and the device."""
+    """Return the key of rates: the processor, the threads, torch and the device, which they depend on."""
     card = torch.get_device_module(device).get_device_name(device) if device.type == "cuda" else device.type
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} threads"
     return f"{processor_name()}, {threads}, torch {torch.__version__}, {card}"

@@ -67,8 +67,8 @@ def this_moment() -> Moment:
 def gc(
     store: WeightStore, *, grace_s: float = 0.0, now: Callable[[], Moment] = this_moment, dry_run: bool = False
 ) -> GcReport:
-    """Remove what no manifest names: packs, ranges of packs, skeletons, entries of the index, mirrors of URLs that no
-    model came from, leftovers of the dead.
+    """Remove everything that no manifest names: packs, ranges of packs, skeletons, entries of the index, mirrors of
+    URLs that no model came from, leftovers of the dead.
 
     Packs, skeletons and mirrors stay until a run finds that an earlier one saw them unneeded `grace_s` seconds ago, and
     they were not needed in between: replicas may still run an earlier version of a model. Setting the clock between two
@@ -137,7 +137,7 @@ def _read_all(store: WeightStore) -> Sequence[Manifest]:
 
 
 def _look_up(index: StoreIndex, manifests: Sequence[Manifest]) -> tuple[set[Unneeded], int]:
-    """Return what is known to be unneeded, and how many tensors of the index no manifest names."""
+    """Return the files and ranges known to be unneeded, and how many tensors of the index no manifest names."""
     named = {ref.sha256 for manifest in manifests if manifest.layout != "inline" for ref in _tensors(manifest)}
     return index.unneeded(), len(index.everything().tensors.keys() - named)
 
@@ -202,7 +202,7 @@ def _free(
 
 
 def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[_Range]]]:
-    """Yield what no manifest names, by path: whole packs, skeletons and mirrors, and ranges of packs in use."""
+    """Yield everything that no manifest names, by path: whole packs, skeletons, mirrors, and ranges of packs in use."""
     runs = {run for manifest in manifests for extent in manifest.extents.values() for run in extent.runs()}
     packs = {PurePosixPath(run.pack).parts[0] for run in runs}
     skeletons = {store.skeleton(manifest) for manifest in manifests}

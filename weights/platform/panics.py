@@ -37,7 +37,7 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def telling(tell: Callable[[Exception], object]) -> contextlib.AbstractContextManager[None, bool]:
-    """Tell whoever waits for the block what it raises, whatever that is. The end of a thread or task goes on then."""
+    """Call `tell` with any error that the block raises. Only errors that end a thread or task are raised again."""
     return _Telling(tell)
 
 

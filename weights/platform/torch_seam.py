@@ -269,7 +269,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], package: Path, 
 
 
 def open_compiled(package: Path) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return what `compile_graph` has made, to be called with the tensors of all inputs, whose list it empties.
+    """Open a package of `compile_graph`. The function takes the tensors of all inputs, and empties their list.
 
     HAZARD: it checks neither types nor shapes nor strides. Opening runs code of the package. Raises RuntimeError.
     """

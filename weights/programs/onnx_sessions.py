@@ -68,7 +68,7 @@ def run_options() -> Any:
 
 
 def error_text(error: Exception) -> str:
-    """Return what onnxruntime says, in one line, without places in its source."""
+    """Return onnxruntime's message in one line, without places in its source."""
     text = " ".join(str(error).split())
     text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/onnxruntime_src/\S+ .*?\) (?=[A-Z])", "", text)
     return (text.rpartition("Status Message: ")[2] or type(error).__name__)[:300]

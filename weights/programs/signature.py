@@ -87,7 +87,7 @@ class ProgramSignature:
         return ", ".join(f"{size} {least} to {most}" for size, (least, most) in self.ranges.items())
 
     def sizes_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Return what the named sizes are, of inputs with these shapes, which `refusal` has found in order."""
+        """Return the named sizes of inputs with these shapes, which `refusal` has found in order."""
         given = [(one.shape, shapes[one.name]) for one in self.inputs if one.name in shapes]
         pairs = (pair for shape, numbers in given for pair in zip(shape, numbers, strict=True))
         return {size: number for size, number in pairs if isinstance(size, str)}

@@ -97,7 +97,7 @@ class ByteSource:
 
 
 def encode_header(segments: Sequence[Segment]) -> bytes:
-    """Return what a delta begins with."""
+    """Return the first bytes of a delta."""
     rows = [
         _SEGMENT.pack(part.nbytes, part.item_bytes, NO_BASE if part.base is None else part.base, part.offset)
         for part in segments

@@ -148,7 +148,7 @@ class Admission(Generic[Thing]):
 def refusal_text(
     table: EntryTable[Thing], what: str, wanted: Mapping[str, Size], missing_bytes: int, where: str, reason: str = ""
 ) -> str:
-    """Say what was wanted, how much room is missing under the budget `where`, and who has it."""
+    """Describe the request, the room that is missing under the budget `where`, and the holders of the rest."""
     absent = [size for key, size in wanted.items() if key not in table.entries]
     needed, parts = shown_bytes(sum(map(bytes_of, absent))), DistinctBytes()
     for size in absent:
@@ -162,7 +162,7 @@ def refusal_text(
 
 
 def describe_holders(table: EntryTable[Thing]) -> str:
-    """Say who has the room: the leases, the greatest first, what is pinned, and what is coming for nobody yet."""
+    """List the holders of the room: leases, the greatest first, pinned bytes, and bytes that come for nobody yet."""
     leased = table.bytes_by_holder()
     holders = [f"{holder} ({shown_bytes(nbytes)})" for holder, nbytes in leased.items()]
     text = f"leased by: {listed(holders, MAX_NAMED, 'nobody')}"

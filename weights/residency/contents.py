@@ -1,6 +1,6 @@
-"""What one memory tier has, under a byte budget: what is here or coming, what is pinned, how popular it is.
+"""The contents of one memory tier under a byte budget: entries that are here, coming or pinned, and their popularity.
 
-What is asked often is counted as it changes, so that an arrival or an eviction costs the same however much is here. Not
+Totals are counted as they change, so that an arrival or an eviction costs the same however much is here. Not
 thread-safe.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
-from weights.residency.policy import NEVER_USED, EvictionCandidate, EvictionOrder, Popularity, class_rate
+from weights.residency.policy import NEVER_USED, EvictionCandidate, EvictionOrder, Popularity, class_rate, origin_rates
 from weights.residency.recent import Recent
 from weights.residency.sizes import DistinctBytes, Size, bytes_of, unshared
 
@@ -134,7 +134,7 @@ class Contents(Generic[Thing]):
         self.movable_bytes = 0
         self.now_s = clock
         self._tier = MemoryTier() if tier is None else tier
-        self.order: EvictionOrder[Entry[Thing]] = EvictionOrder(self._tier.reload_rate)
+        self.order: EvictionOrder[Entry[Thing]] = EvictionOrder()
         self._pinned: set[str] = set()
         self._detached: dict[str, list[Entry[Thing]]] = {}  # in memory until their leases end
         self._ticks = itertools.count(1)
@@ -156,7 +156,7 @@ class Contents(Generic[Thing]):
 
     def rates(self) -> dict[Hashable, float]:
         """Return seconds per byte by origin, as `EvictionOrder.rates` of what is here."""
-        return self.order.rates(self.here.by_origin)
+        return origin_rates(self.here.by_origin, self._tier.reload_rate)
 
     def expect(self, key: str, size: Size, *, prefetched: bool = False) -> Entry[Thing]:
         """Enter one that is coming, for which there should be room; whoever calls loads it: `arrive` or `fail`.

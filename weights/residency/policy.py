@@ -67,6 +67,20 @@ def class_rate(origin: Hashable) -> float | None:
     return 2.0 ** (origin / _CLASSES_PER_OCTAVE) if isinstance(origin, int) else None
 
 
+def origin_rates(
+    bytes_of_origin: Mapping[Hashable, int], rate_of: Callable[[Hashable], float | None] = class_rate
+) -> dict[Hashable, float]:
+    """Return seconds per byte by origin; None is the mean over the given bytes, and 1 where nobody measured.
+
+    `rate_of` returns the seconds that a byte of an origin takes to get again; None: as long as the others on average.
+    """
+    known = {origin: rate for origin in bytes_of_origin if (rate := rate_of(origin)) is not None}
+    known_bytes = sum(bytes_of_origin[origin] for origin in known)
+    weighted = sum(rate * bytes_of_origin[origin] for origin, rate in known.items())
+    usual = weighted / known_bytes if known_bytes else 1.0
+    return {None: usual} | dict.fromkeys(bytes_of_origin, usual) | known
+
+
 @dataclass(eq=False, slots=True)
 class EvictionCandidate:
     """Something in memory that may have to go.
@@ -92,12 +106,10 @@ class EvictionOrder(Generic[CandidateT]):
     Each of the two orders the candidates of one origin in a way that does not change with time, so each has a heap,
     and the least of all tops is the least of all. Ties go by least recent use.
 
-    `rate_of` returns the seconds that a byte of an origin takes to get again; None: as long as the others on average.
     An operation costs the logarithm of what is here; taking the least, also the number of origins.
     """
 
-    def __init__(self, rate_of: Callable[[Hashable], float | None] = class_rate) -> None:
-        self._rate_of = rate_of
+    def __init__(self) -> None:
         self._members: dict[CandidateT, None] = {}
         self._heaps: dict[Hashable, tuple[_Heap[CandidateT], _Heap[CandidateT]]] = {}
 
@@ -117,14 +129,6 @@ class EvictionOrder(Generic[CandidateT]):
     def discard(self, candidate: CandidateT) -> None:
         """Make it unevictable. What is not here is ignored. Its heap places stay until they come to the top."""
         self._members.pop(candidate, None)
-
-    def rates(self, bytes_of_origin: Mapping[Hashable, int]) -> dict[Hashable, float]:
-        """Return seconds per byte by origin; None is the mean over the given bytes, and 1 where nobody measured."""
-        known = {origin: rate for origin in bytes_of_origin if (rate := self._rate_of(origin)) is not None}
-        known_bytes = sum(bytes_of_origin[origin] for origin in known)
-        weighted = sum(rate * bytes_of_origin[origin] for origin, rate in known.items())
-        usual = weighted / known_bytes if known_bytes else 1.0
-        return {None: usual} | dict.fromkeys(bytes_of_origin, usual) | known
 
     @contextlib.contextmanager
     def ascending(self, rates: Mapping[Hashable, float], now_s: float) -> Iterator[Iterator[CandidateT]]:

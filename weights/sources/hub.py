@@ -161,7 +161,7 @@ class HubRepository:
         return RemoteObject(file.rfilename, name, file.size, sha256 or file.blob_id, digest)
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """Return what the hub answers; where it says when to come back, or is not itself, wait and ask again."""
+        """Return the hub's answer. Ask again later where the hub says when to come back, or has an error of its own."""
         for num_waits in range(_MAX_WAITS + 1):
             with self._named_errors():
                 try:

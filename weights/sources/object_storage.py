@@ -159,7 +159,7 @@ class _Mirror:
         return file.is_file() and file.stat().st_size == remote.nbytes
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Remove what is no longer at the URL: a stale file could be taken for part of the checkpoint."""
+        """Remove files that are no longer at the URL: a stale one could be taken for part of the checkpoint."""
         for name in names:
             (self._target / name).unlink(missing_ok=True)
             (self._target / f"{name}.part").unlink(missing_ok=True)

@@ -246,7 +246,7 @@ class StoreIndex:
         return len(before.tensors.keys() - needed.tensors.keys())
 
     def unneeded(self) -> set[Unneeded]:
-        """Return what was unneeded when it was last looked at."""
+        """Return the files and ranges that the last look found unneeded."""
         found = set(map(Unneeded._make, self._connection.execute("SELECT path, begin, end, since_s FROM unneeded")))
         for clock in found:
             if tuple(map(type, clock)) != (str, int, int, float):

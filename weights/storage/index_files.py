@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Manifests(Protocol):
-    """Whoever reads the manifests of a store."""
+    """Reads the manifests of a store."""
 
     def readable_manifests(self) -> Iterator[Manifest]:
         """Yield the manifests that are sound and of a known version."""
@@ -47,7 +47,7 @@ class IndexFiles:
             return self._run(action)
 
     def read_meta(self) -> StoreMeta:
-        """Return what meta.json says now, from the manifests when there is no sound index. Writes nothing.
+        """Return the present content of meta.json, from the manifests when there is no sound index. Writes nothing.
 
         Takes memory and time that grow with the store. Raises StoreVersionError when the store is too new.
         """
@@ -55,7 +55,7 @@ class IndexFiles:
         return meta_of(self._manifests.readable_manifests()) if found is None else found
 
     def read(self, action: Callable[[StoreIndex], Result]) -> Result | None:
-        """Return what `action` finds in the index; None when there is no sound one. Writes nothing.
+        """Return the result of `action` on the index; None when there is no sound one. Writes nothing.
 
         Raises StoreVersionError when the store is too new.
         """

@@ -121,7 +121,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
 
 
 def _known(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExtents) -> StoreMeta:
-    """Return what the index has of the draft's tensors and may be shared."""
+    """Return the extents and tensors of the index that the draft may share."""
 
     def look_up(index: StoreIndex) -> StoreMeta:
         known = index.find(shared.hashes)

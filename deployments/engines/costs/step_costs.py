@@ -19,7 +19,6 @@ import json
 import statistics
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -167,8 +166,8 @@ def _grown(size: int, seconds: float, rows: int) -> float:
 class RememberedCosts:
     """The file of one user, whose processes all write it; of two that write at once, one may be lost. Thread-safe."""
 
-    def __init__(self, folder: Callable[[], Path] = cache_folder) -> None:
-        self._file = folder() / "step_costs.json"
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = (folder or cache_folder()) / "step_costs.json"
         self._lock = threading.Lock()
 
     def recall_costs(self, subject: str) -> StepCosts:

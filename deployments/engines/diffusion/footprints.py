@@ -150,10 +150,15 @@ class PipelineTwin(DenoisePipeline):
         with self._mode:
             pixels = torch.empty(1, 3, height, width, device=self.device)
             latents = pixels.new_empty(1, *family.latents.noise_shape(self.denoiser.config, size))
+        found: list[torch.Tensor] = []
+
+        def read() -> None:
             inputs = family.adapters.control_image(twin, pixels, lambda images: latents, self._codec.vae)
-            inputs = tuple(one.to(self._dtype) for one in inputs)
-        mode = 0 if family.adapters.num_modes(twin.config) else None
-        return Control(name, twin, inputs, 1.0, 0.0, 1.0, family.adapters.controls_read_prompt, mode)
+            found.extend(one.to(self._dtype) for one in inputs)
+
+        self._record(read, {})  # which knows the shapes of convolutions that fake tensors have no rule for
+        mode = 0 if family.adapters.num_modes(twin) else None
+        return Control(name, twin, tuple(found), 1.0, 0.0, 1.0, family.adapters.controls_read_prompt, mode)
 
     def _fakes_of(self, pairs: Mapping[str, LoraPair]) -> FittedPairs:
         def fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

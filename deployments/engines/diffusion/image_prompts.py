@@ -183,8 +183,8 @@ def prompted_by_images(spans: Sequence[PromptedSpan]) -> Iterator[None]:
                 by_layer.setdefault(layer.module, []).append(added)
     handles: list[Any] = []
     try:
-        for layer, added_here in by_layer.items():
-            handles += (_hooked_block if _is_block(layer) else _hooked)(layer, added_here)
+        for module, added_here in by_layer.items():
+            handles += (_hooked_block if _is_block(module) else _hooked)(module, added_here)
         yield
     finally:
         for handle in handles:

@@ -70,7 +70,7 @@ def make_controls(
             raise EngineError(f"control: {use.name!r} is no known ControlNet (known: {nets or 'none'})")
         if reason := _misfit(family, net, denoiser, codec.scale_factor):
             raise EngineError(f"control: {use.name!r} {reason}")
-        if reason := _wrong_mode(use.mode, family.adapters.num_modes(net.config)):
+        if reason := _wrong_mode(use.mode, family.adapters.num_modes(net)):
             raise EngineError(f"control: {use.name!r} {reason}")
         make_batch_invariant(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)

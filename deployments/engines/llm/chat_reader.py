@@ -11,18 +11,20 @@ from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, encode_rendered, render_chat
 from deployments.engines.llm.image_reader import ImageReader
-from deployments.engines.llm.models.eyes import Eyes
+from deployments.engines.llm.models.vision_tower import VisionTower
 from deployments.engines.records.prompt_images import PromptImage, PromptImages
 from deployments.engines.records.protocol import EngineError
 
 
 class ChatReader:
-    """Reads chats by the tokenizer's template. `images` and `eyes` are those of a model that sees."""
+    """Reads chats by the tokenizer's template. `images` and `vision` are those of a model that sees."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None, eyes: Eyes | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None, vision: VisionTower | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._images = images
-        self._eyes = eyes
+        self._vision = vision
 
     def encode(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         """Return the token ids of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
@@ -52,11 +54,11 @@ class ChatReader:
 
         Raises EngineError where there are not as many parts as images.
         """
-        if self._images is None or self._eyes is None:
+        if self._images is None or self._vision is None:
             return encode_rendered(self._tokenizer, text), None
         token_ids = self._images.encode(self._images.expand(text, images))
         rows = self._images.place(token_ids, images)
-        return token_ids, self._eyes.placed(token_ids, images, rows) if images else None
+        return token_ids, self._vision.placed(token_ids, images, rows) if images else None
 
     def read(
         self, messages: list[dict[str, Any]], images: Sequence[PromptImage], options: ChatOptions = NO_OPTIONS

@@ -61,7 +61,7 @@ class Completion:
         eos_token_ids: frozenset[int],
         loras: tuple[SequenceLora, ...] = (),
         prompt_logprobs: PromptLogprobs | None = None,
-        looks_up_prompts: bool = False,
+        prompt_lookup: bool = False,
     ) -> Completion:
         """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
@@ -79,7 +79,7 @@ class Completion:
                 prompt_logprobs,
                 pooled,
                 request.images,
-                lookup=PromptLookup(len(prompt) + max_tokens) if looks_up_prompts else None,
+                lookup=PromptLookup(len(prompt) + max_tokens) if prompt_lookup else None,
             ),
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()

@@ -100,7 +100,7 @@ class LLMEngine:
         model_config = load_config(folder)
         device = torch.device(config.device)
         model = create_any_model(
-            model_config, tensors, device, arithmetic=config.arithmetic, keeps_places=config.keeps_places
+            model_config, tensors, device, arithmetic=config.arithmetic, keeps_devices=config.keeps_devices
         )
         if model.pads_rows:
             config.check_padded_threads()
@@ -112,9 +112,9 @@ class LLMEngine:
         self.max_model_len = plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
         self.tokenizer, self.generation_defaults = load_tokenizer(folder), load_generation_defaults(folder)
-        eyes = model.eyes if isinstance(model, StockModel) else None
-        images = ImageReader.load(folder, self.tokenizer, model_config) if eyes else None
-        self.chats = ChatReader(self.tokenizer, images, eyes)
+        vision = model.vision if isinstance(model, StockModel) else None
+        images = ImageReader.load(folder, self.tokenizer, model_config) if vision else None
+        self.chats = ChatReader(self.tokenizer, images, vision)
         self._vocab_size, self._eos_token_ids = model.spec.vocab_size, load_eos_token_ids(folder, model_config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
         self._pace = PrefillPace(config.max_decode_delay, config.max_prefill_beside_decode)
@@ -191,7 +191,7 @@ class LLMEngine:
                 eos_token_ids=self._eos_token_ids,
                 loras=loras,
                 prompt_logprobs=scores,
-                looks_up_prompts=self._config.looks_up_prompts and self._shares_prompts,
+                prompt_lookup=self._config.prompt_lookup and self._shares_prompts,
             )
             for index in range(request.n)
         ]
@@ -216,7 +216,7 @@ class LLMEngine:
         for completion in completions if has_forked else completions[:1]:
             self._scheduler.finish(completion.sequence)
 
-    def make_way(self, other_step_s: float | None) -> None:
+    def yield_device(self, other_step_s: float | None) -> None:
         """Let the next steps hold another engine up by a few of its steps at most; None: no other one has work."""
         self._other_step_s = other_step_s
 

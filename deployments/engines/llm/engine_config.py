@@ -26,21 +26,21 @@ class LLMEngineConfig:
     prompts, and have at most `max_prefill_beside_decode` prompt tokens. Steps of completions alone run on
     `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is. What
     the host computes has them leased from `node_threads`, if there are some. With
-    `looks_up_prompts` tokens that stood behind the last ones before are proposed, and several may come of a step. With
-    `keeps_places` each layer computes where its tensors are, be that `device`, which has the head, or the host.
+    `prompt_lookup` tokens that stood behind the last ones before are proposed, and several may come of a step. With
+    `keeps_devices` each layer computes where its tensors are, be that `device`, which has the head, or the host.
 
     Raises:
         EngineError: no sequence or no token fits into a step.
     """
 
     device: str | torch.device = "cpu"
-    keeps_places: bool = False
+    keeps_devices: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_prefill_beside_decode: int = 512
     max_decode_delay: float = 2.0
     is_deterministic: bool = False
-    looks_up_prompts: bool = False
+    prompt_lookup: bool = False
     kv_cache_bytes: int = 64 * 2**20
     kv_dtype: KvDtype = "auto"
     max_model_len: int | None = None

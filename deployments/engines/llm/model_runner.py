@@ -95,11 +95,11 @@ class ModelRunner:
             multiple = len(tokens) if len(tokens) > 1 else 2  # parts of a single row are contiguous, those of more not
         token_ids_T = _padded(torch.tensor(tokens), multiple).to(model.device)
         positions_T = _padded(_positions(chunks), multiple).to(model.device)
-        eyes = model.eyes if isinstance(model, StockModel) else None
-        seen = eyes.seen(token_ids_T, _shown(chunks)) if eyes else None
+        vision = model.vision if isinstance(model, StockModel) else None
+        seen = vision.seen(token_ids_T, _shown(chunks)) if vision else None
 
         def plan(window: int, visible: Visible | None) -> StepAttention:
-            sees_spans = eyes is not None and eyes.sees_itself(window)
+            sees_spans = vision is not None and vision.sees_itself(window)
             return plan_attention(chunks, self._cache, model.device, window, visible, sees_spans=sees_spans)
 
         arguments = (token_ids_T, positions_T if positions_T.ndim == 1 else positions_T.T, plan, check)

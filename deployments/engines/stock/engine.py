@@ -80,7 +80,7 @@ class StockEngine:
             self.model, request, self.inputs, self._adapted, self._ends_turn, self._clock, self._memory
         )
 
-    def make_way(self, others_step_s: float | None) -> None:
+    def yield_device(self, others_step_s: float | None) -> None:
         """Take in what a step of another engine takes: a turn that others wait for is no longer, but for a block."""
         self._others_step_s = others_step_s or 0.0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from deployments.records.errors import InvalidRequest
 _MAX_FILES: Final = 8
 _MAX_FIELDS: Final = 64
 _OPAQUE: Final = 255
+_MEMBER: Final = re.compile(r"(\w+)\[\]\[(\w+)\]")  # of the objects in a list, in OpenAI's clients
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Pictures = npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...]
 NamedFiles = str | bytes | Sequence[str | bytes]
@@ -149,14 +151,16 @@ def _decode_pictures(file: bytes | str, field: str, limits: LimitsConfig, left: 
     return np.frombuffer(pixels, np.uint8).reshape(reply.frames, reply.height, reply.width, 3)
 
 
-async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, str], dict[str, list[bytes]]]:
+async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     """Return the fields and the files of a form, by name; `image[]`, as clients name lists, is `image`.
 
+    `lora[][name]`, once for each object of a list, is a list `lora` of objects that have a `name`.
     Raises InvalidRequest for another body, and for a field that came twice.
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("expected a body of multipart/form-data with the image as a file")
-    fields: dict[str, str] = {}
+    fields: dict[str, Any] = {}
+    lists: dict[str, dict[str, list[str]]] = {}
     files: dict[str, list[bytes]] = {}
     try:
         async with request.form(max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_part_bytes) as form:
@@ -164,13 +168,32 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, st
                 name = key.removesuffix("[]")
                 if isinstance(value, UploadFile):
                     files.setdefault(name, []).append(await value.read())
+                elif found := _MEMBER.fullmatch(key):
+                    lists.setdefault(found[1], {}).setdefault(found[2], []).append(value)
                 elif name in fields:
                     raise InvalidRequest(f"{name}: given more than once", name)
                 else:
                     fields[name] = value
     except HTTPException as error:  # how Starlette says what python-multipart found
         raise InvalidRequest(f"the form cannot be read: {error.detail}") from None
+    for name, members in lists.items():
+        if name in fields:
+            raise InvalidRequest(f"{name}: given more than once", name)
+        fields[name] = _objects_of(name, members)
     return fields, files
+
+
+def _objects_of(name: str, members: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Return the objects whose members came by name. Raises InvalidRequest where it is not sure whose a member is."""
+    (first, values), *others = members.items()
+    for member, given in others:
+        if len(given) != len(values):
+            raise InvalidRequest(
+                f"{name}: {len(values)} of {name}[][{first}] and {len(given)} of {name}[][{member}] came, and nobody "
+                f"knows which belong together: give each of the list all members, or send {name} as JSON",
+                name,
+            )
+    return [dict(zip(members, row, strict=True)) for row in zip(*members.values(), strict=True)]
 
 
 async def validated(class_: type[BodyT], fields: Any, num_bytes: int) -> BodyT:

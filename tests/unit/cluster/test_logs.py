@@ -29,15 +29,18 @@ class Lines(logging.Handler):
 
 @pytest.mark.parametrize("per_s", [5, 720])
 def test_lines_of_an_hour_are_few_and_all_are_counted(per_s: int) -> None:
-    now_s, kept = 0.0, Lines()
+    kept = Lines()
     logger = logging.Logger("test")
     logger.addHandler(kept)
-    logger.addFilter(_AccessLogFilter(lambda: now_s))
+    logger.addFilter(_AccessLogFilter())
     number = 60 * per_s
+    now_s = 1e9
     for line in range(number):
-        logger.info("POST /v1/%s %d", "chat", line, extra={"serve_access_log": True})
+        facts = {"name": "test", "levelno": logging.INFO, "created": now_s}
+        said = {"msg": "POST /v1/%s %d", "args": ("chat", line), "serve_access_log": True}
+        logger.handle(logging.makeLogRecord(facts | said))
         if line % 100 == 0:
-            logger.info("something else")
+            logger.handle(logging.makeLogRecord(facts | {"msg": "something else"}))
         now_s += 1 / per_s
     others = [text for text in kept.texts if text == "something else"]
     lines = [text for text in kept.texts if text.startswith("POST /v1/chat")]
@@ -45,6 +48,17 @@ def test_lines_of_an_hour_are_few_and_all_are_counted(per_s: int) -> None:
     assert len(lines) == (number if per_s == 5 else pytest.approx(700, abs=5))
     left_out = sum(int(text.partition("(after ")[2].split()[0]) for text in lines if "left out" in text)
     assert left_out + len(lines) == pytest.approx(number, abs=per_s)
+
+
+def test_a_wall_clock_that_is_set_back_stops_no_lines_for_long() -> None:
+    bound = _AccessLogFilter()
+
+    def passes(created: float) -> bool:
+        return bound.filter(logging.makeLogRecord({"msg": "", "created": created, "serve_access_log": True}))
+
+    assert sum(passes(1e9) for _ in range(200)) == 100
+    assert not passes(1e9 - 3600)
+    assert passes(1e9 - 3599)
 
 
 def test_it_is_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,26 +211,26 @@ def test_a_node_that_joins_is_looked_at_while_it_has_a_problem_and_named_once_th
         asked.append(dict(nodes))
         return {node_id: problems[node_id] for node_id in nodes}
 
-    watch = NodeWatch(find_problems, known={"a"}, clock=clock)
+    watch = NodeWatch(find_problems, known={"a"})
     nodes = {node_id: f"10.0.0.{number}" for number, node_id in enumerate("abcd", 1)}
-    assert watch.look({"a": nodes["a"]}) == []
+    assert watch.look({"a": nodes["a"]}, clock.now_s) == []
     assert asked == [], "`up` has looked at it"
-    assert watch.look(nodes) == []
+    assert watch.look(nodes, clock.now_s) == []
     assert (asked.pop().keys(), watch.problems) == ({"b", "c", "d"}, {})
     problems["c"] = []  # it was one that starts with the cluster
-    assert watch.look(nodes) == []
+    assert watch.look(nodes, clock.now_s) == []
     assert not asked
     clock.now_s += FIRST_PAUSE_S
-    assert watch.look(nodes) == ["no HAProxy"]
+    assert watch.look(nodes, clock.now_s) == ["no HAProxy"]
     assert asked.pop().keys() == {"b", "c"}
     for _ in range(5):
         clock.now_s += LONGEST_PAUSE_S
-        assert watch.look(nodes) == [], "it was named already"
+        assert watch.look(nodes, clock.now_s) == [], "it was named already"
         assert (asked.pop().keys(), watch.problems) == ({"b"}, {"b": ["no HAProxy"]})
     del nodes["b"]
-    assert watch.look(nodes) == []
+    assert watch.look(nodes, clock.now_s) == []
     assert watch.problems == {}
-    assert watch.look(nodes | {"b": "10.0.0.2"}) == []
+    assert watch.look(nodes | {"b": "10.0.0.2"}, clock.now_s) == []
     assert asked.pop().keys() == {"b"}, "another one of that name"
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_random
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -370,3 +371,91 @@ def test_an_ip_adapter_of_flux_answers_and_is_for_flux_alone(tmp_path: Path) -> 
     assert np.abs(found.astype(int) - plain).max() > 4
     with pytest.raises(ServiceError, match=f"an IP-Adapter that is of Flux, and '{SDXL}' has a UNet"):
         models_of(Written(folder, None, SDXL), tmp_path / "store")
+
+
+def test_the_registry_reads_a_file_by_the_base_in_its_store(tmp_path: Path) -> None:
+    from cluster.records.errors import ModelUnservable
+    from cluster.registry.importing import import_checkpoint
+    from configs.model import AdapterConfig, ModelConfig
+    from deployments.engines.servable import why_unservable
+    from weights.records.errors import WeightsError
+    from weights.storage.store import WeightStore
+
+    written = control_lora(tmp_path / "source")
+    store = WeightStore(tmp_path / "store")
+    adapter = AdapterConfig(id="control", path=written.path, base=(SDXL,))
+    with pytest.raises(WeightsError, match=SDXL):
+        import_checkpoint(store, adapter, why_unservable=why_unservable)
+    for id_ in (SDXL, FLUX):
+        import_checkpoint(store, ModelConfig(id=id_, path=MODELS / id_, dtype="float32"), why_unservable=why_unservable)
+    import_checkpoint(store, adapter, why_unservable=why_unservable)
+    manifest = store.manifest("control")
+    assert (manifest.kind, manifest.class_name) == ("controlnet", "ControlNetModel")
+    expected = written.judge.state_dict()
+    assert {name: ref.shape for name, ref in manifest.components["controlnet"].tensors.items()} == {
+        name: tuple(one.shape) for name, one in expected.items()
+    }
+    again = import_checkpoint(store, adapter, why_unservable=why_unservable)
+    assert again.fingerprint == manifest.fingerprint
+    whole = ModelConfig(id="model", path=written.path, like=SDXL)
+    with pytest.raises(ModelUnservable, match="a ControlNet, no model: an adapter, with its models as base"):
+        import_checkpoint(store, whole, why_unservable=why_unservable)
+    other = AdapterConfig(id="other", path=written.path, base=(FLUX,))
+    with pytest.raises(WeightsError, match=f"a ControlNet of Stable Diffusion or SDXL, and '{FLUX}'.* has no unet"):
+        import_checkpoint(store, other, why_unservable=why_unservable)
+
+
+def test_a_config_with_files_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    from deployments.preflight import check_config
+
+    file, path = tmp_path / "c.yaml", in_original_names(tmp_path / "source").path
+
+    def problems_of(source: str) -> list[str]:
+        file.write_text(
+            f"models: [{{id: base, path: {source}}}]\nadapters: [{{id: control, path: {path}, base: [base]}}]\n"
+            f"store: {{path: {tmp_path / 'store'}}}\n"
+        )
+        return [problem.text for problem in check_config(file)[2]]
+
+    assert problems_of(str(MODELS / SDXL)) == []
+    assert problems_of("s3://bucket/model") == []  # it is looked at when it is there
+    [problem] = problems_of(str(MODELS / FLUX))
+    assert "a ControlNet of Stable Diffusion or SDXL, and" in problem
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if "folder" not in name])
+def test_a_damaged_file_is_refused_in_words(tmp_path: Path, name: str) -> None:
+    """Whatever its tensors are called and however they are shaped."""
+    from cluster.registry.importing import base_of
+    from deployments.engines.servable import why_unservable
+    from weights.formats.checkpoint import read_checkpoint
+    from weights.formats.control_files import read_control_file
+    from weights.operations.base_pipeline import open_base
+    from weights.records.errors import FormatError
+
+    written, random = WRITERS[name](tmp_path / "source"), seeded_random()
+    base, tensors = open_base(MODELS / written.base, None), load_file(written.path)
+    model = base_of(written.base, read_checkpoint(MODELS / written.base), "float32")
+    shapes = ((), (0,), (3,), (1, 1), (2, 0), (7, 5), (1, 2, 3, 4), (4, 4, 3, 3), (48, 48, 3, 3))
+    said: list[str | None] = []
+
+    def refusal_of(file: Path) -> str | None:
+        try:
+            return why_unservable(read_control_file(file, base), (model,), "float32")
+        except FormatError as error:
+            return str(error)
+
+    for _ in range(8):
+        damaged = dict(tensors)
+        for key in random.sample(sorted(tensors), 3):
+            one = damaged.pop(key)
+            match random.choice(("shape", "name", "none", "number")):
+                case "shape":
+                    damaged[key] = torch.zeros(random.choice(shapes))
+                case "name":
+                    damaged[f"{key}.{random.choice(('up', 'down', 'weight', 'x'))}"] = one
+                case "number":
+                    damaged[re.sub(r"\d+", str(random.choice((0, 9, 99, 99999))), key, count=1)] = one
+        file = saved(damaged, tmp_path / "damaged")
+        said.append(refusal_of(file))
+    assert all(one is None or (one.startswith(str(tmp_path)) and "\n" not in one) for one in said), said

@@ -449,7 +449,7 @@ class Adapters:
         """Return why `predict_noise` cannot call a ControlNet of this class and config, or None."""
         return None
 
-    def num_modes(self, config: Mapping[str, Any]) -> int:
+    def num_modes(self, net: Any) -> int:
         """Return how many modes a union of ControlNets has, of which a request says one; 0 for a net of one."""
         return 0
 

@@ -115,8 +115,8 @@ class FluxAdapters(Adapters):
         images = pixels_B3HW * 2 - 1
         return (images if _reads_pixels(net) else self._latents.pack(self._latents.scale(encode(images), vae)),)
 
-    def num_modes(self, config: Mapping[str, Any]) -> int:
-        return int(config.get("num_mode") or 0)
+    def num_modes(self, net: Any) -> int:
+        return int(net.config.get("num_mode") or 0)
 
 
 class FluxNetwork(ModulatedFlow):

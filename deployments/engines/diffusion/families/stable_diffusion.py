@@ -136,8 +136,8 @@ class UNetAdapters(Adapters):
             return adapter_features(net, pixels_B3HW)
         return (pixels_B3HW,)
 
-    def num_modes(self, config: Mapping[str, Any]) -> int:
-        return int(config.get("num_control_type") or 0)
+    def num_modes(self, net: Any) -> int:
+        return int(net.config.get("num_control_type") or 0)
 
     def control_refusal(
         self, class_name: str, config: Mapping[str, Any], denoiser_config: Mapping[str, Any], pixels_per_latent: int

@@ -45,7 +45,8 @@ def _by_row(layer: Any, x_BTC: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    return torch.cat([type(layer).forward(layer, row) for row in x_BTC.split(1)])
+    rows = (x_BTC[place : place + 1] for place in range(len(x_BTC)))
+    return torch.cat([type(layer).forward(layer, row) for row in rows])
 
 
 def adapter_features(adapter: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -62,9 +63,9 @@ def adapter_features(adapter: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Ten
 
 def _gray(pixels_13HW: torch.Tensor) -> torch.Tensor:
     """Return the brightness of pixels from 0 to 1, rounded as PIL does it."""
-    parts = (pixels_13HW * 255).round().int().unbind(1)
-    total = sum(factor * part for factor, part in zip(_LUMA, parts, strict=True)) + 2**15
-    return ((total >> 16).float() / 255)[:, None]
+    numbers = (pixels_13HW * 255).round().int()
+    red, green, blue = (factor * numbers[:, place : place + 1] for place, factor in enumerate(_LUMA))
+    return ((red + green + blue + 2**15) >> 16).float() / 255
 
 
 def why_unlike_adapter(config: Mapping[str, Any], unet_config: Mapping[str, Any], pixels_per_latent: int) -> str | None:

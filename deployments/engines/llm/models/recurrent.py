@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from deployments.engines.llm.models.step_rows import StepRows, turn_of
+from deployments.engines.llm.models.step_rows import StepRows, step_inputs_of
 from deployments.engines.llm.sequences.kv_cache import zero_pages
 from deployments.engines.llm.sequences.sequence import Chunk
 from deployments.engines.records.protocol import EngineError
@@ -147,12 +147,12 @@ class StepStates:
 
     def run(self, mixer: StepMixer, forward: Callable[..., Any], hidden_1TC: torch.Tensor, given: Any) -> torch.Tensor:
         self.check()
-        turn = turn_of(mixer)
-        before, mixed = turn.rows, None
+        inputs = step_inputs_of(mixer)
+        before, mixed = inputs.rows, None
         try:
             for batch in self.batches:
                 cache = _MixerCache({} if batch.reads is None else self.store.read(mixer.number, batch.reads))
-                mixer.routed_rows, turn.rows = batch.rows, batch.products
+                mixer.routed_rows, inputs.rows = batch.rows, batch.products
                 part = hidden_1TC[0, batch.rows].view(*batch.products.shape, -1)
                 result: torch.Tensor = forward(part, **{**given, mixer.cache_name: cache, "attention_mask": None})
                 if mixed is None:
@@ -160,7 +160,7 @@ class StepStates:
                 mixed[0, batch.rows[: batch.num_rows]] = result.flatten(0, 1)[: batch.num_rows]
                 self.store.write(mixer.number, batch.writes, cache.states)
         finally:
-            mixer.routed_rows, turn.rows = None, before
+            mixer.routed_rows, inputs.rows = None, before
         assert mixed is not None
         return mixed
 
@@ -187,7 +187,7 @@ class StepMixer(nn.Module):
     routed_rows: torch.Tensor | None
 
     def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
-        return turn_of(self).states.run(self, super().forward, hidden_states, given)
+        return step_inputs_of(self).states.run(self, super().forward, hidden_states, given)
 
 
 def mix_by_steps(module: nn.Module) -> list[Any]:

@@ -171,12 +171,12 @@ def create_any_model(
     device: torch.device,
     *,
     arithmetic: Arithmetic = "fast",
-    keeps_places: bool = False,
+    keeps_devices: bool = False,
 ) -> AnyModel:
     """Build our decoder, or the class of transformers where we have none. Raises EngineError as they do."""
     tensors = decoder_tensors(config, tensors)
     if not is_stock(config):
-        return create_model(config, tensors, device, arithmetic=arithmetic, keeps_places=keeps_places)
+        return create_model(config, tensors, device, arithmetic=arithmetic, keeps_devices=keeps_devices)
     create = create_own_cache_model if config.architectures[0] in OWN_CACHE else create_stock_model
     return create(config, tensors, device)
 
@@ -187,11 +187,11 @@ def create_model(
     device: torch.device,
     *,
     arithmetic: Arithmetic = "fast",
-    keeps_places: bool = False,
+    keeps_devices: bool = False,
 ) -> LoadedModel:
     """Build our decoder on the meta device and assign `tensors`.
 
-    Tensors that are on `device` already are used where they are; others are copied there. With `keeps_places` all of a
+    Tensors that are on `device` already are used where they are; others are copied there. With `keeps_devices` all of a
     layer's are where it computes, and stay. Those of a GGUF or Kuiper file stay packed, and `arithmetic` says how
     products with them are computed (`nn/packed_linear.py`).
 
@@ -205,7 +205,7 @@ def create_model(
     packed: PackedSource | None = getattr(config, "packed_source", None)
     full_name = _full_name if packed is None else str
     placed = renamed_experts(
-        {full_name(name): tensor if keeps_places else tensor.to(device) for name, tensor in tensors.items()}
+        {full_name(name): tensor if keeps_devices else tensor.to(device) for name, tensor in tensors.items()}
     )
     source = packed or _stored_source(config, placed, arithmetic, module.state_dict().keys())
     if source is not None:
@@ -214,7 +214,7 @@ def create_model(
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
     dtype = module.model.norm.weight.dtype if source is None else compute_dtype(arithmetic)
     pads_rows = uses_torch_products(module)
-    model = LoadedModel(module.eval(), rotary, spec, dtype, _place(module) if keeps_places else device, pads_rows)
+    model = LoadedModel(module.eval(), rotary, spec, dtype, _place(module) if keeps_devices else device, pads_rows)
     for path, part in module.named_modules():
         if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(model.device_of(path)):
             part.row_multiple = settled_rows()

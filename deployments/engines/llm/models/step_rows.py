@@ -16,7 +16,7 @@ from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.few_rows import multiply_rows
 from weights.platform.torch_seam import is_fake
 
-TURN: Final = "atelier_turn"
+STEP_INPUTS: Final = "atelier_step_inputs"
 _PRODUCTS: Final = frozenset(
     {
         *("linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "addmm", "addmv", "addbmm", "baddbmm"),
@@ -44,25 +44,25 @@ class StepRows:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """The step that a model runs, if it runs one: all its modules have it, under the name `TURN`."""
+class StepInputs:
+    """The inputs of the step that a model runs. All its modules share them, under the name `STEP_INPUTS`."""
 
     attention: Any = None
     states: Any = None
     rows: StepRows | None = None
 
 
-def turn_of(module: nn.Module) -> Turn:
-    """Return the turn of the model that a module is a part of."""
-    turn: Turn = getattr(module, TURN)
-    return turn
+def step_inputs_of(module: nn.Module) -> StepInputs:
+    """Return the step inputs of the model that a module is a part of."""
+    inputs: StepInputs = getattr(module, STEP_INPUTS)
+    return inputs
 
 
 class StepLinear(nn.Linear):
     """A linear layer of a decoder. Batches of other shapes, those of experts say, are torch's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = turn_of(self).rows
+        rows = step_inputs_of(self).rows
         if rows is None or not rows.are_those_of(input):
             return super().forward(input)
         chosen = rows.by_kernels

@@ -30,7 +30,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from deployments.engines.building.build import build_language_model
 from deployments.engines.llm.models.context import max_positions
-from deployments.engines.llm.models.eyes import Eyes, Seen
 from deployments.engines.llm.models.recurrent import (
     RecurrentSpec,
     StateForm,
@@ -41,16 +40,17 @@ from deployments.engines.llm.models.recurrent import (
     piece_tokens,
 )
 from deployments.engines.llm.models.step_rows import (
-    TURN,
+    STEP_INPUTS,
     OtherProducts,
+    StepInputs,
     StepLinear,
     StepRows,
-    Turn,
     compute_experts,
     padded_multiple,
-    turn_of,
+    step_inputs_of,
 )
 from deployments.engines.llm.models.stock_classes import RECURRENT, SEEING, WHOLE_PROMPTS
+from deployments.engines.llm.models.vision_tower import Seen, VisionTower
 from deployments.engines.llm.sequences.kv_cache import KvHeads
 from deployments.engines.llm.sequences.paged_attention import Planner, Scores, StepAttention, Visible
 from deployments.engines.records.protocol import EngineError
@@ -139,7 +139,7 @@ def _attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend with (1, H, T, D), (1, K, T, D) and (1, K, T, D), by the step in `others`; the result is (1, T, H, D)."""
-    step, name = turn_of(module).attention, type(module).__name__
+    step, name = step_inputs_of(module).attention, type(module).__name__
     if unknown := [one for one in _UNKNOWN if others.get(one) is not None]:
         raise EngineError(f"{name}: attention with {unknown[0]!r} is not supported")
     if step is None or not isinstance(attention_mask, _StepMask) or others.get("is_causal") is False:
@@ -185,7 +185,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class StockModel:
-    """A class of transformers with its weights, ready to run over the paged KV cache. Some have `eyes`."""
+    """A class of transformers with its weights, ready to run over the paged KV cache. Some have `vision`."""
 
     module: Any
     head: Any  # the module with `_Given` in the place of its decoder
@@ -195,7 +195,7 @@ class StockModel:
     pads_rows: bool = True
     pads_completions: bool = True  # unless all products are those of linear layers, which kernels compute
     row_multiple: int = 1
-    eyes: Eyes | None = None
+    vision: VisionTower | None = None
 
     def hidden_states(
         self,
@@ -222,7 +222,7 @@ class StockModel:
 
     def lora_scope(self) -> str | None:
         """Return the module that LoRAs of requests may change, beside the head; None for all of them."""
-        if self.eyes is None:
+        if self.vision is None:
             return None
         decoder = self.module.get_decoder()
         return next(name for name, module in self.module.named_modules() if module is decoder)
@@ -240,15 +240,15 @@ class StockModel:
 
 @contextlib.contextmanager
 def _turn(module: Any, **given: Any) -> Iterator[None]:
-    """Give all modules these fields of their turn for the length of the block."""
-    turn = turn_of(module)
+    """Give all modules these fields of their step inputs for the length of the block."""
+    inputs = step_inputs_of(module)
     for name, value in given.items():
-        setattr(turn, name, value)
+        setattr(inputs, name, value)
     try:
         yield
     finally:  # it has the tensors of its masks
         for name in given:
-            setattr(turn, name, None)
+            setattr(inputs, name, None)
 
 
 def _base_name(module: Any) -> str:
@@ -296,9 +296,9 @@ def create_stock_model(
     module.set_attn_implementation({"text_config": OURS} if sees else OURS)
     if computes_on_host(device):  # elsewhere transformers' function for all experts at once is the quicker one
         module.set_experts_implementation(OURS)
-    turn = Turn()
+    inputs = StepInputs()
     for part in module.modules():
-        setattr(part, TURN, turn)
+        setattr(part, STEP_INPUTS, inputs)
         if type(part) is nn.Linear:
             part.__class__ = StepLinear
     mixers = mix_by_steps(module) if config.architectures[0] in RECURRENT else []
@@ -318,7 +318,7 @@ def create_stock_model(
         module.get_input_embeddings().weight.dtype,
         device,
         row_multiple=padded_multiple(module),
-        eyes=Eyes(getattr(module, base), config, device) if sees else None,
+        vision=VisionTower(getattr(module, base), config, device) if sees else None,
     )
     return replace(model, pads_completions=products.found or not model.has_kernels)
 

@@ -88,7 +88,7 @@ def test_a_model_of_another_kind_is_no_base(stock: Any, tmp_path: Path) -> None:
     )
     _, _, problems = check_config(file)
     assert [problem.key for problem in problems] == ["adapters.0.base.0"]
-    assert "an IP-Adapter, and none are served with 'flux', FluxPipeline" in problems[0].text
+    assert "an IP-Adapter that is for a UNet, and 'flux' is one of Flux" in problems[0].text
     alone = style / "ip-adapter.safetensors"
     file.write_text(file.read_text().replace(f"path: {style}", f"path: {alone}"))
     _, _, problems = check_config(file)
@@ -102,6 +102,7 @@ async def test_bodies_of_http_bring_the_image(tmp_path: Path) -> None:
     replicas = Replicas()
     entry = AdapterConfig.model_validate({"id": "style", "path": "/s", "base": ["flux"]})
     replicas.states["flux"] = replace(STATUSES["flux"], class_name="StableDiffusionXLPipeline")
+    replicas.states["other-flux"] = replace(STATUSES["other-flux"], class_name="StableDiffusion3Pipeline")
     replicas.states["style"] = ModelRecord("style", "ready", "ip_adapter", 1, "version of style", entry=entry)
     watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
@@ -126,7 +127,7 @@ async def test_bodies_of_http_bring_the_image(tmp_path: Path) -> None:
             ({"ip_adapter": [use | {"image": "eA=="}]}, "ip_adapter.0.image"),
             ({"ip_adapter": [use] * 99}, "at most"),
             ({"lora": [{"name": "style"}]}, "no adapter 'style'"),
-            ({"model": "other-flux", "ip_adapter": [use]}, "no IP-Adapters are served with FluxPipeline"),
+            ({"model": "other-flux", "ip_adapter": [use]}, "no IP-Adapters are served with StableDiffusion3Pipeline"),
         ):
             refused = await ask(**more)
             assert refused.status_code in (400, 404)

@@ -715,7 +715,7 @@ class Timed(Engine):
         self.clock, self.step_s = clock, step_s
         self.told: list[float | None] = []
 
-    def make_way(self, other_step_s: float | None) -> None:
+    def yield_device(self, other_step_s: float | None) -> None:
         self.told.append(other_step_s and round(other_step_s, 6))
 
     def step(self) -> list[TextDelta]:
@@ -727,7 +727,7 @@ async def test_an_engine_is_told_what_the_steps_of_another_one_with_work_take() 
     clock = [0.0]
     device = DeviceThread(lambda: clock[0])
     long, short = Timed(clock, 1.4), Timed(clock, 0.01, Turns(1))
-    loop, other = EngineLoop(device, long, long.make_way), EngineLoop(device, short)
+    loop, other = EngineLoop(device, long, long.yield_device), EngineLoop(device, short)
     await texts(loop, text_request("alone", 3))
     assert long.told == [None] * 3
     images = asyncio.ensure_future(texts(other, text_request("image", 50)))

@@ -45,7 +45,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def make_way(self, other_step_s: float | None) -> None:
+    def yield_device(self, other_step_s: float | None) -> None:
         pass
 
     def step(self) -> list[TextDelta]:

@@ -23,9 +23,9 @@ def measured(chance: random.Random, num_kinds: int = 3) -> StepCosts:
 def test_another_process_knows_the_same_costs(tmp_path: Path) -> None:
     costs = {f"subject {number}": measured(seeded_random()) for number in range(3)}
     for subject, one in costs.items():
-        RememberedCosts(lambda: tmp_path).keep_figures(subject, one.figures())
+        RememberedCosts(tmp_path).keep_figures(subject, one.figures())
     for subject, one in costs.items():
-        recalled = RememberedCosts(lambda: tmp_path).recall_costs(subject)
+        recalled = RememberedCosts(tmp_path).recall_costs(subject)
         for kind in ("kind 0", "kind 2", "unknown"):
             for rows in (1, 3, 16, 20):
                 assert recalled.seconds(kind, rows) == pytest.approx(one.seconds(kind, rows))
@@ -34,7 +34,7 @@ def test_another_process_knows_the_same_costs(tmp_path: Path) -> None:
 
 
 def test_the_file_is_bounded_and_the_newest_stay(tmp_path: Path) -> None:
-    remembered = RememberedCosts(lambda: tmp_path)
+    remembered = RememberedCosts(tmp_path)
     costs = measured(seeded_random(), num_kinds=500)
     for number in range(MAX_SUBJECTS + 5):
         remembered.keep_figures(str(number), costs.figures())
@@ -59,7 +59,7 @@ def test_the_file_is_bounded_and_the_newest_stay(tmp_path: Path) -> None:
 )
 def test_what_is_no_such_file_is_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "step_costs.json").write_bytes(content)
-    remembered = RememberedCosts(lambda: tmp_path)
+    remembered = RememberedCosts(tmp_path)
     assert not any(remembered.recall_costs("a").figures().values())
     remembered.keep_figures("a", {"k": {"1": 0.5}})
     assert remembered.recall_costs("a").seconds("k", 1) == 0.5

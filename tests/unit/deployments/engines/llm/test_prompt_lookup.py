@@ -105,7 +105,7 @@ def test_answers_are_the_same_in_fewer_steps(tiny, request_of, prompt_of, family
         sampling = request_of("r", prompt, **options).sampling
         requests.append(TextRequest(str(number), prompt, sampling, n=1 + number % 2))
     expected, num_steps = answers(model.engine(), requests)
-    found, fewer = answers(model.engine(looks_up_prompts=True), requests)
+    found, fewer = answers(model.engine(prompt_lookup=True), requests)
     assert found == expected
     assert fewer <= num_steps
 
@@ -114,7 +114,7 @@ def test_a_text_that_repeats_its_prompt_takes_a_fraction_of_the_steps(tmp_path, 
     pieces = [f"word {number} " for number in range(120)]
     tensors = save_scripted_llm(tmp_path, pieces, "{{ messages }}" + BEGIN)
     plain, looking = (
-        LLMEngine(tmp_path, tensors, LLMEngineConfig(looks_up_prompts=looks_up)) for looks_up in (False, True)
+        LLMEngine(tmp_path, tensors, LLMEngineConfig(prompt_lookup=looks_up)) for looks_up in (False, True)
     )
     prompt = [256 + number for number in range(len(pieces))]  # behind those of the bytes
     request = request_of("r", [*prompt, *plain.encode_text(BEGIN)], max_tokens=200)
@@ -128,15 +128,15 @@ def test_a_text_that_repeats_its_prompt_takes_a_fraction_of_the_steps(tmp_path, 
 
 def test_answers_are_the_same_where_blocks_run_out(tiny, request_of, prompt_of):
     model = tiny("qwen3", 3, head_dim=16)
-    requests = [request_of(str(i), prompt_of(7, i % 2) * 3, max_tokens=40, ignore_eos=True) for i in range(4)]
-    tight = model.engine(looks_up_prompts=True, kv_cache_bytes=2 * 2 * 16 * 2 * 16 * 4 * 9)
+    requests = [request_of(str(i), prompt_of(7, i) * 3, max_tokens=40, ignore_eos=True) for i in range(4)]
+    tight = model.engine(prompt_lookup=True, kv_cache_bytes=2 * 2 * 16 * 2 * 16 * 4 * 9)
     found, _ = answers(tight, requests)
     assert tight.stats().num_preemptions > 0
     assert found == answers(model.engine(), requests)[0]
 
 
 def test_a_request_that_goes_leaves_nothing(tiny, request_of, prompt_of):
-    engine = tiny("llama").engine(looks_up_prompts=True)
+    engine = tiny("llama").engine(prompt_lookup=True)
     engine.add_request(request_of("r", prompt_of(8) * 3, max_tokens=100, ignore_eos=True))
     for _ in range(9):
         engine.step()

@@ -11,7 +11,7 @@ import torch
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.recurrent import StepMixer
-from deployments.engines.llm.models.step_rows import turn_of
+from deployments.engines.llm.models.step_rows import step_inputs_of
 from deployments.engines.llm.models.stock_classes import RECURRENT, WHOLE_PROMPTS
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE
 from deployments.engines.records.protocol import EngineError, SamplingParams, TextLora, TextRequest
@@ -161,7 +161,7 @@ def test_a_failed_step_leaves_no_trace(hybrid, monkeypatch):
 
     def failing(self, hidden_states, **given):
         result = forward(self, hidden_states, **given)
-        num_rows.append([len(batch.rows) for batch in turn_of(self).states.batches])
+        num_rows.append([len(batch.rows) for batch in step_inputs_of(self).states.batches])
         if num_rows[-1] in ([9, 64, 16], [2]):
             raise RuntimeError("no memory")
         return result

@@ -114,7 +114,7 @@ def test_a_chat_goes_on_behind_its_images(tmp_path):
 
 def test_an_image_under_way_is_seen_once(tmp_path, monkeypatch):
     seer = Seer(LLAVA, tmp_path)
-    base, looks = seer.engine._runner._model.eyes._base, []
+    base, looks = seer.engine._runner._model.vision._base, []
     look = type(base).get_image_features
 
     def counted(*arguments, **options):
@@ -154,12 +154,12 @@ def test_several_completions_and_preemption(tmp_path):
 
 
 def test_images_are_batched_off_the_host(tmp_path, monkeypatch):
-    monkeypatch.setattr("deployments.engines.llm.models.eyes.computes_on_host", lambda device: False)
+    monkeypatch.setattr("deployments.engines.llm.models.vision_tower.computes_on_host", lambda device: False)
     seer = Seer(LLAVA, tmp_path)
     assert seer.differs([drawn_chat(seeded_rng(), 3)]) < MAX_ERROR
     _, shown = seer.read(*drawn_chat(seeded_rng(), 3))
     with torch.inference_mode():
-        seer.engine._runner._model.eyes.look_at(shown.images)
+        seer.engine._runner._model.vision.look_at(shown.images)
     assert all(image.features is not None and not image.inputs for image in shown.images)
 
 
@@ -177,7 +177,7 @@ def test_placeholders_in_texts_are_refused(tmp_path):
 def test_a_sampled_placeholder_stands_for_no_image(class_name, tmp_path):
     """A completion may draw the token. It is what it is alone, and images of others in its step stay as they are."""
     seer = Seer(class_name, tmp_path, max_num_batched_tokens=16)
-    bias = ((seer.engine._runner._model.eyes.token_id, 100.0),)
+    bias = ((seer.engine._runner._model.vision.token_id, 100.0),)
     prompt, _ = seer.read([{"role": "w4", "content": "w9"}], ())
     drawing = SamplingParams(max_tokens=12, ignore_eos=True, logit_bias=bias, num_logprobs=0)
     (alone,) = run_apart(seer.engine, [TextRequest("0", prompt, drawing)])

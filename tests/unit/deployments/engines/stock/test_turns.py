@@ -202,7 +202,7 @@ async def waits_of(class_name: str, folder: Path, counted: Counted) -> list[int]
         return loop.is_wanted
 
     engine = StockEngine(load(folder), is_wanted, counted)
-    loop: EngineLoop[Any, Any] = EngineLoop(device, engine, engine.make_way)
+    loop: EngineLoop[Any, Any] = EngineLoop(device, engine, engine.yield_device)
     request = StockRequest("r", 1, PROMPT, **split(class_name, options))
     chatting = asyncio.ensure_future(last_output(EngineLoop(device, chat), ChatRequest("chat")))
     await until(lambda: chat.began)

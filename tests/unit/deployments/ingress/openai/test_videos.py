@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -180,6 +181,27 @@ async def test_videos_and_lists_of_images_go_to_parameters_by_name(client: opena
     first, second = (request.images for request in makers.requests)
     assert [frame.shape for frame in first["video"]] == [(16, 24, 3)] * 3
     assert [len(second["pose_video"]), len(second["reference_images"])] == [3, 2]
+
+
+async def test_adapters_of_a_form_are_read_as_openai_s_client_writes_lists(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient, makers: Makers
+) -> None:
+    for name in ("bold", "thin"):
+        entry = STATUSES[name].entry.model_copy(update={"base": ["wan"]})  # type: ignore[union-attr]
+        makers.states[name] = replace(STATUSES[name], entry=entry)
+    loras = [{"name": "bold", "scale": 0.5}, {"name": "thin", "scale": -2}]
+    for lora in (loras, loras[:1], [{"name": "bold"}, {"name": "thin"}], json.dumps(loras)):
+        begun = await client.videos.create(**WAN, extra_body={"lora": lora})
+        await client.videos.poll(begun.id, poll_interval_ms=1)
+    sent = [[(one.name, one.scale) for one in request.lora] for request in makers.requests]
+    pairs = [("bold", 0.5), ("thin", -2.0)]
+    assert sent == [pairs, pairs[:1], [("bold", 1.0), ("thin", 1.0)], pairs]
+    with pytest.raises(openai.BadRequestError, match=r"2 of lora\[\]\[name\] and 1 of lora\[\]\[scale\]"):
+        await client.videos.create(**WAN, extra_body={"lora": [{"name": "bold"}, {"name": "thin", "scale": 1}]})
+    for field in ("lora[][no]", "lora[][scale]"):
+        answer = await http.post("/v1/videos", data=WAN | {field: "much"}, files={"input_reference": ("a.png", png())})
+        assert answer.status_code == 400
+        assert "lora" in problem(answer)["param"]
 
 
 async def test_videos_are_listed_page_by_page_and_deleted(client: openai.AsyncOpenAI) -> None:

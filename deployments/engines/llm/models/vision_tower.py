@@ -1,4 +1,4 @@
-"""The eyes of a language model of transformers: its vision tower, run once per image, and where its rows go.
+"""The vision tower of a language model of transformers, run once per image, and the places of its rows.
 
 Suffixes: T tokens of a step, M tokens of it that stand for images, C hidden size, P tokens of a prompt.
 """
@@ -27,7 +27,7 @@ class Seen:
     deepstack_features: list[list[torch.Tensor]]
 
 
-class Eyes:
+class VisionTower:
     """The vision tower of a model, and its way of counting and masking the tokens that stand for images."""
 
     def __init__(self, base: Any, config: PretrainedConfig, device: torch.device) -> None:
