@@ -155,7 +155,7 @@ def _mapped(path: Path, header: SafetensorsHeader) -> tuple[_Tensors, dict[int, 
     dtype = TORCH_DTYPES[wide_type(found.tensors)]
     matrices = {name: matrix for name, matrix in found.quantized.items() if math.prod(matrix.shape)}
     stand_ins = {name: torch.empty(matrix.shape, dtype=dtype) for name, matrix in matrices.items()}
-    tensors = {name: stand_ins.get(name, mapped[name]) for name in found.tensors}
+    tensors = {name: stand_ins[name] if name in stand_ins else mapped[name] for name in found.tensors}
     return tensors, {_place(stand_ins[name]): matrix for name, matrix in matrices.items()}
 
 

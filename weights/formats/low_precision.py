@@ -1,8 +1,8 @@
 """Pipelines in low precision, as UIs, trainers and libraries publish them, read as plain ones.
 
 Each matrix is computed once in float32, by the formula of who wrote it, and rounded once to 16 bits: F8 without
-scales, `scaled_matrices.py`, `bitsandbytes.py`. What our own `atelier quantize` writes, and `fp8_linear.py` computes
-with, stays as it is. Forms that are not read are refused by their names.
+scales, `scaled_matrices.py`, `bitsandbytes.py`, `torchao.py`. What our own `atelier quantize` writes, and
+`fp8_linear.py` computes with, stays as it is. Forms that are not read are refused by their names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ from weights.formats.published_quantization import ComputedTensor
 from weights.formats.quantized import FLOATS, FLOATS8, Array, Quantized, read_rows, round_to
 from weights.formats.scaled_matrices import BESIDE, Weights, take_scaled
 from weights.formats.tensors import SourceTensor
+from weights.formats.torchao import METHOD as TORCHAO
+from weights.formats.torchao import take_torchao
 from weights.formats.untrusted import shown
 from weights.records.errors import FormatError
 
-_FORMS: Final = "F8, int8, mxfp8 and nvfp4 with scales (ComfyUI, ModelOpt), bitsandbytes, and GGUF"
-PLAIN_METHODS: Final = (METHOD, "modelopt", "fp8")  # `quant_method` of configs whose weights are read as plain ones
+_FORMS: Final = (
+    "F8, int8, mxfp8 and nvfp4 with scales (ComfyUI, ModelOpt), bitsandbytes, torchao's int8 and fp8, and GGUF"
+)
+PLAIN_METHODS: Final = (
+    METHOD,
+    TORCHAO,
+    "modelopt",
+    "fp8",
+)  # `quant_method` of configs whose weights are read as plain ones
 # Ends of names, and the form that has them.
 _UNREAD: Final = {
     ".wscales": "SVDQuant (nunchaku)",
@@ -35,7 +44,6 @@ _UNREAD: Final = {
     ".weight_quantizer._scale": "ModelOpt before its export",
     ".weight_quantizer._amax": "ModelOpt before its export",
     ".weight_quantizer._double_scale": "ModelOpt before its export",
-    "_weight_qdata": "torchao",
     ".weight_packed": "compressed-tensors",
     ".weight_scale_inv": "fp8 with scales of blocks",
 }
@@ -49,9 +57,10 @@ def read_quantized_parts(path: Path, tensors: Mapping[str, SourceTensor], metada
     for name in tensors:
         if form := next((form for end, form in _UNREAD.items() if name.endswith(end)), ""):
             raise FormatError(f"{path}: {shown(name)} is of {form}, which is not read; read are {_FORMS}")
-    scaled = take_scaled(path, tensors, metadata)
+    first = take_torchao(path, tensors, metadata)
+    scaled = take_scaled(path, first.tensors, metadata)
     others = take_bitsandbytes(path, scaled.tensors)
-    found = scaled.quantized | others.quantized
+    found = first.quantized | scaled.quantized | others.quantized
     for name, tensor in others.tensors.items():
         if name in found:
             continue

@@ -144,6 +144,42 @@ def bitsandbytes_nf4_nested(wide: torch.Tensor) -> Written:
     return bitsandbytes_nf4(wide, nested=True)
 
 
+def test_what_torchao_quantized_has_its_values(tmp_path: Path) -> None:
+    values, scale = torch.randint(-128, 128, (32, 64)).to(torch.int8), torch.rand(8, 2)
+    zero = torch.randint(-5, 5, (8, 2)).to(torch.int8)
+    short, one = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.rand(16, 1)
+    tensors = {"a._weight_qdata": values, "a._weight_scale": scale, "a._weight_zero_point": zero}
+    tensors |= {"b._weight_qdata": short, "b._weight_scale": one, "b.bias": torch.rand(16)}
+    said = {
+        name: json.dumps({"_type": kind}) for name, kind in (("a.weight", "Int8Tensor"), ("b.weight", "Float8Tensor"))
+    }
+    found = read(tensors, tmp_path / "x.safetensors", said | {"tensor_names": '["a.weight", "b.weight", "b.bias"]'})
+    assert found.tensors.keys() == {"a.weight", "b.weight", "b.bias"}
+    blocks = (values.view(8, 4, 2, 32) - zero[:, None, :, None].float()) * scale[:, None, :, None]
+    assert np.allclose(found.quantized["a.weight"].wide(), blocks.view(32, 64).numpy(), rtol=1e-6)
+    assert np.array_equal(found.quantized["a.weight"].rows(3, 9).wide(), found.quantized["a.weight"].wide()[3:9])
+    assert np.allclose(found.quantized["b.weight"].wide(), (short.float() * one).numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a._weight_scale": torch.rand(5, 1)}, r"the scale of 'a.weight', I8 \[32, 64\], is F32 \[5, 1\]"),
+        ({"a._weight_scale": None}, r"the scale of 'a.weight', I8 \[32, 64\], is missing"),
+        ({"a._weight_zero_point": torch.zeros(3)}, r"the zero point of 'a.weight' is F32 \[3\]"),
+        ({"a._weight_qdata": torch.zeros(4, 4)}, r"'a.weight' of torchao is F32 \[4, 4\], expected I8"),
+    ],
+)
+def test_parts_of_torchao_that_do_not_fit_are_refused(
+    change: Mapping[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    parts = {"a._weight_qdata": torch.zeros(32, 64, dtype=torch.int8), "a._weight_scale": torch.rand(32, 1)} | change
+    given = {name: one for name, one in parts.items() if one is not None}
+    for said, expected in (({"_type": "Int8Tensor"}, message), ({"_type": "Int4Tensor"}, "'Int4Tensor' of torchao")):
+        with pytest.raises(FormatError, match=expected):
+            read(given, tmp_path / "x.safetensors", {"a.weight": json.dumps(said)})
+
+
 WRITERS: list[Callable[[torch.Tensor], Written]] = [
     *(fp8_rows, nvfp4_of_modelopt, nvfp4_of_comfyui, nvfp4_with_scaled_inputs, mxfp8),
     *(int8_rotated, int4_rotated, bitsandbytes_int8, bitsandbytes_nf4, bitsandbytes_nf4_nested),
@@ -215,7 +251,10 @@ def changed(write: Callable[[torch.Tensor], Written], **change: torch.Tensor | N
             r"'x.wscales' is of SVDQuant",
         ),
         ({"x.qweight": torch.zeros(2, 2, dtype=torch.int32)}, r"'x.qweight' is of SVDQuant \(nunchaku\), AWQ or GPTQ"),
-        ({"x._weight_qdata": torch.zeros(2, 2, dtype=torch.int8)}, r"'x._weight_qdata' is of torchao"),
+        (
+            {"x._weight_qdata": torch.zeros(2, 2, dtype=torch.int8)},
+            r"'x.weight' is a None of torchao, which is not read",
+        ),
         (
             {"x.weight": torch.zeros(2, 2, dtype=torch.uint8), "x.weight_quantizer._amax": torch.zeros(1)},
             r"'x.weight_quantizer._amax' is of ModelOpt before its export, which is not read; read are F8, int8",
