@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a case's requests, without those before it, and of the refused ones that were played again."""
+    """Outcomes of a case's requests, without those before it, and of refused ones that were played again."""
 
     seed: int
     load: float
@@ -108,7 +108,7 @@ def _log_uniform(rng: random.Random, least: float, most: float) -> float:
 
 
 class _Workers:
-    """What runs, by worker: the seconds that are left to each, those before its work and those of it, were it alone."""
+    """Running work by worker: the seconds left to each, those before its work, and those of it alone."""
 
     def __init__(self, case: Case) -> None:
         self._slowdown = case.slowdown
@@ -156,7 +156,7 @@ class _Workers:
 
 
 def play(case: Case, let_in: int | None = None) -> dict[int, str]:
-    """Return what became of each request, by place: in time, late, or the reason of its refusal.
+    """Return each request's outcome, by place: in time, late, or the reason of its refusal.
 
     With `let_in` that request is not refused, whatever the queue says of it, and the play ends with it.
     """

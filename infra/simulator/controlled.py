@@ -239,7 +239,7 @@ class Controlled:
                 self._observations.note_worker(name, replace(report, **_LIES) if name in self._lies else report, now_s)
 
     def _usual_s(self, load: ModelLoad) -> float:
-        """Return what a request costs of a model that none was measured of here: it was before."""
+        """Return the cost of a request of a model that was measured before, but not here."""
         return self._world.models[load.model].batch_service_s(max(1, min(load.waiting, round(1 / self._share))))
 
     def _report_of(self, worker: WorkerInWorld, now_s: float) -> WorkerReport:

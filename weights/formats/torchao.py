@@ -25,7 +25,7 @@ _KINDS: Final = {"Int8Tensor": ("I8",), "Float8Tensor": tuple(FLOATS8)}
 
 
 def take_torchao(path: Path, tensors: Mapping[str, SourceTensor], metadata: Mapping[str, str]) -> Weights:
-    """Take what torchao quantized from among tensors. Raises FormatError: another kind, parts that do not fit."""
+    """Take the weights that torchao quantized. Raises FormatError for another kind, or parts that do not fit."""
     kept, found = dict(tensors), dict[str, Quantized]()
     for name in tensors:
         module, _, last = name.rpartition(".")
