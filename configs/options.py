@@ -45,6 +45,15 @@ class Acceleration(BaseModel):
         return sum(map(self.computes, range(start, num_steps)))
 
 
+class Variation(BaseModel):
+    """Another seed, whose noise an image's first noise lies towards: 0 is none of it, 1 all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: int = Field(ge=0, lt=2**63)
+    strength: _Finite = Field(ge=0, le=1)
+
+
 class SamplingOptions(BaseModel):
     """How the tokens of a text are drawn."""
 
@@ -119,6 +128,9 @@ class PictureOptions(DiffusionOptions):
     acceleration: Acceleration | None = Field(
         None, description='steps that are extrapolated, such as {"interval": 3, "order": 1, "warmup": 3}'
     )
+    variation: Variation | None = Field(
+        None, description='another seed whose noise is mixed in, such as {"seed": 7, "strength": 0.2}'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +144,7 @@ class Denoising:
     timesteps: tuple[int, ...] | None = None
     deterministic: bool = False
     acceleration: Acceleration | None = None
+    variation: Variation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ _TRY_S: Final = 5.0  # and no more often
 _FORGOTTEN: Final = 1.02  # by each measurement: what was once possible
 _PRIOR: Final = 0.01  # relative variance of work: below it, times count as proportional to work
 _TELLING: Final = 0.1  # from here on, what was measured last says how times depend on work
+_MOST_FIXED: Final = 0.95  # of what a request takes: its rest still says something
 _MAX_FACTOR: Final = 4.0  # of the prediction: what takes longer was held up by something else
 _NEW_EXCESS: Final = 0.1
 _EXCESSES: Final = 5.0  # few requests exceed the prediction by so many times the mean excess
@@ -118,10 +119,11 @@ class BatchSlowdown:
     _nums: list[float] = field(default_factory=lambda: [0.0] * len(BATCH_SIZES))  # of the requests that told them
     _mean_error: float = 0.0  # of the logarithm
 
-    def note_error(self, num_sharing: float, error: float) -> None:
-        """Learn from a request which took `error` times what was to be expected."""
+    def note_error(self, num_sharing: float, error: float, fixed: float = 0.0) -> None:
+        """Learn from a request which took `error` times what was to be expected, `fixed` of it whoever was there."""
         place, part = _place_of(num_sharing)
-        own_error = math.log(max(error, 1 / _MAX_FACTOR)) - self._mean_error
+        own = 1 - fixed  # a request that is nearly all fixed part says little
+        own_error = own * (math.log(max((error - fixed) / own, 1 / _MAX_FACTOR)) - self._mean_error)
         self._mean_error += _NEW_SIZE * own_error
         for node, near in ((place, 1 - part), (place + 1, part)):
             if near <= 0:
@@ -263,9 +265,8 @@ class ModelTimes:
         if self.num_measured > 1:
             self.excess += _NEW_EXCESS * (max(0.0, error - 1) - self.excess)
         self.busy.note_seconds(work, busy_s, new)
-        self.slowdown.note_error(
-            num_sharing, error if new < 1 else 1.0
-        )  # what is known anew is the level, not the slowdown
+        fixed = min(self.latency.seconds_of(0.0) / expected_s, _MOST_FIXED) if expected_s else 0.0
+        self.slowdown.note_error(num_sharing, error if new < 1 else 1.0, fixed)  # what is known anew is the level
         self._factors = self.slowdown.factors()
         self.latency.note_seconds(self._weighed(work, num_sharing), latency_s, new)
         self.usual_s += new * (latency_s - self.usual_s)

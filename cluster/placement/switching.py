@@ -4,8 +4,8 @@
 that drains for a model says so, `WorkerState.reserved_for`). Each choice is the same question: of all that a worker
 could do next (go on, wait, switch to a model), what ends the most waiting per second of its time?
 
-    to go on     1 / service time of what waits there
-    to switch    the model's requests / (the way there + their service + the way back to those that wait there)
+    to go on     1 / (until the next request comes + its service); the former is 0 while one waits there
+    to switch    the model's requests / (the way there + their service + the way back to what goes)
 
 both weighted by class of service. For queues that are all here that is Smith's rule (1956) for batches with setups:
 what is loaded is served until it is empty, unless another's queue outweighs it by more than the switches.
@@ -21,11 +21,11 @@ what is loaded is served until it is empty, unless another's queue outweighs it 
     best choice there is. Components that a remaining model shares stay. What runs, is leased or pinned by hand never
     goes, nor what has got ready and whose requests have not begun yet.
 4.  *Whether.* A worker whose models' requests wait goes on with them, unless to switch ends more waiting per second.
-    What it runs ends in either case: until then only the slots are lost that are empty before the others. One that
-    nobody waits for switches when the round trip and the wait for it cost least for each request: once the model's
-    requests have waited as long, together, as those that are expected for what goes would wait, and at once where few
-    others are expected to come along. `throughput-first` also wants work for several times the switch's duration, for
-    as long as an idle worker would take for several switches.
+    What it runs ends in either case: until then only the slots are lost that are empty before the others. Of one that
+    nobody waits for the next request comes by the rate over minutes, and no sooner than in twice the time that none has
+    come. It waits for that no longer than until those that wait have waited, together, as long as those that come
+    meanwhile would wait if it switched. `throughput-first` also wants work for several times the switch's duration,
+    for as long as an idle worker would take for several switches.
 5.  *Bounded wait.* A model *starves* without a start of any request for `MAX_WAIT_TARGETS` times its class's target,
     and for a whole round: a turn of each model that waits, with its switch. It then goes before all that do not, and
     before a queue that lasts for longer than a few switches. So does one whose deadline is near, where those
@@ -57,6 +57,8 @@ MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the ne
 MAX_CHOICES: Final = 256  # of what goes, that are tried for one worker: all there are, of up to eight models
 WANTED_TWICE: Final = 2.0
 TURN_SWITCHES: Final = 4.0  # in a round each model has at least so many times its switch, if it has the work
+SILENCES: Final = 2.0  # the next request comes no sooner than in so many times the time that none has come
+EMPTY_MARGIN: Final = 0.25  # of the policy's margin, for a worker that loses nothing by a switch
 PUSH_SWITCHES: Final = 2.0  # a queue that lasts no longer than so many times there and back is not interrupted
 _USUAL, _DUE, _STARVING = range(3)  # the order in which needs are looked at
 
@@ -144,9 +146,9 @@ class _Need:
         return self.rank >= _DUE
 
 
-def _find_needs(outlook: Outlook, policy: SwitchingPolicy) -> list[_Need]:
+def _find_needs(outlook: Outlook) -> list[_Need]:
     """Return the most urgent needs (rule 1). What takes time is looked at last, of those that are urgent enough."""
-    state, serving, busy_s, least = outlook.state, outlook.all_serving(), outlook.all_busy_s(), 1 + policy.margin
+    state, serving, busy_s = outlook.state, outlook.all_serving(), outlook.all_busy_s()
     found = []
     waiting = [model for model in state.models.values() if model.waiting and model.id not in outlook.on_demand]
     round_s = _round_s(outlook, waiting)
@@ -156,8 +158,8 @@ def _find_needs(outlook: Outlook, policy: SwitchingPolicy) -> list[_Need]:
         switch_s = outlook.usual.seconds(model)
         urgency = _ended_per_s(model, _num_for_one(outlook, model), switch_s)
         if workers := serving.get(model.id):
-            wait_s = min([busy_s[worker] for worker in workers]) - model.service_s / len(workers)
-            if wait_s > least * switch_s:
+            wait_s = min([busy_s[worker] for worker in workers]) - model.service_s
+            if wait_s > switch_s:
                 found.append(_Need(_USUAL, urgency, model, wait_s))
         elif (over_s := model.unstarted_s - max(MAX_WAIT_TARGETS * model.slo.target_s, round_s)) >= 0:
             found.append(_Need(_STARVING, model.unstarted_s / model.slo.target_s, model, over_s))
@@ -202,7 +204,7 @@ def _serve_needs(outlook: Outlook, policy: SwitchingPolicy) -> Outlook:
         if id_ in outlook.state.models and not outlook.state.models[id_].retry_in_s
     ]
     outlook = outlook.with_notes(*notes)
-    needs = _find_needs(outlook, policy)
+    needs = _find_needs(outlook)
     candidates = Candidates(outlook.open, [need.model for need in needs])
     max_due = max(1.0, policy.max_due_share * len(outlook.state.workers))
     for need in needs:
@@ -328,24 +330,52 @@ def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, away_s: f
 
 def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option: Option) -> bool:
     """Return whether the worker ends more waiting by the switch than by what it would do else (rules 4 and 5)."""
-    model, worker = need.model, option.worker
-    num = _num_for_one(outlook, model)
-    if pushed := _pushed(outlook, option):
-        back_s = max([outlook.usual.seconds(each) for each in pushed])
-        if need.rank == _STARVING:
-            return outlook.busy_s(worker.id) + need.wait_s > PUSH_SWITCHES * (option.switch_s + back_s)
-        if need.rank == _DUE:
-            away_s = option.ready_s + back_s + num * model.service_s / worker.speed
-            return all(each.slack_s > away_s + each.service_s for each in pushed)
-        goes_on = max([each.slo.weight * worker.speed / each.service_s for each in pushed])
-        by_switch = _ended_per_s(model, num, option.lost_s + back_s, worker.speed)
-        return by_switch > (1 + policy.margin) * goes_on
-    if need.is_due:
+    model, worker, least = need.model, option.worker, 1 + policy.margin
+    num, pushed = _num_for_one(outlook, model), _pushed(outlook, option)
+    if not pushed and need.is_due:
         return True
-    if outlook.serving(model.id):
-        return model.slo.weight * num * (need.wait_s - (1 + policy.margin) * option.ready_s) > option.harm
-    weight = model.slo.weight * model.waiting
-    return weight * need.wait_s >= option.harm or weight * model.waiting >= 2 * model.rate_long * option.harm
+    if not pushed and outlook.serving(model.id):
+        others_s = model.slo.weight * num * (need.wait_s - least * option.ready_s)
+        return (
+            others_s > option.harm
+            if option.evict
+            else need.wait_s > (1 + EMPTY_MARGIN * policy.margin) * option.ready_s
+        )
+    others = pushed or _expected(outlook, option)
+    back_s = max([outlook.usual.seconds(each) for each in others], default=0.0)
+    away_s = option.lost_s + num * model.service_s / worker.speed + back_s
+    by_switch = model.slo.weight * num / max(away_s, 1e-9)
+    if not pushed:
+        goes_on = _coming_per_s(others, worker)
+        waited = model.slo.weight * model.waiting * model.oldest_age_s
+        return by_switch > goes_on or waited >= 0.5 * goes_on * away_s * away_s
+    if need.rank == _STARVING:
+        return outlook.busy_s(worker.id) + need.wait_s > PUSH_SWITCHES * (option.switch_s + back_s)
+    if need.rank == _DUE:
+        late_s = away_s + option.ready_s - option.lost_s
+        return all(each.slack_s > late_s + each.service_s for each in pushed)
+    return by_switch > least * max([each.slo.weight * worker.speed / each.service_s for each in pushed])
+
+
+def _expected(outlook: Outlook, option: Option) -> list[ModelState]:
+    """Return the models that go and that other workers could not serve along with theirs."""
+    models = [outlook.state.models[id_] for id_ in option.evict]
+    return [each for each in models if each.rate_long and not _has_enough(each, len(outlook.serving(each.id)) - 1)]
+
+
+def _has_enough(model: ModelState, num_workers: int) -> bool:
+    """Return whether so many workers have time for all requests for the model that come."""
+    return num_workers > 0 and model.rate_long * model.service_s < 0.8 * num_workers
+
+
+def _coming_per_s(models: Iterable[ModelState], worker: WorkerState) -> float:
+    """Return the requests per second, weighted, that the worker ends if it waits for those for the models."""
+    per_s = busy = 0.0
+    for model in models:
+        rate = min(model.rate_long, 1 / max(SILENCES * worker.idle_s, 1e-9))
+        per_s += model.slo.weight * rate
+        busy += rate * model.service_s / worker.speed
+    return per_s / (1 + busy)
 
 
 def _pushed(outlook: Outlook, option: Option) -> list[ModelState]:
@@ -402,8 +432,7 @@ def _prepare_ahead(outlook: Outlook) -> Outlook:
 
 def _value_of(outlook: Outlook, model: ModelState, worker: WorkerState) -> float:
     """Return the seconds of waiting per second that the model saves by being on the worker."""
-    others = len(outlook.serving(model.id)) - 1
-    if others > 0 and model.rate_long * model.service_s < 0.8 * others:
+    if _has_enough(model, len(outlook.serving(model.id)) - 1):
         return 0.0
     switch_s = worker.fixed_switch_s + model.components.total_bytes / worker.attach_bytes_per_s
     return model.rate_long * model.slo.weight * switch_s

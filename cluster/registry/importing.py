@@ -2,7 +2,7 @@
 
 A file that crashes its reader, makes it compute for ever or fill the memory ends that process, and fails that model's
 import alone; the next import gets another process. `python -m cluster.registry.importing FD PARENT` is that process; it
-talks over the socket FD. It imports neither Ray nor, until a program comes, torch.
+talks over the socket FD. It imports neither Ray nor, until a program or a class of transformers comes, torch.
 """
 
 from __future__ import annotations

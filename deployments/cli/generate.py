@@ -44,7 +44,7 @@ def generate(
     mask: Annotated[Path | None, typer.Option(help="What to paint anew in it: transparent, or else white.")] = None,
     strength: Annotated[float | None, typer.Option(help="How much of the image is made anew, up to 1.")] = None,
     control: Annotated[
-        list[str] | None, typer.Option(help="ControlNet and its image, as NAME:FILE or NAME:FILE:SCALE.")
+        list[str] | None, typer.Option(help="ControlNet and its image, as NAME:FILE[:SCALE[:MODE]].")
     ] = None,
     ip_adapter: Annotated[
         list[str] | None, typer.Option(help="IP-Adapter and its image, as NAME:FILE or NAME:FILE:SCALE.")
@@ -70,7 +70,7 @@ def generate(
         "strength": strength,
         "init_image": image and _file(image, "--image"),
         "mask_image": mask and _file(mask, "--mask"),
-        "control": [_with_image(text, "--control") for text in control or []],
+        "control": [_control_use(text) for text in control or []],
         "ip_adapter": [_with_image(text, "--ip-adapter") for text in ip_adapter or []],
     }
     client = None if local else find_client(url, key)
@@ -183,6 +183,15 @@ def _with_image(text: str, option: str) -> dict[str, Any]:
     if not name or not file:
         raise OptionError(f"{option} {text!r}: expected NAME:FILE or NAME:FILE:SCALE")
     return {"name": name, "image": _file(Path(file), option), "scale": _scale(scale)}
+
+
+def _control_use(text: str) -> dict[str, Any]:
+    """Return the ControlNet of NAME:FILE[:SCALE[:MODE]], in the form of requests. Raises OptionError."""
+    before, _, mode = text.rpartition(":")
+    file, _, scale = before.rpartition(":")
+    if not (mode.isdecimal() and scale and ":" in file and math.isfinite(_scale(scale))):
+        return _with_image(text, "--control")
+    return _with_image(before, "--control") | {"mode": int(mode)}
 
 
 def lora_use(text: str) -> dict[str, Any]:

@@ -60,6 +60,13 @@ def _check_lora_of_stock(adapter: Checkpoint, base: AdapterBase) -> None:
     """Check a LoRA for a pipeline that diffusers runs, whose layers may have the names of the model's own code."""
     class_name, tensors = base.class_name or "", adapter.components[0].tensors
     parts = stock_parts(class_name, base.components, is_divided=is_divided(tensors))
+    if adapter.class_name == WORDS_CLASS and "text_encoder" in base.components:
+        loading = importlib.import_module("deployments.engines.stock.loading")
+        if importlib.import_module("deployments.engines.stock.learned_words").takes_words(
+            loading.pipeline_class(class_name)
+        ):
+            check_lora_base(adapter, base)
+            return
     what = "a textual inversion" if adapter.class_name == WORDS_CLASS else "a LoRA"
     if not parts or adapter.class_name == WORDS_CLASS:
         raise AdapterError(f"{adapter.path}: {what}, and none are served with {base.model!r}, a {class_name}")

@@ -26,7 +26,7 @@ class PartSizes(NamedTuple):
 
 
 def needs_of_manifest(manifest: Manifest) -> Needs:
-    """Return what a model in the store needs."""
+    """Return the needs of a model in the store."""
     parts = {
         name: PartSizes(part.library, {key: tensor.nbytes for key, tensor in part.tensors.items()})
         for name, part in manifest.components.items()
@@ -35,7 +35,7 @@ def needs_of_manifest(manifest: Manifest) -> Needs:
 
 
 def needs_of(kind: ModelKind, class_name: str, parts: Mapping[str, PartSizes]) -> Needs:
-    """Return what a model with these components needs."""
+    """Return the needs of a model with these components."""
     is_stock = kind == "diffusion" and is_stock_class(class_name)
     texts = text_parts(class_name) if is_stock and knows_class(class_name) else frozenset()
     services: dict[str, dict[str, int]] = {"worker": {}, "text_encoder": {}}

@@ -1,11 +1,12 @@
 """Reasons why a checkpoint cannot be served, found in its headers and configs, before its weights are read.
 
-The rules are the engines' own, asked without torch: the import process of the registry asks here (by name, for the
-engines stand above it), and so does `atelier check`.
+The rules are the engines' own, asked without torch, but for language models that transformers computes: the import
+process of the registry asks here (by name, for the engines stand above it), and so does `atelier check`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -17,10 +18,14 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.libraries.embedding_rules import read_pooling_rule, read_prompts, stages_of
 from deployments.engines.libraries.library_classes import check_model_class, named_class
 from deployments.engines.libraries.tokenizer_files import check_tokenizer
-from deployments.engines.llm.models.decoder_tensors import check_decoder, check_gguf_decoder
+from deployments.engines.llm.models.decoder_tensors import (
+    check_gguf_decoder,
+    check_kuiper_decoder,
+    check_packed_decoder,
+)
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import check_gguf_tokenizer
-from deployments.engines.llm.models.known import check_config, has_own_layers
+from deployments.engines.llm.models.known import check_config, has_own_layers, named_decoder
 from deployments.engines.llm.models.stock_classes import SEEING
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts, is_stock_class, parts_of
@@ -30,6 +35,7 @@ from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
 from weights.formats.gguf import DENOISERS, TEXT_ENCODERS
 from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
+from weights.formats.kuiper import read_kuiper
 from weights.formats.pipeline_parts import why_incomplete
 from weights.formats.source import AdapterBase, Checkpoint, SourceComponent
 from weights.records.errors import AdapterError, FormatError
@@ -156,22 +162,32 @@ def _check_language_model(checkpoint: Checkpoint) -> None:
     check_tokenizer(path)
     if (path / "generation_config.json").is_file():
         read_config(path / "generation_config.json")
-    if has_own_layers(checkpoint.class_name) and not checkpoint.config.get("quantization_config"):
-        _check_decoder_tensors(checkpoint)
+    _check_decoder_tensors(checkpoint)
     if sees:
         _check_processor(path)
 
 
 def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
-    """Raise EngineError for a decoder of ours that lacks a tensor, or has one of another shape than its config says."""
+    """Raise EngineError for a decoder that lacks a tensor, or has one of another shape than its config says."""
     (component, *_) = checkpoint.components
-    if component.format != "safetensors":
-        return
+    config, path = checkpoint.config, checkpoint.path
+    given = {name: (tensor.dtype, tensor.shape) for name, tensor in component.tensors.items()}
+    quantization = config.get("quantization_config")
     try:
-        shapes = {name: tensor.shape for name, tensor in component.tensors.items()}
-        check_decoder(checkpoint.class_name or "", checkpoint.config, shapes)
+        if component.format == "kuiper":
+            for file in component.files:
+                check_kuiper_decoder(read_kuiper(path / component.folder / file), config)
+        elif component.format != "safetensors":
+            return
+        elif has_own_layers(named_decoder(config)):
+            group_size = quantization.get("group_size", 0) if isinstance(quantization, Mapping) else 0
+            check_packed_decoder(named_decoder(config), config, given, group_size)
+        elif quantization is None:
+            # It needs torch, which others do without: only transformers knows what its classes are made of.
+            check_stock = importlib.import_module("deployments.engines.llm.models.registry").check_stock_tensors
+            check_stock(path, {name: shape for name, (_, shape) in given.items()})
     except EngineError as error:
-        raise EngineError(f"{checkpoint.path}: {error}") from None
+        raise error if str(path) in str(error) else EngineError(f"{path}: {error}") from None
 
 
 def _check_processor(folder: Path) -> None:

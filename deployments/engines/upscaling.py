@@ -182,7 +182,7 @@ def core_of(net: UpscalerNet, most_pixels: float, *, is_cpu: bool) -> int:
 
 
 def pixel_bytes(module: Upscaler) -> float:
-    """Return what a pixel of a tile takes of the memory beside the weights: 0 where that cannot be recorded."""
+    """Return the bytes per pixel of a tile, beside the weights: 0 where that cannot be recorded."""
     return planned_peak(module, lambda twin, tile: twin(tile).float(), (1, 3, _MIN_CORE, _MIN_CORE)) / _MIN_CORE**2
 
 

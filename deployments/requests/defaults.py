@@ -22,6 +22,7 @@ SEED_BITS: Final = 32  # of drawn seeds
 _BESIDE_IMAGE: Final = (
     *("negative_prompt", "mask_image", "strength", "num_inference_steps", "guidance_scale", "true_cfg_scale"),
     *("max_sequence_length", "scheduler", "sigmas", "timesteps", "clip_skip", "acceleration"),
+    "variation",
 )
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
@@ -29,7 +30,7 @@ _DiffusionT = TypeVar("_DiffusionT", ImageRequest, ClipRequest)
 TextT = TypeVar("TextT", bound=TextOptions)
 
 
-def _draw_seed() -> int:
+def draw_seed() -> int:
     """Draw a seed of 32 bits: JavaScript, and JSON tools that read numbers as doubles, lose bits beyond 53."""
     return random.getrandbits(SEED_BITS)
 
@@ -69,7 +70,7 @@ def with_image_defaults(
         raise InvalidRequest(f"init_image: model {request.model!r} ({class_name}) does no {task}", "init_image")
     update = {name: value for name, value in stock.items() if getattr(request, name) is None}
     if request.seed is None:
-        update["seed"] = _draw_seed()
+        update["seed"] = draw_seed()
     return request.model_copy(update=update)
 
 
@@ -130,10 +131,10 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    for name in ("control", "ip_adapter", "acceleration"):
+    for name in ("control", "ip_adapter", "acceleration", "variation"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
-    without = _out_of_place(request) | {"acceleration"}
+    without = _out_of_place(request) | {"acceleration", "variation"}
     if request.init_image is not None or request.images:  # their size is the usual one
         without |= {"width", "height"}
     request = _with_class_defaults(request, defaults, class_name, without)
@@ -155,7 +156,7 @@ def _with_class_defaults(
     if request.num_inference_steps is None and isinstance(steps, int):
         update["num_inference_steps"] = steps
     if request.seed is None:
-        update["seed"] = _draw_seed()
+        update["seed"] = draw_seed()
     return request.model_copy(update=update)
 
 
@@ -196,7 +197,7 @@ def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
     A seed is drawn here if there is none: a replica that answers in place of one that died draws the same tokens.
     """
     request = _filled(request, defaults)
-    return request.model_copy(update={"seed": _draw_seed() if request.seed is None else request.seed})
+    return request.model_copy(update={"seed": draw_seed() if request.seed is None else request.seed})
 
 
 def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, Any]:

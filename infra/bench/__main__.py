@@ -308,6 +308,20 @@ def bench_optimum(
     print_optimum_figures(outcomes, as_json)
 
 
+@app.command("refusals")
+def bench_refusals(
+    cases: Annotated[int, typer.Option(min=1, max=100_000, help="Cases that are drawn at each load.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first case; each further one has the next.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Judge what the admission queue refuses and lets in at 0.5 to 10 times the capacity, by replay on a fake clock."""
+    from infra.bench.refusals import measure_refusals, print_refusal_figures
+
+    with _err.status("measuring: takes some minutes"):
+        verdicts = measure_refusals(cases, seed)
+    print_refusal_figures(verdicts, as_json)
+
+
 @app.command("llm-accuracy")
 def bench_llm_accuracy(
     model: Annotated[

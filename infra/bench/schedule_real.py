@@ -1,7 +1,7 @@
 """`infra.bench schedule --real`: six demo models on two workers of a real cluster, ours and `serve.multiplexed`.
 
-Each worker has room for one model. The same two traces (Poisson, and bursts) go to our cluster with its controller,
-without it, and to our workers under Serve's own multiplexing. All three are up together and get each slice of a trace
+Each worker has room for one model. The same three traces (Poisson, bursts, waves) go to our cluster with controller and
+without, and to our workers under Serve's own multiplexing. All three are up together and get each slice of a trace
 in turn, so that a machine that is slower for a minute is so for all of them. What a request takes alone is told beside
 it: it passes an ingress in all of them, and what an ingress does counts little beside real models. What ours got goes
 to the simulator then, with the costs that were measured on the way.
@@ -35,7 +35,7 @@ from deployments.records import ImageRequest, ImageResult
 from infra.bench.command.figures import percentile
 from infra.simulator.recorded import note_sizes, recorded_scenario
 from infra.simulator.running import simulate
-from infra.simulator.scenario import Scenario, SimRequest, bursts, poisson, trace_lines
+from infra.simulator.scenario import Scenario, SimRequest, bursts, diurnal, poisson, trace_lines
 
 SHARES: Final = {"digits-flux": 0.5, "digits-sdxl": 0.25, "digits-flux-inverted": 0.15, "tuned-0": 0.04,
                  "tuned-1": 0.03, "tuned-2": 0.03}  # fmt: skip
@@ -97,6 +97,7 @@ def measure_real(
     traces = {
         "poisson": poisson(rate, SHARES, duration_s, chance),
         "bursty": bursts(max(1, round(rate * BURST_EVERY_S)), BURST_EVERY_S, list(SHARES), duration_s, chance),
+        "waves": diurnal(rate, 0.9, duration_s / 2, SHARES, duration_s, chance),
     }
     rows: list[dict[str, Any]] = []
     # Ray prints when a process of it dies, and stdout is for figures.

@@ -10,11 +10,13 @@ from typing import Any, Final
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, ModelLoad, Placement, Started
-from cluster.placement.checking import usable_state
-from cluster.placement.on_demand import chances_of, waits_there
-from cluster.placement.state import ClusterState, Components, Decision, ModelState, SwitchPlan, WorkerState
-from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
-from cluster.records.load_failures import retry_after_s
+from cluster.placement.deciding import Deciding
+from cluster.placement.observing import WARM_UP_S, CatalogEntry, Observations
+from cluster.placement.reports import LoadFailure, ModelNeed, Order, WorkerReport
+from cluster.placement.state import Decision
+from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy
+from cluster.records.load_failures import Failure
+from cluster.records.overrides import Overrides
 from configs.admission import AdmissionConfig
 from infra.simulator.scenario import Fault, SimRequest
 from infra.simulator.world import WorkerInWorld, World
@@ -48,7 +50,6 @@ class Controlled:
         is_controller_up: bool = True,
     ) -> None:
         self._world = world
-        self._policy = policy
         self._queue = AdmissionQueue(_NO_BOUNDS)
         # A request takes the same part of whichever replica it gets; of unlike workers, the smallest one counts.
         self._share = 1 / min((worker.slots for worker in world.scenario.workers), default=1)
@@ -60,21 +61,23 @@ class Controlled:
         self._unready: dict[str, deque[SimRequest]] = {id_: deque() for id_ in world.workers}
         self._switch_s: dict[int, float] = {}  # of what waited for it on a worker, by ticket
         self._began_s: dict[int, float] = {}
-        self._evicting: dict[str, tuple[str, tuple[str, ...]]] = {}  # worker -> the model it drains for, and what goes
         self._loading: set[str] = set()
-        self._failures: dict[str, dict[str, tuple[int, float]]] = {}  # by model and worker: how many, until when
-        self._silent_since: dict[str, float] = {}
+        self._failures: dict[str, dict[str, Failure]] = {}  # by model and worker
+        self._silent: set[str] = set()
         self._lies: set[str] = set()
         self._clock_error_s = 0.0
         self._ticked_s = -math.inf
         self._tick_at_s = math.inf  # of the next one that news have asked for
-        self._resident: dict[str, Components] = {}
-        self.plan = SwitchPlan()
+        self._taken: dict[str, deque[str]] = {id_: deque(maxlen=_MAX_TAKEN) for id_ in world.workers}
+        self._is_described = False
+        self._observations = Observations(lambda id_: world.models[id_].slo, -WARM_UP_S)
+        self._observations.catalog = {id_: CatalogEntry("simulated", _VERSION) for id_ in world.models}
+        ids = itertools.count()
+        self._deciding = Deciding(policy, self._observations, lambda: str(next(ids)))
         self._placement = Placement()
         self.is_controller_up = is_controller_up
         self.decisions: list[TimedDecision] = []
         self.ignored: set[str] = set()
-        self.state = ClusterState()
         self._list_replicas()
         world.call_at(0.0, self._tick)
 
@@ -117,8 +120,8 @@ class Controlled:
         """Back the model off there; what waits for it goes back into the queue, where the controller can hold it."""
         self._loading.discard(worker.spec.id)
         failed = self._failures.setdefault(model, {})
-        num_failures = failed.get(worker.spec.id, (0, 0.0))[0] + 1
-        failed[worker.spec.id] = (num_failures, self._world.now_s + retry_after_s(num_failures))
+        before = failed.get(worker.spec.id)
+        failed[worker.spec.id] = Failure(before.num + 1 if before else 1, self._world.now_s, "")
         waiting = self._unready[worker.spec.id]
         self._unready[worker.spec.id] = deque(request for request in waiting if request.model != model)
         self._decide()
@@ -130,17 +133,16 @@ class Controlled:
     def on_fault(self, fault: Fault) -> None:
         """Let the observation suffer what the fault says."""
         if fault.kind == "worker_silent":
-            self._silent_since[fault.worker] = self._world.now_s
+            self._silent.add(fault.worker)
         elif fault.kind == "worker_lies":
             self._lies.add(fault.worker)
         elif fault.kind == "clock_jump":
             self._clock_error_s = fault.amount_s
         else:
-            self._evicting.pop(fault.worker, None)
             self._loading.discard(fault.worker)
             for failed in self._failures.values():
                 failed.pop(fault.worker, None)
-            self._silent_since.pop(fault.worker, None)
+            self._silent.discard(fault.worker)
             self._lies.discard(fault.worker)
             self._list_replicas()
             lost, self._unready[fault.worker] = self._unready[fault.worker], deque()
@@ -200,119 +202,82 @@ class Controlled:
         now_s = self._ticked_s = self._world.now_s
         if now_s >= self._tick_at_s:
             self._tick_at_s = math.inf
-        self.state = self.observe()
-        self.ignored.update(self.state.ignored)
-        self.plan = plan_switches(self.state, self._policy)
-        self._evicting = {}
-        for decision in self.plan.decisions:
-            self.decisions.append(TimedDecision(now_s, decision))
-            worker = self._world.workers[decision.worker]
-            if decision.action == "drain":
-                self._evicting[worker.spec.id] = (decision.model, decision.evict)
-            elif decision.action == "prefetch":
-                self._world.prefetch(worker, decision.model)
-            elif decision.action == "evict":
-                self._world.evict(worker, decision.model)
-            elif self._world.switch(worker, decision.model, decision.evict):
-                self._loading.add(worker.spec.id)
-        self._placement = _placement_of(self.state, self.plan, now_s + PLAN_HOLDS_S)
+        seen_s, self._clock_error_s = now_s + self._clock_error_s, 0.0
+        self._report(now_s)
+        decided = self._deciding.decide(_BY_HAND, seen_s, now_s)
+        if decided is None:
+            return
+        self.ignored.update(decided.observed.state.ignored)
+        self.decisions += [TimedDecision(now_s, decision) for decision in decided.new]
+        for name, orders in decided.orders.items():
+            for order in orders.orders:
+                if order.id not in self._taken[name]:
+                    self._taken[name].append(order.id)
+                    self._carry_out(self._world.workers[name], order)
+        # Whom nobody could load, requests wait for here, so that a trace says when they are served in the end.
+        self._placement = replace(decided.placement, unservable={}, until_s=now_s + PLAN_HOLDS_S)
         self._queue.set_placement(self._placement)
         self._pump()
 
-    def observe(self) -> ClusterState:
-        """Return the state as heartbeats and the queue report it."""
-        now_s, error_s = self._world.now_s, self._clock_error_s
-        self._clock_error_s = 0.0
-        loads = {load.model: load for load in self._queue.snapshot(now_s).models}
-        models = [self._observed_model(id_, loads.get(id_), now_s, error_s) for id_ in self._world.models]
-        workers = [
-            self._observed_worker(worker, now_s, error_s) for worker in self._world.workers.values() if worker.is_alive
-        ]
-        return usable_state(models, workers, self._world.held)
+    def _carry_out(self, worker: WorkerInWorld, order: Order) -> None:
+        if order.action == "prefetch":
+            self._world.prefetch(worker, order.model)
+        elif order.action == "evict":
+            self._world.evict(worker, order.model)
+        elif self._world.switch(worker, order.model, order.evict):
+            self._loading.add(worker.spec.id)
 
-    def _observed_model(self, id_: str, load: ModelLoad | None, now_s: float, error_s: float) -> ModelState:
-        model = self._world.models[id_]
-        if load is None:
-            return ModelState(id_, model.components, slo=model.slo)
-        return ModelState(
-            id_,
-            model.components,
-            waiting=load.waiting,
-            oldest_age_s=load.oldest_age_s + error_s if load.waiting else 0.0,
-            rate_short=load.rate_short,
-            rate_long=load.rate_long,
-            service_s=load.service_s or model.batch_service_s(max(1, min(load.waiting, round(1 / self._share)))),
-            latency_s=load.latency_s,
-            retry_in_s=self._retry_in_s(id_, now_s),
-            slo=model.slo,
-            unstarted_s=load.unstarted_s + error_s if load.waiting else 0.0,
-        )
+    def _report(self, now_s: float) -> None:
+        """Let the queue and the workers report, those that are not silent."""
+        snapshot = self._queue.snapshot(now_s)
+        loads = tuple(replace(load, service_s=load.service_s or self._usual_s(load)) for load in snapshot.models)
+        self._observations.held = self._world.held
+        self._observations.note_queue("ingress", replace(snapshot, models=loads), now_s)
+        for name, worker in self._world.workers.items():
+            if worker.is_alive and name not in self._silent:
+                report = self._report_of(worker, now_s)
+                self._observations.note_worker(name, replace(report, **_LIES) if name in self._lies else report, now_s)
 
-    def _retry_in_s(self, id_: str, now_s: float) -> float:
-        """Return in how many seconds the first worker tries the model again, where all have failed with it."""
-        alive = [name for name, worker in self._world.workers.items() if worker.is_alive]
-        failed = self._failures.get(id_, {})
-        return min([max(0.0, failed[name][1] - now_s) if name in failed else 0.0 for name in alive], default=0.0)
+    def _usual_s(self, load: ModelLoad) -> float:
+        """Return what a request costs of a model that none was measured of here: it was before."""
+        return self._world.models[load.model].batch_service_s(max(1, min(load.waiting, round(1 / self._share))))
 
-    def _observed_worker(self, worker: WorkerInWorld, now_s: float, error_s: float) -> WorkerState:
-        spec = worker.spec
-        resident = self._resident.get(spec.id)
-        if resident is None or resident.sizes != worker.resident:
-            resident = self._resident[spec.id] = Components(dict(worker.resident))
-        running = worker.running()
-        for request in self._unready[spec.id]:  # they have their slots
-            running[request.model] = running.get(request.model, 0) + 1
-        seen = WorkerState(
-            spec.id,
+    def _report_of(self, worker: WorkerInWorld, now_s: float) -> WorkerReport:
+        spec, sizes_of = worker.spec, {id_: model.components.sizes for id_, model in self._world.models.items()}
+        there = {key for id_ in worker.models for key in sizes_of[id_]}
+        coming = sizes_of[worker.loading].keys() - there if worker.loading else ()
+        running = {key for run in worker.runs for key in sizes_of[run.request.model]}
+        failures = {
+            id_: LoadFailure(_VERSION, failed[spec.id].num, now_s - failed[spec.id].at_s, "")
+            for id_, failed in self._failures.items()
+            if spec.id in failed
+        }
+        return WorkerReport(
+            POOL,
             spec.node,
+            _KINDS,
             spec.budget_bytes,
-            resident,
-            tuple(worker.models),
-            running,
-            spec.slots,
+            {key: size for key, size in worker.resident.items() if key not in coming},
+            {key: size for key, size in worker.resident.items() if key in coming},
+            frozenset(running),
+            slots=spec.slots,
             switching_to=worker.loading,
             ready_in_s=max(0.0, worker.ready_at_s - now_s),
-            reserved_for=self._evicting[spec.id][0] if spec.id in self._evicting else None,
-            unable=frozenset(
-                [id_ for id_, failed in self._failures.items() if failed.get(spec.id, (0, 0.0))[1] > now_s]
-            ),
-            idle_s=0.0 if running else now_s - worker.idle_since_s,
-            age_s=now_s - self._silent_since.get(spec.id, now_s) + error_s,
-            speed=spec.speed,
             fixed_switch_s=spec.fixed_switch_s,
             attach_bytes_per_s=spec.attach_bytes_per_s,
             load_bytes_per_s=spec.load_bytes_per_s,
+            taken=tuple(self._taken[spec.id]),
+            failures=failures,
+            needs={} if self._is_described else self._needs(),
         )
-        return replace(seen, **_LIES) if spec.id in self._lies else seen
+
+    def _needs(self) -> dict[str, ModelNeed]:
+        self._is_described = True
+        return {id_: ModelNeed(_VERSION, model.components.sizes) for id_, model in self._world.models.items()}
 
 
-def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Placement:
-    """Return where requests may start: on planned workers that have the model, or will in a moment. The others wait."""
-    workers = state.workers
-
-    def has_it(id_: str, worker: WorkerState) -> bool:
-        return (id_ in worker.models or worker.switching_to == id_) and not worker.is_stale
-
-    replicas = {
-        (POOL, id_): tuple(
-            waits_there(state, id_, [name for name in plan.planned.get(id_, ()) if has_it(id_, workers[name])])
-        )
-        for id_ in state.models
-    }
-    replicas |= {(POOL, id_): tuple(starts) for id_, starts in plan.on_demand.items() if starts}
-    return Placement(
-        replicas,
-        until_s,
-        on_demand={(POOL, id_): starts for id_, starts in plan.on_demand.items() if starts},
-        chances=chances_of(state),
-        ready={id_: worker.models for id_, worker in workers.items()},
-    )
-
-
-_LIES: Final[dict[str, Any]] = {
-    "models": ("no-such-model",),
-    "running": {"no-such-model": -3},
-    "speed": math.nan,
-    "attach_bytes_per_s": -1.0,
-    "idle_s": math.inf,
-}
+_BY_HAND: Final = Overrides()
+_VERSION: Final = "1"
+_KINDS: Final = frozenset({"simulated"})
+_MAX_TAKEN: Final = 8  # orders that a worker remembers
+_LIES: Final[dict[str, Any]] = {"attach_bytes_per_s": -1.0, "slots": -3, "ready": {"no-such-part": 1}, "coming": {}}

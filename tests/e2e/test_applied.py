@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 from ray.serve.schema import DeploymentSchema
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]
 
 ALL = {"registry", "controller", "keeper", "ingress", "text_encoder", "worker"}
 

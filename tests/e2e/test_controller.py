@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from e2e.controller_scenario import NUM_REQUESTS, SHARES
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]
 
 
 @pytest.fixture(scope="module")

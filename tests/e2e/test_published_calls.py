@@ -38,7 +38,6 @@ FORMS: Final = (
 MISSES: Final = {
     "deepseek/sglang-v4-self-closing-invoke",  # <invoke name="submit"/>, which no template writes
     "gpt-oss/harmony-marker-in-reasoning",  # a token of the form, written as text
-    "kimi/k3-xtml-attr-escaping",  # "&amp;" in the names of arguments
     # A call that was cut is told as far as it came, and not left out.
     "deepseek/v32-truncated-second-parallel-call",
     "deepseek/v4-truncated-second-parallel-call",

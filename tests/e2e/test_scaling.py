@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from e2e.scaling_scenario import NUM_CALLERS
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]
 
 
 def test_a_burst_brings_a_worker_silence_takes_both_and_a_request_brings_one_back(tmp_path: Path) -> None:

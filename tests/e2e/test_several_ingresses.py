@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from e2e.several_ingresses_scenario import MAX_RUNNING, MAX_WAITING, NUM_AT_ONCE
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]
 
 
 @pytest.fixture(scope="module")

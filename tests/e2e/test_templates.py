@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]
 
 
 def test_killed_templates_cost_no_answer_and_workers_start_without_them(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]
 
 
 @pytest.fixture(scope="module")

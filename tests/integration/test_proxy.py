@@ -14,11 +14,11 @@ import httpx
 import psutil
 import pytest
 import ray
-from integration.harness import Cluster, run_scenario
+from integration.harness import SCENARIO_S, Cluster, run_scenario
 from kit.waiting import wait_until
 from ray import serve
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(SCENARIO_S)]
 
 CHAT = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}], "max_tokens": 8}
 

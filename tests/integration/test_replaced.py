@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 from integration.replaced_scenario import ROLES
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]
 
 
 @pytest.fixture(scope="module")

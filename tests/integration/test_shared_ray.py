@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.harness import run_scenario
+from integration.harness import SCENARIO_S, run_scenario
 from integration.shared_ray_scenario import STORE_BYTES
 
-pytestmark = [pytest.mark.ray, pytest.mark.long]  # a Ray of its own
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(SCENARIO_S)]  # a Ray of its own
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,9 +72,12 @@ def private_names(tree: ast.AST, own: set[str], of_seams: set[str]) -> Iterator[
                 yield node.lineno, node.value
 
 
-@cache
+@pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
-    """Return the product's files by path, parsed: not at import, which each process of pytest-xdist does."""
+    """Return the product's files by path, parsed.
+
+    HAZARD: they are over a million objects. Kept for longer, each collection of the tests after these takes a second.
+    """
     return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
 
 
@@ -85,9 +87,9 @@ OF_SEAMS = {
 }
 
 
-def test_nobody_but_the_seams_uses_a_private_name_of_a_library() -> None:
+def test_nobody_but_the_seams_uses_a_private_name_of_a_library(trees: dict[str, ast.Module]) -> None:
     allowed = {name for names in KNOWN.values() for name in names}
-    others = {path: tree for path, tree in trees().items() if not path.startswith(SEAMS)}
+    others = {path: tree for path, tree in trees.items() if not path.startswith(SEAMS)}
     own = {name for tree in others.values() for name in own_names(tree) if is_private(name)}
     found = [
         f"{path}:{line} {name}"
@@ -122,9 +124,9 @@ def test_the_pinned_libraries_fit(shim: Shim) -> None:
     assert problems(shim) == []
 
 
-def test_a_name_is_listed_by_the_seam_that_uses_it() -> None:
+def test_a_name_is_listed_by_the_seam_that_uses_it(trees: dict[str, ast.Module]) -> None:
     """Names that a seam's own code reads of others are in its list: `atelier doctor` would not miss one."""
-    for file, tree in ((file, tree) for file, tree in trees().items() if file.startswith(SEAMS)):
+    for file, tree in ((file, tree) for file, tree in trees.items() if file.startswith(SEAMS)):
         own = set(own_names(tree)) - OF_SEAMS
         used = {name.rpartition(".")[2] for _, name in private_names(tree, own, set()) if ":" not in name}
         assert set(filter(is_private, used)) - PARTS <= {"_transformers_version"} | KNOWN["os"], file

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import re
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -32,6 +33,8 @@ from deployments.engines.nn.packed_linear import take_blocks
 from deployments.engines.nn.packed_weights import Arithmetic
 from deployments.engines.records.protocol import EngineError
 from weights.loading.modules import Binding, UninitializedOnMeta, find_places, listed, tied_groups, without_value
+
+logger = logging.getLogger("atelier.engines")
 
 # The libraries import lazily and in circles: two threads that begin at different places see half of a module each.
 IMPORT_LOCK = threading.RLock()
@@ -68,13 +71,18 @@ def build_language_model(config: Any, tensors: Mapping[str, torch.Tensor]) -> nn
     """Build the class of transformers that its `config` names first, as `build_module` builds others.
 
     Tensors of layouts that the class reads otherwise are converted, which takes memory of their own: experts, which
-    checkpoints have one by one and classes in one piece. Raises EngineError.
+    checkpoints have one by one and classes in one piece. What the class has no place for is left out with a warning, as
+    transformers does. Raises EngineError.
     """
     folder = Path(config.name_or_path)
     with IMPORT_LOCK:
         cls = _resolve_class("transformers", config.architectures[0], {}, folder)
         module = _blank_module(cls, folder, config)
         converted = _converted(module, tensors, folder)
+    expected = module.state_dict()
+    if surplus := [name for name in converted if name not in expected]:
+        logger.warning("%s: %s of no %s, left out", folder, listed(surplus, "tensor"), type(module).__name__)
+        converted = {name: tensor for name, tensor in converted.items() if name in expected}
     _check_names(module, {name: tuple(tensor.shape) for name, tensor in converted.items()}, folder)
     find_places(module, converted).put_tensors(converted)
     module.requires_grad_(False)

@@ -1,1 +1,1 @@
-"""What steps cost: time, memory, threads."""
+"""The costs of steps: time, memory, threads."""

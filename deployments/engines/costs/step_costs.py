@@ -95,7 +95,7 @@ class StepCosts:
             self._medians.pop(forgotten, None)
 
     def seconds(self, kind: str, rows: int) -> float:
-        """Return what a call would take; 0 for a kind of which nothing is known."""
+        """Return the seconds of a call; 0 for a kind of which nothing is known."""
         sizes, medians = self._curve(kind)
         if not sizes:
             return 0.0
@@ -111,7 +111,7 @@ class StepCosts:
         return medians[place - 1] * (1 - share) + medians[place] * share
 
     def least_seconds(self, kind: str, rows: int) -> float:
-        """Return what a call would take, no more than a larger one took: few rows may be measured in a bad moment."""
+        """Return the seconds of a call, no more than a larger one took: few rows may be measured in a bad moment."""
         sizes, medians = self._curve(kind)
         return min([self.seconds(kind, rows), *medians[bisect.bisect_left(sizes, rows) :]])
 

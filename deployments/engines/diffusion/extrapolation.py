@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from configs.options import Acceleration
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 
 _SURE: Final = 1e-9  # a share of the output's norm: no prediction is taken for better than that
 
@@ -21,11 +22,12 @@ _SURE: Final = 1e-9  # a share of the output's norm: no prediction is taken for 
 class Extrapolation:
     """The outputs of a request's computed steps as factors of a polynomial: float32, of the output's shape.
 
-    `levels` are the noise levels of its steps, falling.
+    `levels` are the noise levels of its steps, falling. The factors count in `workspace`; a request that finds no room
+    for them computes its steps.
     """
 
-    def __init__(self, rule: Acceleration, levels: Sequence[float]) -> None:
-        self._rule, self._levels = rule, levels
+    def __init__(self, rule: Acceleration, levels: Sequence[float], workspace: Workspace = UNBOUNDED) -> None:
+        self._rule, self._levels, self._workspace = rule, levels, workspace
         self._factors: list[torch.Tensor] = []
         self._computed = -1  # the last step that was
         self._gap = 1  # from there to the next one, where the interval adapts
@@ -45,7 +47,7 @@ class Extrapolation:
 
     def note(self, step: int, output: torch.Tensor) -> None:
         """Take in what a step has computed. To do so twice changes nothing."""
-        found = output.float()
+        found = output.to(torch.float32, copy=True)  # a view would keep the outputs of the whole batch
         if self._rule.max_error is not None and len(self._factors) > 1 and step > self._computed:
             self._gap = self._adapted(step, found, self._rule.max_error)
         distance = 0.0 if self._computed < 0 else self._levels[step] - self._levels[self._computed]
@@ -55,7 +57,8 @@ class Extrapolation:
                 factors.append((factors[-1] - factor) / distance)
         else:  # a second evaluation at the same level, as second-order solvers make one
             factors += self._factors[1:]
-        self._factors, self._computed = factors, step
+        self._keep(factors)
+        self._computed = step
 
     def predict(self, step: int) -> torch.Tensor:
         """Return the output that a step is given, float32."""
@@ -74,14 +77,22 @@ class Extrapolation:
         reach = (step - self._computed) * (max_error / max(error, _SURE)) ** (1 / len(self._factors))
         return max(1, min(self._rule.interval, math.floor(reach)))
 
+    def _keep(self, factors: list[torch.Tensor]) -> None:
+        counted = {id(factor) for factor in self._factors}
+        added = [factor for factor in factors if id(factor) not in counted]
+        if all(self._workspace.take_beside(factor.untyped_storage(), factor.nbytes) for factor in added):
+            self._factors = factors
+        else:
+            self._factors, self._gap = [], 1
+
     def save(self) -> dict[str, Any]:
         """Return what `restore` goes on from: numbers and tensors."""
         return {"factors": list(self._factors), "computed": self._computed, "gap": self._gap}
 
     def restore(self, saved: dict[str, Any], device: torch.device) -> None:
         """Go on from where another one was."""
-        self._factors = [factor.to(device) for factor in saved["factors"]]
         self._computed, self._gap = saved["computed"], saved["gap"]
+        self._keep([factor.to(device) for factor in saved["factors"]])
 
 
 def noise_levels(solver: Any) -> list[float]:

@@ -21,8 +21,10 @@ from deployments.engines.diffusion.families.base import Family, ImageSize
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
 from deployments.engines.diffusion.solvers import add_noise
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
+from weights.memory.devices import host_generator
 
 _MASKED_FROM = 128  # of 255, as stock's 0.5
+_ALIKE = 0.9995  # noises whose cosine is more are not turned into each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,16 @@ class LatentsMaker:
         def draw(num_images: int) -> torch.Tensor:
             return randn_tensor((num_images, *shape[1:]), generator=generator, device=self.device, dtype=dtype)
 
+        def draw_noise() -> torch.Tensor:
+            noise = draw(request.num_images)
+            if (variation := request.variation) is None:
+                return noise
+            own = host_generator(variation.seed)
+            other = randn_tensor(noise.shape, generator=own, device=self.device, dtype=dtype)
+            return mixed_noise(noise, other, variation.strength)
+
         if request.init_image is None or family.steps.attends_to_image:
-            begun = family.latents.pack(family.latents.first(draw(request.num_images), solver))
+            begun = family.latents.pack(family.latents.first(draw_noise(), solver))
             return FirstLatents(begun, extra_channels=self._images_beside(request, begun))
         first_step = _first_step(family, request, solver)
         image = unit_pixels(request.init_image, self.device) * 2 - 1
@@ -93,7 +103,7 @@ class LatentsMaker:
         latents = noise = torch.empty(0)
         if not (num_extra and starts_as_noise):
             latents = self._encode(image, generator, dtype, request).expand(shape)
-        noise = draw(request.num_images)
+        noise = draw_noise()
         if starts_as_noise:
             begun = family.latents.first(noise, solver)
         else:
@@ -132,6 +142,22 @@ class LatentsMaker:
             image.to(dtype), generator, upcasts=self.family.latents.upcasts_vae, may_change=may_change
         )
         return self.family.latents.scale(latents.to(dtype), self.codec.vae)
+
+
+def mixed_noise(noise: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
+    """Return noise (B, C, h, w) on the way to another, as long as both: the columns of each channel are turned.
+
+    Source: AUTOMATIC1111/stable-diffusion-webui, `modules/rng.py:slerp`, for each image.
+    """
+    found = []
+    for low, high in zip(noise.float(), other.float(), strict=True):
+        cosines = (low / low.norm(dim=1, keepdim=True) * (high / high.norm(dim=1, keepdim=True))).sum(1)
+        if cosines.mean() > _ALIKE:
+            found.append(low * share + high * (1 - share))
+            continue
+        angles = cosines.clamp(-1, 1).acos().unsqueeze(1)
+        found.append((((1 - share) * angles).sin() * low + (share * angles).sin() * high) / angles.sin())
+    return torch.stack(found).to(noise.dtype)
 
 
 def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:

@@ -68,7 +68,7 @@ class SpacedFlow(diffusers.FlowMatchEulerDiscreteScheduler):
 class AncestralFlow(SpacedFlow):
     """Euler over a flow that goes below the next level of noise, and adds noise to come up to it."""
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         model_output: torch.Tensor,
         timestep: torch.Tensor,

@@ -311,7 +311,7 @@ def _convolution(
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
-    """Return what the host's kernel gives, which a simulated device computes with: it has heads behind the tokens."""
+    """Return the host kernel's result, with heads behind the tokens: a simulated device computes with that kernel."""
     made: torch.Tensor = _ATEN.scaled_dot_product_attention.default(query, key, value, *more, **options)
     is_fused = made.ndim == 4 and query.shape[-1] == value.shape[-1]
     return made.transpose(1, 2).contiguous().transpose(1, 2) if is_fused else made
@@ -397,7 +397,7 @@ _FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {
 
 @functools.cache
 def _fake_form(op: Any) -> Callable[..., Any]:
-    """Return what runs in the place of an operation on fake tensors."""
+    """Return the function that runs in the place of an operation on fake tensors."""
     if (form := _FAKE_FORMS.get(op)) is not None:
         return form
     return partial(fake_view, op) if is_kernel_of_views(op) else cast("Callable[..., Any]", op)

@@ -16,7 +16,7 @@ class LendingMemory(Protocol):
     """The books of a device (`weights/memory/device_arena.py`)."""
 
     def room_bytes(self) -> float:
-        """Return what a forward may take now; infinity where nobody counts."""
+        """Return the bytes that a forward may take now; infinity where nobody counts."""
 
     @property
     def is_lending(self) -> bool:
@@ -33,7 +33,7 @@ class Footprints(Protocol):
     """The footprints of forwards by kind: a mapping, or a book that records them when it is asked."""
 
     def get(self, kind: Hashable, /) -> Footprint | None:
-        """Return what forwards of a kind take; None where nobody has planned it."""
+        """Return the footprint of forwards of a kind; None where nobody has planned it."""
 
 
 class Workspace:

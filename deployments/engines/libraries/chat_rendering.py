@@ -255,7 +255,7 @@ def _paying_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_argument(function: Callable[..., Any]) -> Callable[[Context], tuple[Any, ...]]:
-    """Return what jinja gives the function before its value."""
+    """Return a function that makes the arguments which jinja passes to `function` before its value."""
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
     match wanted:
         case "context":

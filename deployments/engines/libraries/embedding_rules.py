@@ -51,7 +51,7 @@ class PoolingRule(NamedTuple):
 
 
 def read_pooling_rule(folder: Path, known: Collection[str], *, takes_dense: bool = False) -> PoolingRule | None:
-    """Read what `folder`'s modules.json says; None without one.
+    """Read the rule of `folder`'s modules.json; None without one.
 
     Raises EngineError for stages that are not supported, and for ways that are not `known`.
     """
@@ -97,7 +97,7 @@ class Prompts:
     default: str | None = None
 
     def before(self, name: str | None, input_type: InputType | None = None) -> str:
-        """Return what stands before a text: the prompt of that name, that of the kind of text, or the usual one.
+        """Return the prefix of a text: the prompt of that name, that of the kind of text, or the usual one.
 
         Where the model has no prompt for a kind of text, nothing stands there, as in the stock library. Raises
         EngineError for a name that the model does not have.
@@ -151,7 +151,7 @@ def check_dimensions(dimensions: int, size: int, config: Any) -> None:
 
 
 def _way(stages: tuple[SentenceStage, ...]) -> str:
-    """Return what can be done about a layer behind the pooling, or nothing when there is none."""
+    """Return a remedy for a layer behind the pooling, or nothing when there is none."""
     folder = next((stage.folder for stage in stages if stage.name == _DENSE), None)
     if folder is None:
         return ""

@@ -100,7 +100,7 @@ def check_model_class(library: str, class_name: str, folder: Path, config: Any =
 
 
 def no_class(library: str, class_name: str, config: Any = None) -> str:
-    """Return what to say of a model's class that a library lacks."""
+    """Return the message on a model's class that a library lacks."""
     has_version = f" {version(library)}" if library in LIBRARIES else ""
     brings_code = isinstance(config, dict) and "auto_map" in config
     return f"{library}{has_version} has no model class {class_name!r}{_near(library, class_name)}" + (

@@ -269,7 +269,7 @@ def generate_step(
 
 
 def apply_gate(experts: Any, inner: torch.Tensor) -> torch.Tensor:
-    """Return what a class of experts makes of gates and values, (N, 2 * inner size), between its two products."""
+    """Apply the gate of a class of experts to gates and values, (N, 2 * inner size), between its two products."""
     gated: torch.Tensor = experts._apply_gate(inner)
     return gated
 

@@ -6,6 +6,7 @@ reasoning, by the markers that the template's text has.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,12 +22,22 @@ class Tags:
     """What is written around the key and around the value of an argument, where each has tags of its own.
 
     Newlines beside a value are the tags', one on each side. `said` is what stands between the two of a text, and of any
-    other value, where the form says which it is; TYPE is the type of JSON.
+    other value, where the form says which it is; TYPE is the type of JSON. Keys that stand in attributes may be
+    escaped as XML does it.
     """
 
     key: tuple[str, str]
     value: tuple[str, str]
     said: tuple[str, str] = ("", "")
+    escapes_keys: bool = False
+
+    def written_key(self, key: str) -> str:
+        """Return a key as a model writes it."""
+        return key.replace("&", "&amp;").replace('"', "&quot;") if self.escapes_keys else key
+
+    def read_key(self, text: str) -> str:
+        """Return the key that a model has written."""
+        return html.unescape(text) if self.escapes_keys else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +221,7 @@ TOOL_FORMS: Final[Mapping[str, ToolForm]] = MappingProxyType(
                 ('<|open|>argument key="', '"'),
                 ("<|sep|>", "<|close|>argument<|sep|>"),
                 (' type="string"', ' type="TYPE"'),
+                escapes_keys=True,
             ),
             signs=("<|open|>call",),
         ),

@@ -144,7 +144,7 @@ def _tagged(grammar: LarkGrammar, form: ToolForm, root: Mapping[str, Any]) -> st
     for key, schema, is_needed in _properties(root):
         types = types_of(schema, root)
         said = form.tags.said[types != {"string"}].replace("TYPE", next(iter(types)) if len(types) == 1 else "object")
-        head = grammar.literal(before + key + behind + said + opening)
+        head = grammar.literal(before + form.tags.written_key(key) + behind + said + opening)
         if types == {"string"}:
             values = _texts(schema, root)
             value = " | ".join(map(grammar.literal, values)) if values else ""

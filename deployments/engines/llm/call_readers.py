@@ -368,7 +368,7 @@ class TaggedCall:
             tape.held = tape.held[at:]
             return "wait"
         tape.held = rest[start + len(value) if value else end + len(behind) :]
-        types = self._calls.add_key(rest[:end].strip(" \n\t\"'"))
+        types = self._calls.add_key(self._tags.read_key(rest[:end].strip(" \n\t\"'")))
         if said := _SAID.search(rest[end + len(behind) : start]) if self._tags.said[0] else None:
             types = _AS_TEXT if said[1] in ("true", "string") else types - _AS_TEXT or _NO_TEXT
         self._value = _Value(types, self._tags.value)

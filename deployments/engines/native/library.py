@@ -56,7 +56,7 @@ class PackedMatrix(NamedTuple):
     group_size: int = 0
 
     def pointers(self) -> MatrixPointers:
-        """Return what the kernels take. The caller has checked that the memory is contiguous on the host."""
+        """Return the pointers for the kernels. The caller has checked that the memory is contiguous on the host."""
         return MatrixPointers(
             KERNEL_TYPES[self.kind],
             self.data.data_ptr(),

@@ -78,12 +78,12 @@ class Turns:
             if self.lengths is not None:
                 added = added * self.lengths + wide * (self.lengths - 1)
             return added.to(features.dtype)
-        turned = wide
+        turned, rows = wide, wide.shape[:-1]
         for number, blocks in enumerate(self.stages):
             apart = 2**number * (blocks.shape[-1] // 2)
-            near = turned.unflatten(-1, (-1, 2, apart)).transpose(-2, -1).flatten(-3)
+            near = turned.reshape(*rows, -1, 2, apart).transpose(-2, -1).flatten(-3)
             near = near + _of_blocks(near, blocks, strength)
-            turned = near.unflatten(-1, (-1, apart, 2)).transpose(-2, -1).flatten(-3)
+            turned = near.reshape(*rows, -1, apart, 2).transpose(-2, -1).flatten(-3)
         if self.lengths is not None:
             turned = turned * self.lengths
         return (turned - wide).to(features.dtype)
@@ -156,9 +156,9 @@ def _of_blocks(features: torch.Tensor, blocks: torch.Tensor, strength: float) ->
     count, size, _ = blocks.shape
     turns = (blocks - torch.eye(size, dtype=blocks.dtype, device=blocks.device)) * strength
     if count <= size:
-        parts = features.split(size, dim=-1)
+        parts = torch.split(features, size, dim=-1)
         return torch.cat([linear(part, turn.T) for part, turn in zip(parts, turns, strict=True)], dim=-1)
-    split = features.unflatten(-1, (count, size))
+    split = features.reshape(*features.shape[:-1], count, size)
     found: Any = 0
     for place in range(size):
         found = found + split[..., place : place + 1] * turns[:, place]

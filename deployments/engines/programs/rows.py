@@ -36,7 +36,7 @@ class ProgramJob:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Return what jobs that may run together have in common. It knows the program by number, and holds no weights.
+        """Return the key that jobs share which may run together. It knows the program by number, and holds no weights.
 
         Sizes that a mask evens out may differ.
         """

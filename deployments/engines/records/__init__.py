@@ -1,1 +1,1 @@
-"""What the engines speak of: requests, results, errors, images and sounds."""
+"""The records of the engines: requests, results, errors, images and sounds."""

@@ -65,7 +65,7 @@ class PromptImages:
         object.__setattr__(self, "_shift", behind)
 
     def identity(self, start: int, end: int) -> bytes:
-        """Return what the keys of the tokens `start` to `end` depend on beside these: the images that are among them,
+        """Return everything beside the tokens `start` to `end` that their keys depend on: the images among them,
         and where each begins.
         """
         return b"".join(

@@ -31,6 +31,8 @@ class AdaptedModules:
         """
         loras, found = check_adapters(uses, known), []
         for use in uses:
+            if loras[use.name].words:
+                continue
             pairs = [(fitted.pairs_of(loras[use.name]), scale) for fitted, scale in self._of(pipeline, use, loras)]
             if not any(one for one, _ in pairs):
                 raise EngineError(f"adapter {use.name!r} changes nothing of a {self._class_name}")

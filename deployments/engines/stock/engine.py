@@ -35,6 +35,7 @@ from deployments.engines.stock.footprints import METHODS
 from deployments.engines.stock.inputs import CallInputs
 from deployments.engines.stock.known import OUTPUTS, read_class
 from deployments.engines.stock.latent_previews import decoding_arguments, only_decodes, shows_previews
+from deployments.engines.stock.learned_words import reading_words
 from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, audio_channels, sample_rate
 from deployments.engines.stock.own_draws import OwnDraws
@@ -213,7 +214,8 @@ class _Run:
         if self.request.num_previews and self.request.texts is not None and shows_previews(self._model.cls):
             shown = {"callback_on_step_end": self._show_step}
         spans = self._adapted.spans_of(pipeline, self.request.adapters, self.request.loras)
-        with _on_device(modules), self._turns(modules, spans):
+        words = reading_words(pipeline, self.request.adapters, self.request.loras)
+        with _on_device(modules), self._turns(modules, spans), words:
             output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown)
         makes = read_class(self._model.cls.__name__).makes or "images"
         made = next((output[name] for name in OUTPUTS[makes] if name in output), None)

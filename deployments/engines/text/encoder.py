@@ -130,7 +130,7 @@ class TextEncoder:
         return logits_C if raw else scores_of(logits_C, self.scoring)
 
     def variant(self, text: TokenizedText) -> str:
-        """Return what tells encodings of the same weights and ids apart: padding, layer, or how one vector is made."""
+        """Return the name that tells encodings of the same weights and ids apart: padding, layer, or pooling."""
         return self._outputs.variant(text)
 
     def tokenize(

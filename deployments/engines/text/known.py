@@ -107,7 +107,7 @@ def check_head(config: DenseConfig, where: Path) -> None:
 
 
 def _other_input(config: Mapping[str, Any]) -> str:
-    """Return what a model wants beside the tokens of one text, "" for nothing."""
+    """Name the input that a model wants beside the tokens of one text, "" for none."""
     if not isinstance(config.get("vocab_size"), int):
         return "has no vocabulary of its own (vocab_size)"
     return "needs a second text (is_encoder_decoder)" if config.get("is_encoder_decoder") is True else ""

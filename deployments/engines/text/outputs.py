@@ -1,4 +1,4 @@
-"""What a text is given of an encoder's forward: token vectors of a layer, one vector, a classifier's logits."""
+"""A text's outputs of an encoder's forward: token vectors of a layer, one vector, a classifier's logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TextOutputs:
         return replace(text, padded_length=self.tokenizer.check_length(max_length))
 
     def variant(self, text: TokenizedText) -> str:
-        """Return what tells encodings of the same weights and ids apart: padding, layer, or how one vector is made."""
+        """Return the name that tells encodings of the same weights and ids apart: padding, layer, or pooling."""
         if self.family.is_classifier:
             return f"logits:{','.join(map(str, text.type_ids))}"
         if text.form:
@@ -76,7 +76,7 @@ class TextOutputs:
     def of_row(
         self, text: TokenizedText, row: int, outputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor] | ComputationFailed:
-        """Return what the text in a row of a forward gets, or why it gets nothing."""
+        """Return the output of the text in a row of a forward, or why there is none."""
         own = {name: _own_rows(outputs[source][row], text, source) for name, source in self.sources_of(text).items()}
         if text.form:
             own = {"hidden": torch.cat(list(own.values()), dim=-1)}

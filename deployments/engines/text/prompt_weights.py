@@ -105,7 +105,7 @@ def from_compel(prompt: str) -> str:
 
 
 def _factor(weight: str) -> str:
-    """Return what marks, or a number, multiply by, as `parse_weights` reads it."""
+    """Return the factor of marks, or of a number, as `parse_weights` reads it."""
     factor = _MARKS[weight[0]] ** min(len(weight), 999) if weight[:1] in _MARKS else float(weight or 1)
     return f"{min(factor, 999_999):.6f}"
 

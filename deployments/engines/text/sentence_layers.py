@@ -44,7 +44,7 @@ class Pooling:
 
 
 def load_pooling(folder: Path) -> Pooling:
-    """Read what `folder`'s modules.json says; mean pooling without one, as sentence-transformers does."""
+    """Read the pooling of `folder`'s modules.json; mean pooling without one, as sentence-transformers does."""
     rule = read_pooling_rule(folder, POOLINGS, takes_dense=True)
     return Pooling(rule.modes or ("mean",), rule.normalize, rule.later) if rule else Pooling()
 
@@ -52,7 +52,7 @@ def load_pooling(folder: Path) -> Pooling:
 def apply_stages(
     stages: Sequence[SentenceStage], heads: Mapping[str, DenseHead], pooled: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return what the stages behind the pooling make of vectors (D,); `heads` are the Dense layers by folder.
+    """Apply the stages behind the pooling to vectors (D,); `heads` are the Dense layers by folder.
 
     Raises EngineError and ComputationFailed as `DenseHead.apply` does.
     """

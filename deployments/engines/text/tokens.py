@@ -80,7 +80,7 @@ class LearnedWords:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Return what finds a word in a text."""
+        """Return the pattern that finds a word in a text."""
         return pattern_of(self.ids, ignores_case=self.ignores_case)
 
     def ids_of(self, text: str) -> Sequence[int] | None:

@@ -53,6 +53,7 @@ from deployments.ingress.service.service import Service
 from deployments.pipelines.runner import run_together
 from deployments.records import ImageProgress, ImageRequest, ImageResult
 from deployments.records.errors import InvalidRequest, UnknownModel
+from deployments.requests.defaults import draw_seed
 from weights.residency.recent import Recent
 
 # Lists that clients fetch with the others.
@@ -180,7 +181,14 @@ async def _model_of(service: Service, sessions: _KeySessions, named: str | None)
 
 
 def _single_images(record: ImageRequest) -> list[ImageRequest]:
-    """Return a request for each image: their seeds follow each other, where the first one's is given."""
+    """Return a request for each image: their seeds follow each other, where the first one's is given.
+
+    Of one seed that varies, the other seeds do.
+    """
+    if (variation := record.variation) is not None:
+        varied = [variation.model_copy(update={"seed": variation.seed + number}) for number in range(record.n)]
+        same = {"n": 1, "reports_steps": True, "seed": draw_seed() if record.seed is None else record.seed}
+        return [record.model_copy(update=same | {"variation": one}) for one in varied]
     seeds = [None if record.seed is None else record.seed + number for number in range(record.n)]
     fields = {"n": 1, "reports_steps": True}
     return [record.model_copy(update=fields | {"seed": seed}) for seed in seeds]
@@ -238,6 +246,7 @@ def _info(
 ) -> dict[str, Any]:
     """Return what the WebUI says of images."""
     seeds = [result.seed for _, result in done]
+    subseeds = [one.variation.seed for one, _ in done if one.variation]
     infotexts = [describe_image(one, result, 0).parameters for one, result in done]
     height, width = done[0][1].images[0].shape[:2] if done else (record.height, record.width)
     return {
@@ -246,6 +255,9 @@ def _info(
         "negative_prompt": body.negative_prompt or "",
         "seed": seeds[0] if seeds else None,
         "all_seeds": seeds,
+        "subseed": subseeds[0] if subseeds else None,
+        "all_subseeds": subseeds,
+        "subseed_strength": body.subseed_strength,
         "width": width,
         "height": height,
         "sampler_name": body.sampler_name or body.sampler_index or AUTOMATIC,

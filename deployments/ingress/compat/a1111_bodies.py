@@ -35,6 +35,7 @@ from deployments.ingress.openai.uploads import decode_base64_within
 from deployments.ingress.service.service import Service
 from deployments.records import NO_PROMPT, Count, ImageRequest, Name, RequestModel, as_record
 from deployments.records.errors import InvalidRequest
+from deployments.requests.defaults import draw_seed
 
 LANCZOS: Final = "Lanczos"
 NONE: Final = "None"
@@ -91,8 +92,6 @@ _VAIN: Final[dict[str, tuple[Any, ...]]] = {
     "styles": ([],),
     "tiling": (False,),
     "restore_faces": (False,),
-    "subseed": (-1,),
-    "subseed_strength": (0,),
     "seed_resize_from_h": (-1, 0),
     "seed_resize_from_w": (-1, 0),
     "eta": (),
@@ -348,6 +347,8 @@ class TextToImageBody(RequestModel, extra="allow"):
     prompt: str | None = None
     negative_prompt: str | None = None
     seed: int | None = None
+    subseed: int | None = None
+    subseed_strength: float = Field(0, ge=0, le=1)
     sampler_name: str | None = None
     sampler_index: str | None = None
     scheduler: str | None = None
@@ -456,6 +457,9 @@ class TextToImageBody(RequestModel, extra="allow"):
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "lora": loras,
         }
+        if self.subseed_strength:
+            subseed = self.subseed if self.subseed is not None and self.subseed >= 0 else draw_seed()
+            given["variation"] = {"seed": subseed, "strength": self.subseed_strength}
         return given | _solver_of(self._sampler, self.scheduler)
 
     @property

@@ -104,6 +104,8 @@ def _facts_of(request: ImageRequest, result: ImageResult, index: int) -> dict[st
         description["scheduler_options"] = dict(request.scheduler_options)
     if request.acceleration is not None:
         description["acceleration"] = request.acceleration.model_dump(exclude_none=True)
+    if request.variation is not None:
+        description["variation"] = request.variation.model_dump()
     if request.lora:
         description["lora"] = [{"name": use.name, "scale": use.scale} for use in request.lora]
     if request.ip_adapter:
@@ -128,6 +130,8 @@ def _parameters_of(request: ImageRequest, result: ImageResult, index: int) -> st
         "Sampler": SAMPLER_NAMES.get(request.scheduler or "", request.scheduler),
         "CFG scale": result.guidance_scale,
         "Seed": result.seed,
+        "Variation seed": request.variation.seed if request.variation else None,
+        "Variation seed strength": request.variation.strength if request.variation else None,
         "Size": f"{width}x{height}",
         "Model": result.model,
         "Batch size": len(result.images) if index else None,

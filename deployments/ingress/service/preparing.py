@@ -49,9 +49,8 @@ class Preparing:
         if request.init_image is not None or request.control:
             fit = partial(with_fitting_images, asked, request, record.class_name, record.variant)
             request, warnings = await asyncio.to_thread(fit)
-        if not is_stock_class(record.class_name):
-            words = await self._catalog.learned_words(prompts_of(request), request.model)
-            request = with_learned_words(request, words)
+        words = await self._catalog.learned_words(prompts_of(request), request.model)
+        request = with_learned_words(request, words)
         find = self._catalog.find_adapter
         adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}
         adapters |= {use.name: await find(use.name, request.model, "controlnet") for use in request.control}

@@ -18,6 +18,7 @@ from configs.options import (
     PromptReading,
     Sampling,
     SamplingOptions,
+    Variation,
 )
 from deployments.engines.records.protocol import DiffusionRequest, SamplingParams
 from deployments.ingress.openai.image_bodies import GenerationBody
@@ -41,6 +42,7 @@ SPECIAL: dict[str, Any] = {
     "deterministic": True,
     "prompt_syntax": "weighted",
     "acceleration": Acceleration(interval=4),
+    "variation": Variation(seed=3, strength=0.5),
 }
 
 

@@ -206,6 +206,7 @@ def test_a_pipeline_of_no_family_is_refused_by_name() -> None:
         ({"extra": {"clip_skip": 1}}, FLUX, "extra: FluxPipeline has none here"),
         ({"images": {"control_image": np.zeros((8, 8, 3), np.uint8)}}, FLUX, "images: FluxPipeline has none here"),
         ({"acceleration": {"interval": 2}}, "SanaPipeline", "acceleration: diffusers' own code runs a SanaPipeline"),
+        ({"variation": {"seed": 1, "strength": 0.5}}, "SanaPipeline", "variation: diffusers' own code runs a Sana"),
         ({"sigmas": [1.0, 0.5], "num_inference_steps": 3}, "SanaPipeline", "num_inference_steps: 3, but 2 sigmas"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -13,6 +14,7 @@ from deployments.engines.llm.models.gguf_config import (
 )
 from deployments.engines.records.protocol import EngineError
 from weights.formats.gguf import GgufHeader
+from weights.formats.kuiper import KuiperHeader
 from weights.formats.language_models import CLASS_NAMES
 from weights.formats.untrusted import is_size
 
@@ -115,6 +117,43 @@ def check_decoder(class_name: str, config: Mapping[str, Any], given: Mapping[str
         if name not in found:
             raise EngineError(f"tensor {name!r} is missing, and its config says that it is there")
         _check_shape(name, found[name], shape)
+
+
+def check_packed_decoder(
+    class_name: str, config: Mapping[str, Any], given: Mapping[str, tuple[str, Sequence[int]]], group_size: int
+) -> None:
+    """Raise EngineError as `check_decoder` does, and for whole numbers without the scales of all their groups.
+
+    `given` are types and shapes.
+    """
+    check_decoder(class_name, config, {name: shape for name, (_, shape) in given.items()})
+    for name, (dtype, shape) in given.items():
+        scales = name.removesuffix(".weight") + ".scales"
+        if dtype != "I8" or not name.endswith(".weight"):
+            continue
+        if scales not in given:
+            raise EngineError(f"tensor {name!r} has no scales")
+        if (count := math.prod(given[scales][1]) * group_size) != math.prod(shape):
+            raise EngineError(f"tensor {scales!r} is for {count} numbers, and {name!r} has {math.prod(shape)}")
+
+
+def check_kuiper_decoder(header: KuiperHeader, config: Mapping[str, Any]) -> None:
+    """Raise EngineError where a config is of a model of other dimensions, or of another kind, than the file."""
+    if header.is_llama2c and config.get("model_type", "llama") != "llama":
+        raise EngineError(f"config.json says model_type {config['model_type']!r}, a llama2.c file holds llama")
+    sizes = {
+        "hidden_size": header.dim,
+        "intermediate_size": header.hidden_dim,
+        "num_hidden_layers": header.num_layers,
+        "num_attention_heads": header.num_heads,
+        "num_key_value_heads": header.num_kv_heads,
+        "vocab_size": header.vocab_size,
+        "max_position_embeddings": header.max_seq_len,
+        "tie_word_embeddings": header.shared_classifier,
+    }
+    for key, size in sizes.items():
+        if config.get(key, size) != size:
+            raise EngineError(f"config.json says {key} {config[key]}, the Kuiper file {size}")
 
 
 def check_gguf_decoder(headers: Sequence[GgufHeader]) -> None:

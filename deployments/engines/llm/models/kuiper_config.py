@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from deployments.engines.llm.models.decoder_tensors import check_kuiper_decoder
 from deployments.engines.llm.models.packed import PackedSource
 from deployments.engines.nn.packed_weights import GROUP_INT8
 from deployments.engines.records.protocol import EngineError
@@ -35,21 +36,7 @@ def kuiper_header(folder: Path) -> KuiperHeader | None:
 
 def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSource:
     """Return where the tensors go. Raises EngineError when config.json is of a model of other dimensions, or kind."""
-    if header.is_llama2c and config.model_type != "llama":
-        raise EngineError(f"config.json says model_type {config.model_type!r}, a llama2.c file holds llama")
-    sizes = {
-        "hidden_size": header.dim,
-        "intermediate_size": header.hidden_dim,
-        "num_hidden_layers": header.num_layers,
-        "num_attention_heads": header.num_heads,
-        "num_key_value_heads": header.num_kv_heads,
-        "vocab_size": header.vocab_size,
-        "max_position_embeddings": header.max_seq_len,
-        "tie_word_embeddings": header.shared_classifier,
-    }
-    for key, size in sizes.items():
-        if getattr(config, key) != size:
-            raise EngineError(f"config.json says {key} {getattr(config, key)}, the Kuiper file {size}")
+    check_kuiper_decoder(header, config.to_dict())
     names, kinds = {}, {}
     for name, dtype, _ in header.layout():
         module, _, leaf = name.rpartition(".")

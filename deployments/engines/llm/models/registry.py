@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import transformers
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from deployments.engines.building.build import build_language_model
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.decoder_tensors import renamed_experts
@@ -99,6 +100,7 @@ class LoadedModel:
         return self.module.logits(hidden_NC)
 
 
+_FEW_LAYERS: Final = 512  # may stand in a config without as many tensors: a damaged one would be built for ever
 AnyModel = LoadedModel | StockModel | OwnCacheModel
 
 
@@ -163,6 +165,27 @@ def is_text_alone(config: PretrainedConfig) -> bool:
 def is_stock(config: PretrainedConfig) -> bool:
     """Return whether transformers computes the model."""
     return config.architectures[0] not in ARCHITECTURES
+
+
+def check_stock_tensors(folder: Path, given: Mapping[str, Sequence[int]]) -> None:
+    """Raise EngineError for a class of transformers that tensors of these names and shapes do not make.
+
+    It is built, without memory for its weights.
+    """
+    content = read_config(folder / "config.json")
+    inner = content.get("text_config")
+    for key, value in [*content.items(), *(inner.items() if isinstance(inner, dict) else ())]:
+        is_count = "layer" in key and isinstance(value, int)
+        if is_count and value > max(len(given), _FEW_LAYERS):  # before transformers makes a list of them
+            raise EngineError(f"{folder / 'config.json'} says {key} {value}, and there are {len(given)} tensors")
+    config = load_config(folder)
+    tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in given.items()}
+    try:
+        build_language_model(config, dict(decoder_tensors(config, tensors)))
+    except EngineError:
+        raise
+    except Exception as error:  # configs are believed here and there, each with errors of its own
+        raise EngineError(f"{folder}: no {config.architectures[0]} can be made of this config: {error}") from error
 
 
 def create_any_model(

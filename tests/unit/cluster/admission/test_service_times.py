@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -105,6 +106,21 @@ def test_the_latency_in_any_company_is_told_from_that_in_others(seed: int) -> No
             assert known.latency_s(work).seconds_at(size) == pytest.approx(latency_s(work, size), rel=0.2)
     assert known.usual_latency_s(8.0) == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
     assert known.usual_s == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
+
+
+@seeds(50)
+def test_small_requests_do_not_spoil_what_company_does_to_large_ones(seed: int) -> None:
+    """Of one unit of work nearly all is the fixed part, which mates slow as well."""
+    times, rng = ServiceTimes(), random.Random(seed)
+    fixed_s, each_s, slowdown = rng.uniform(0.1, 0.4), rng.uniform(0.001, 0.003), rng.uniform(0.3, 0.9)
+    for number in range(300):
+        size, work = rng.choice([1.0, 2.0, 4.0, 8.0]), math.exp(rng.uniform(0.0, math.log(1000.0)))
+        took_s = (fixed_s + each_s * work) * (1 + slowdown * (size - 1)) * rng.lognormvariate(0, 0.03)
+        times.note_served("m", float(number), work, took_s / size, took_s)
+    known = times.times("m")
+    assert known is not None
+    true_s = (fixed_s + each_s * 800) * (1 + slowdown * 7)
+    assert known.latency_s(800.0).seconds_at(8.0) == pytest.approx(true_s, rel=0.75)
 
 
 @seeds(50)

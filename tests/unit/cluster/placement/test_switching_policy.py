@@ -244,6 +244,29 @@ def test_a_switch_that_takes_little_longer_than_a_request_needs_no_order() -> No
     assert plan_of([hot, rare, cold], homes, is_frozen=True).on_demand == {}
 
 
+def test_a_worker_waits_for_what_comes_soon_rather_than_to_go_away_for_less() -> None:
+    """There and back takes 11 s with one request: those for a model that comes every 5 s are more, and wait longer."""
+    often, lone = model("often", rate_long=0.2), model("lone", 1, 1.0)
+    home = worker("w0", often, idle_s=1.0)
+    assert plan_of([often, lone], [home]).decisions == ()
+    assert only(plan_of([often, replace(lone, waiting=3)], [home])).model == "lone"
+    assert only(plan_of([replace(often, rate_long=0.05), lone], [home])).model == "lone"
+    assert only(plan_of([often, lone], [replace(home, idle_s=6.0)])).model == "lone"  # none has come for long
+    assert only(plan_of([often, replace(lone, oldest_age_s=11.0)], [home])).model == "lone"  # as long as they would
+    elsewhere = worker("w1", often, running={"often": 1})
+    assert only(plan_of([often, lone], [home, elsewhere])).worker == "w0"  # which has the time for all of them
+
+
+def test_a_worker_with_nothing_to_lose_shares_a_queue_that_lasts_for_longer_than_its_switch() -> None:
+    """It once had to be longer by a quarter, and seven requests for one model waited for one of two empty workers."""
+    hot = model("hot", 2, 1.0, service_s=5.0)
+    coming = worker("w0", switching_to="hot", ready_in_s=4.5)
+    assert only(plan_of([hot], [coming, worker("w1", attach_bytes_per_s=1.2e9)])).worker == "w1"  # 8.3 s beside 9.5
+    assert plan_of([hot], [coming, worker("w1", attach_bytes_per_s=1e9)]).decisions == ()
+    both = worker("w1", switching_to="hot", ready_in_s=4.5)
+    assert plan_of([hot], [coming, both, worker("w2", attach_bytes_per_s=2e9)]).decisions == ()  # one for each of them
+
+
 def test_a_copy_that_would_come_too_late_is_not_made() -> None:
     hot = model("hot", 3, 1.0)
     assert plan_of([hot], [worker("w0", hot, running={"hot": 1}), worker("w1")]).decisions == ()

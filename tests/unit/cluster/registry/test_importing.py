@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from kit.seeding import seeded_rng
+from kit.waiting import wait_until
 from safetensors.numpy import save_file
 from unit.cluster.registry.model_sources import Sources
 
@@ -234,7 +235,7 @@ async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_
     waiting, num_turns = asyncio.ensure_future(models.find_model("bad")), 0
     while not waiting.done():
         assert (await models.manifest("m")).model == "m"
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         num_turns += 1
     assert num_turns > 10  # a directory that stands still with its importer would have had one turn
     record = await waiting
@@ -261,8 +262,8 @@ def test_it_ends_with_its_parent_whatever_it_is_doing(hostile: Any, tmp_path: Pa
     told = tmp_path / "pid"
     entry = hostile(f"open({str(told)!r}, 'w').write(str(os.getpid()) + '.'); {GIL_HELD}")
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), entry.model_dump_json()]) as parent:
-        while not (told.exists() and told.read_text().endswith(".")):
-            assert parent.poll() is None
+        wait_until(lambda: parent.poll() is not None or (told.exists() and told.read_text().endswith(".")))
+        assert parent.poll() is None
         child = psutil.Process(int(told.read_text()[:-1]))
         assert child.ppid() == parent.pid
         parent.kill()

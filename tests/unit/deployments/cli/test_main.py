@@ -250,6 +250,8 @@ def test_images_are_sent_with_a_request(run: Run, url: str, server: Any, tmp_pat
         f"strokes:{image}:0.5",
         "--control",
         f"edges:{odd}",
+        "--control",
+        f"all:{image}:0.5:3",
         "--ip-adapter",
         f"look:{image}:0.7",
         *options,
@@ -260,6 +262,7 @@ def test_images_are_sent_with_a_request(run: Run, url: str, server: Any, tmp_pat
     assert body["control"] == [
         {"name": "strokes", "image": data, "scale": 0.5},
         {"name": "edges", "image": base64.b64encode(b"colon").decode(), "scale": 1.0},
+        {"name": "all", "image": data, "scale": 0.5, "mode": 3},
     ]
     assert body["ip_adapter"] == [{"name": "look", "image": data, "scale": 0.7}]
 

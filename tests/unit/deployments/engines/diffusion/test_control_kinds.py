@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from unit.deployments.engines.diffusion.control_nets import controlnet, flux_union, t2i_adapter, union
 
 from deployments.engines.building.build import build_module
-from deployments.engines.diffusion.families.unet_controls import adapter_features
+from deployments.engines.diffusion.families.unet_controls import adapter_features, why_unlike_adapter
 from deployments.engines.diffusion.rows import batch_key, parts_of
 from deployments.engines.records.protocol import ControlUse, EngineError
 from weights.formats.control_files import read_control_file
@@ -319,3 +319,23 @@ def test_a_controlnet_in_one_file_is_read_by_the_config_of_its_base(
             assert np.all(np.asarray(read.config[key]) == np.asarray(value)), key  # one number may stand for a list
     for key, one in net.state_dict().items():
         assert torch.equal(read.state_dict()[key], one)
+
+
+def test_published_t2i_adapters_fit_their_published_unets_alone() -> None:
+    """By the configs of TencentARC's adapters and of the UNets that they were made for."""
+    of_sd = {
+        "block_out_channels": [320, 640, 1280, 1280],
+        "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+    }
+    of_xl = {
+        "block_out_channels": [320, 640, 1280],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    }
+    full = {"channels": [320, 640, 1280, 1280], "downscale_factor": 8, "adapter_type": "full_adapter"}
+    light = {"channels": [320, 640, 1280], "downscale_factor": 8, "adapter_type": "light_adapter"}
+    xl = {"channels": [320, 640, 1280, 1280], "downscale_factor": 16, "adapter_type": "full_adapter_xl"}
+    fits = {"full": (full, of_sd), "light": (light, of_sd), "xl": (xl, of_xl)}
+    for config, unet_config in fits.values():
+        assert why_unlike_adapter(config, unet_config, 8) is None
+    for config, unet_config in ((full, of_xl), (light, of_xl), (xl, of_sd)):
+        assert "makes features of 320 channels per" in str(why_unlike_adapter(config, unet_config, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -12,12 +13,14 @@ import diffusers
 import pytest
 import torch
 from kit.seeding import seeded_rng
+from torch.multiprocessing.reductions import StorageWeakRef
 from unit.deployments.engines.diffusion.conftest import load_ours, make_flux
 
 from configs.options import Acceleration
 from deployments.engines.diffusion.checkpoints import conditioning_of, restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.extrapolation import Extrapolation, noise_levels
+from deployments.engines.graph.workspace import Workspace
 from deployments.engines.records.protocol import ConditionedRequest
 
 SOLVERS = ["EulerDiscreteScheduler", "DDIMScheduler", "DPMSolverMultistepScheduler", "HeunDiscreteScheduler"]
@@ -238,3 +241,58 @@ def test_only_computed_steps_are_counted_as_work(pair, make_request):
     assert state.num_forwards_left == 6
     pair.ours.step([state])
     assert (state.num_steps_left, state.num_forwards_left) == (11, 5)
+
+
+class Beside:
+    """The books of a device that has so many bytes free beside its budget."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.free_bytes = nbytes
+        self._taken: list[tuple[StorageWeakRef, int]] = []
+
+    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+        if nbytes > self.free_bytes - self.taken_bytes:
+            return False
+        self._taken.append((StorageWeakRef(holder), nbytes))
+        return True
+
+    @property
+    def taken_bytes(self) -> int:
+        return sum(nbytes for holder, nbytes in self._taken if not holder.expired())
+
+
+def test_what_a_request_keeps_is_counted_as_long_as_it_lives():
+    memory, levels = Beside(10**6), [float(level) for level in range(12, 0, -1)]
+    subject = Extrapolation(Acceleration(interval=3, order=2, warmup=3), levels, Workspace(memory))
+    batch = torch.randn(7, 25)
+    for step in range(6):
+        if not subject.skips(step):
+            subject.note(step, batch[step : step + 1])
+            subject.note(step, batch[step : step + 1])
+            assert memory.taken_bytes == min(step + 1, 3) * 100, "order + 1 rows in float32, and no batch"
+    saved = copy.deepcopy(subject.save())  # as a checkpoint has them
+    del subject
+    again = Extrapolation(Acceleration(interval=3, order=2, warmup=3), levels, Workspace(memory))
+    again.restore(saved, torch.device("cpu"))
+    assert memory.taken_bytes == 300
+    del saved, again
+    assert memory.taken_bytes == 0
+
+
+@pytest.mark.parametrize("max_error", [None, 0.5])
+def test_a_device_without_room_for_them_computes_all_steps(max_error):
+    levels = [float(level) for level in range(12, 0, -1)]
+    rule = Acceleration(interval=3, order=1, warmup=3, max_error=max_error)
+    memory = Beside(10**6)
+    subject = Extrapolation(rule, levels, Workspace(memory))
+    for step in range(4):
+        if not subject.skips(step):
+            subject.note(step, torch.ones(1, 25))
+    memory.free_bytes = 0
+    computed = []
+    for step in range(4, 12):
+        if not subject.skips(step):
+            computed.append(step)
+            subject.note(step, torch.ones(1, 25))
+    assert computed[1:] == list(range(computed[0] + 1, 12)), "all from the one on whose output had no room"
+    assert memory.taken_bytes == 0

@@ -432,6 +432,26 @@ def test_a_form_that_says_the_type_of_a_value_is_believed_where_the_schema_says_
     assert json.loads(call.arguments) == {"a": "12", "b": 12}
 
 
+def test_keys_of_kimi_k3_are_escaped_as_in_xml_and_values_are_not() -> None:
+    keys = {"q&a": {"const": "fish &amp; chips"}, 'say "hi"': {"const": "<hi>"}}
+    function = Function(name="save", parameters={"type": "object", "properties": keys, "required": list(keys)})
+    lark = LarkGrammar({})
+    grammar = LLMatcher.grammar_from_lark(lark.text(call_rule(lark, TOOL_FORMS["kimi-k3"], [function])))
+    text = (
+        '<|open|>tools<|sep|><|open|>call tool="save" index="1"<|sep|><|open|>argument key="q&amp;a" type="string"'
+        '<|sep|>fish &amp; chips<|close|>argument<|sep|><|open|>argument key="say &quot;hi&quot;" type="string"<|sep|>'
+        "<hi><|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+    )
+    for pieces in ([text], list(text)):
+        reader = AnswerReader(AnswerForm(TOOL_FORMS["kimi-k3"]), [function])
+        (call,) = whole_calls([call for piece in pieces for call in reader.feed(piece).calls])
+        assert json.loads(call.arguments) == {"q&a": "fish &amp; chips", 'say "hi"': "<hi>"}
+    prefix = TOOL_FORMS["kimi-k3"].prefix
+    matcher = LLMatcher(_bytes(), grammar, log_level=0)
+    allowed = matcher.try_consume_tokens(list(text.removeprefix(prefix).encode()))
+    assert text.removeprefix(prefix)[:allowed].endswith("<|close|>call<|sep|>")  # what a forced call may write
+
+
 @pytest.mark.parametrize("name", [name for name in TOOL_FORMS if name != "harmony"])
 def test_a_form_is_found_where_prompts_begin_a_thought(name: str) -> None:
     """What the template writes behind a prompt then begins as a marker of calls does: with the same sign."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -16,15 +17,18 @@ from safetensors.torch import load_file, save_file
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
+from deployments.engines.llm.models.registry import create_any_model, load_config
 from deployments.engines.nn.packed_weights import Arithmetic
 from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.engines.servable import why_unservable
 from infra.offline.checkpoints import quantize_checkpoint
+from infra.supported.language_models import save_tiny, tiny_model
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.gguf import encode_gguf_header, read_gguf, write_gguf
 from weights.loading.loader import load_model
 from weights.loading.provider import LocalExtents
 from weights.operations.externalize import externalize
+from weights.records.errors import FormatError
 from weights.storage.store import WeightStore
 
 ADDITION = "<s><|user|>2+3<|end|><|assistant|>"
@@ -187,3 +191,119 @@ def test_a_decoder_of_several_types_is_stored_in_that_of_most_of_it(
     stored = load_model(manifest, LocalExtents(store.packs))["model"]
     assert {tensor.dtype for tensor in stored.values()} == {most}
     assert answer(store.skeleton(manifest), stored, BEGIN) == "ok"
+
+
+def with_doubled(name: str) -> Callable[[Path], None]:
+    """Name a tensor a second time in its file's header."""
+
+    def changed(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = content[8 : 8 + size].decode().rstrip()
+        again = json.dumps({name: json.loads(header)[name]})
+        doubled = f"{header[:-1]}, {again[1:]}".encode()
+        file.write_bytes(len(doubled).to_bytes(8, "little") + doubled + content[8 + size :])
+
+    return changed
+
+
+STOCK: Final = "Gemma2ForCausalLM", "GPT2LMHeadModel", "DeepseekV3ForCausalLM", "BloomForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def stock_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for name in STOCK:
+        folders[name] = tmp_path_factory.mktemp(name)
+        save_tiny(tiny_model(name), folders[name])
+    return folders
+
+
+def tensor_of(folder: Path, part: str) -> str:
+    """Return the name of a tensor of the second layer."""
+    return next(name for name in load_file(folder / "model.safetensors") if ".1." in name and part in name)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("class_name", STOCK)
+def test_what_is_ready_of_transformers_own_classes_can_be_made(
+    class_name: str, stock_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Surplus, missing, doubled and misshapen tensors, broken defaults, odd padding ids: one after the other."""
+    norm = tensor_of(stock_folders[class_name], "norm" if class_name != "GPT2LMHeadModel" else "ln_1")
+    inner = tensor_of(stock_folders[class_name], "mlp")
+    cases: list[tuple[Callable[[Path], None], str | None]] = [
+        (lambda folder: None, None),
+        (with_tensors(lambda t: t.update({"v_head.summary.weight": torch.zeros(1, 8)})), None),
+        (with_tensors(lambda t: t.update({"transformer.h.0.attn.masked_bias": torch.tensor(-1e9)})), None),
+        (with_tensors(lambda t: t.pop(norm)), norm.removeprefix("transformer.")),
+        (with_tensors(lambda t: t.pop(inner)), ""),
+        (with_tensors(lambda t: t.update({norm: torch.ones(3)})), "shape"),
+        (with_doubled(norm), norm),
+        (with_generation('{"eos_token_id": 1,'), "generation_config.json: cannot be read as JSON"),
+        (with_generation('{"top_p": 0.0, "temperature": -1}'), None),
+        (with_config(pad_token_id=-1), None),
+        (with_config(num_hidden_layers=10**9, n_layer=10**9), "000"),
+    ]
+    for number, (change, reason) in enumerate(cases):
+        folder = shutil.copytree(stock_folders[class_name], tmp_path / str(number))
+        change(folder)
+        try:
+            refused = why_unservable(read_checkpoint(folder))
+        except FormatError as error:
+            refused = str(error)
+        if reason is None:
+            assert refused is None, number
+            tensors = load_file(folder / "model.safetensors")
+            create_any_model(load_config(folder), tensors, torch.device("cpu"))
+        else:
+            assert reason in str(refused), number
+            assert refused is not None, number
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: None, None),
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.weight"), "up_proj.weight' is missing"),
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.scales"), "up_proj.weight' has no scales"),
+        (lambda t: t.update({"model.layers.0.mlp.up_proj.scales": torch.ones(3)}), "up_proj.scales' is for 192"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "'model.norm.weight' has shape [3]"),
+        (lambda t: t.update({"v_head.summary.weight": torch.zeros(1, 64)}), None),
+    ],
+)
+def test_a_quantized_model_that_is_ready_answers(
+    change: Callable[[dict[str, torch.Tensor]], Any], reason: str | None, int8_adder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(int8_adder, tmp_path / "model")
+    with_tensors(change)(folder)
+    refused = why_unservable(read_checkpoint(folder))
+    if reason is not None:
+        assert reason in str(refused)
+        return
+    assert refused is None
+    assert answer(folder, load_file(folder / "model.safetensors"), ADDITION) == "5."
+
+
+@pytest.fixture(scope="module")
+def int8_adder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int8") / "adder"
+    quantize_checkpoint(DEMO / "adder", folder, "int8-group")
+    return folder
+
+
+def test_a_kuiper_file_beside_the_config_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "kuiper"
+    quantize_checkpoint(DEMO / "adder", folder, "kuiper-int8")
+    assert why_unservable(read_checkpoint(folder)) is None
+    (file,) = folder.glob("*.bin")
+    config = (folder / "config.json").read_text()
+    for key, value in (("vocab_size", 9), ("num_hidden_layers", 10**6), ("tie_word_embeddings", None)):
+        changed = json.loads(config) | {key: not json.loads(config).get(key) if value is None else value}
+        (folder / "config.json").write_text(json.dumps(changed))
+        assert f"config.json says {key} " in str(why_unservable(read_checkpoint(folder)))
+    (folder / "config.json").write_text(config)
+    file.write_bytes(file.read_bytes()[:-4])  # a tensor that is not whole
+    with pytest.raises(FormatError):
+        read_checkpoint(folder)

@@ -376,6 +376,65 @@ def test_outputs_may_be_turned_and_inputs_mixed(class_name: str, tmp_path: Path)
     assert np.abs(found[0].images.astype(int) - plain).max() > 1
 
 
+WORDS = ["LatentConsistencyModelPipeline", "StableDiffusionPAGPipeline"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("class_name", WORDS)
+def test_a_learned_word_is_read_as_diffusers_reads_it(class_name: str, count: int, tmp_path: Path) -> None:
+    build, options = PIPELINES[class_name]
+    stock = saved(build, tmp_path / "model")
+    vectors = torch.randn(count, stock.text_encoder.get_input_embeddings().embedding_dim)
+    other = torch.randn(1, vectors.shape[1])
+    for name, tensor in (("toy", vectors), ("hue", other)):
+        save_file({"emb_params": tensor}, tmp_path / f"{name}.safetensors")
+    loras = {name: load_adapter(tmp_path / f"{name}.safetensors") for name in ("toy", "hue")}
+    engine, prompt = StockEngine(load(tmp_path / "model")), "a toy and a hue"
+    uses = {"both": ("toy", "hue"), "one": ("hue",), "none": ()}
+    requests = [
+        StockRequest(key, 3, prompt, **split(class_name, options), adapters=tuple(map(AdapterUse, names)), loras=loras)
+        for key, names in uses.items()
+    ]
+    found = {one.request_id: run(engine, one)[0].images for one in requests}
+    assert hooks_of(engine.model) == 0
+    assert not engine.model.modules["text_encoder"].get_input_embeddings()._forward_hooks
+    for key in ("none", "one", "both"):
+        if key != "none":
+            word = "hue" if key == "one" else "toy"
+            stock.load_textual_inversion({"emb_params": {"hue": other, "toy": vectors}[word]}, token=word)
+        made = stock(
+            prompt, **options, num_inference_steps=2, generator=torch.Generator().manual_seed(3), output_type="np"
+        ).images
+        assert np.abs(found[key].astype(int) - (made * 255).round().astype(np.uint8)).max() <= 1, key
+    assert (found["both"] != found["one"]).any()
+    assert (found["one"] != found["none"]).any()
+
+
+def test_words_of_what_reads_none_are_refused(wan_model: Any) -> None:
+    _, model, folder = wan_model
+    save_file({"emb_params": torch.ones(1, 8)}, folder / "word.safetensors")
+    with pytest.raises(EngineError, match="a WanPipeline reads no textual inversions of a text_encoder"):
+        run(
+            StockEngine(model),
+            StockRequest("r", 1, PROMPT, **split("WanPipeline", WAN), **use_of(folder / "word.safetensors")),
+        )
+
+
+def test_words_are_checked_when_they_come_in(wan_model: Any, tmp_path: Path) -> None:
+    name = "LatentConsistencyModelPipeline"
+    stock = saved(PIPELINES[name][0], tmp_path / "model")
+    width = stock.text_encoder.get_input_embeddings().embedding_dim
+    base, wan_base = base_of(tmp_path / "model", name), base_of(wan_model[2] / "model", "WanPipeline")
+    reasons = []
+    for place, (size, of) in enumerate([(width, base), (width + 1, base), (width, wan_base)]):
+        file = tmp_path / f"word{place}.safetensors"
+        save_file({"emb_params": torch.ones(2, size)}, file)
+        reasons.append(why_unservable(read_checkpoint(file), (of,)))
+    assert reasons[0] is None
+    assert f"has vectors of {width + 1} numbers" in (reasons[1] or "")
+    assert "a textual inversion, and none are served with 'base', a WanPipeline" in (reasons[2] or "")
+
+
 # Registration
 
 

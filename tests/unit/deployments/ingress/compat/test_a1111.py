@@ -382,6 +382,27 @@ def told(answer: httpx.Response) -> list[str]:
     return [one for one in json.loads(answer.json()["info"])["warnings"] if one != "a note"]
 
 
+@pytest.mark.parametrize("subseed", [5, -1])
+async def test_one_seed_varies_towards_others(http: httpx.AsyncClient, replicas: Replicas, subseed: int) -> None:
+    small = {"prompt": "x", "width": 16, "height": 16, "steps": 2, "batch_size": 3, "seed": 9}
+    answer = await http.post(f"{PATH}/txt2img", json=small | {"subseed": subseed, "subseed_strength": 0.25})
+    assert [one.seed for one in replicas.requests] == [9, 9, 9]
+    variations = sorted((one.variation for one in replicas.requests), key=lambda one: one.seed)
+    first = variations[0].seed
+    assert subseed in (first, -1)
+    assert [(one.seed, one.strength) for one in variations] == [(first + place, 0.25) for place in range(3)]
+    info = json.loads(answer.json()["info"])
+    assert (info["subseed"], info["all_subseeds"], info["subseed_strength"]) == (
+        first,
+        [first, first + 1, first + 2],
+        0.25,
+    )
+    assert "Variation seed strength: 0.25" in info["infotexts"][0]
+    plain = await http.post(f"{PATH}/txt2img", json=small | {"subseed": 5})
+    assert [one.variation for one in replicas.requests[3:]] == [None] * 3
+    assert json.loads(plain.json()["info"])["all_subseeds"] == []
+
+
 async def test_what_has_no_effect_is_told(http: httpx.AsyncClient, replicas: Replicas) -> None:
     usual = {"styles": [], "tiling": False, "subseed": -1, "subseed_strength": 0, "eta": None, "s_noise": 1.0}
     usual |= {"do_not_save_samples": True, "override_settings": {"sd_vae": "Automatic"}, "refiner_checkpoint": None}
@@ -389,10 +410,10 @@ async def test_what_has_no_effect_is_told(http: httpx.AsyncClient, replicas: Rep
     answer = await http.post(f"{PATH}/txt2img", json=small | usual)
     assert told(answer) == []
     assert "X-Atelier-Warning" not in answer.headers
-    vain = {"styles": ["ink"], "tiling": True, "subseed": 5, "subseed_strength": 0.5, "eta": 0.3, "colour": "blue"}
+    vain = {"styles": ["ink"], "tiling": True, "seed_resize_from_h": 512, "eta": 0.3, "colour": "blue"}
     vain |= {"refiner_checkpoint": "sdxl-refiner", "override_settings": {"sd_vae": "other.safetensors"}}
     said = (
-        "without effect here: styles, tiling, subseed, subseed_strength, eta, colour, refiner_checkpoint, "
+        "without effect here: styles, tiling, seed_resize_from_h, eta, colour, refiner_checkpoint, "
         "override_settings.sd_vae"
     )
     answer = await http.post(f"{PATH}/txt2img", json=small | vain)
