@@ -175,7 +175,7 @@ def _computed(part: SourceComponent, quantized: Mapping[int, Quantized]) -> Sour
 
 def _seen_through(view: torch.Tensor, matrix: Quantized) -> Quantized:
     """Return what a view of a stand-in stands for."""
-    shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
+    shape, strides, offset = tuple(view.shape), view.stride(), int(view.storage_offset())
     if view.is_contiguous() and shape[1:] == matrix.shape[1:]:
         start = offset // max(1, math.prod(shape[1:]))
         return matrix.rows(start, start + len(view)) if shape else matrix
