@@ -175,16 +175,27 @@ def _computed(part: SourceComponent, quantized: Mapping[int, Quantized]) -> Sour
 
 def _seen_through(view: torch.Tensor, matrix: Quantized) -> Quantized:
     """Return the quantized matrix that a view of a stand-in stands for."""
-    shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
+    shape, strides, offset = tuple(view.shape), view.stride(), int(view.storage_offset())
     if view.is_contiguous() and shape[1:] == matrix.shape[1:]:
         start = offset // max(1, math.prod(shape[1:]))
         return matrix.rows(start, start + len(view)) if shape else matrix
 
-    def compute(start: int, stop: int) -> Array:
-        found: Array = torch.from_numpy(matrix.wide()).as_strided(shape, strides, offset).numpy()
-        return found[start:stop] if shape else found
+    return Quantized(matrix.file, shape, _View(matrix, shape, strides, offset))
 
-    return Quantized(matrix.file, shape, compute)
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Elements of a matrix in another order."""
+
+    matrix: Quantized
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def compute(self, start: int, stop: int) -> Array:
+        whole = torch.from_numpy(np.ascontiguousarray(self.matrix.wide()))
+        found: Array = whole.as_strided(self.shape, self.strides, self.offset).numpy()
+        return found[start:stop] if self.shape else found
 
 
 def _component(path: Path, name: str, library: str, class_name: str, tensors: _Tensors) -> SourceComponent:

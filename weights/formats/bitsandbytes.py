@@ -10,7 +10,9 @@ Source: bitsandbytes, `functional.py` (`QuantState`, `dequantize_4bit`, `int8_ve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,17 +61,29 @@ def _four_bits(path: Path, name: str, state: SourceTensor, tensors: Mapping[str,
         wanted |= {".nested_absmax": ("F32", -(-blocks // nested)), ".nested_quant_map": ("F32", 256)}
     parts = {end: _part(path, f"{name}{end}", tensors, *form) for end, form in wanted.items()}
 
-    def compute(start: int, stop: int) -> Array:
+    offset = float(said["nested_offset"]) if nested else 0.0
+    return Quantized(weight.file, shape, _FourBits(parts, shape, block, nested or 0, offset))
+
+
+@dataclass(frozen=True, slots=True)
+class _FourBits:
+    """Places in a table, times the scale of their block; with `nested`, scales are places in a table as well."""
+
+    parts: Mapping[str, SourceTensor]
+    shape: tuple[int, ...]
+    block: int
+    nested: int
+    offset: float
+
+    def compute(self, start: int, stop: int) -> Array:
+        parts, size = self.parts, math.prod(self.shape)
         codes = nibbles(read_rows(parts[""], 0, parts[""].shape[0]), high_first=True)[:size]
         scales = read_all(parts[".absmax"])
-        if nested:
-            steps = np.repeat(read_all(parts[".nested_absmax"]), nested)[:blocks]
-            scales = read_all(parts[".nested_quant_map"])[scales.astype(np.int64)] * steps
-            scales = scales + np.float32(said["nested_offset"])
-        values = read_all(parts[".quant_map"])[codes] * np.repeat(scales, block)[:size]
-        return values.reshape(shape[0], -1)[start:stop]
-
-    return Quantized(weight.file, shape, compute)
+        if self.nested:
+            steps = np.repeat(read_all(parts[".nested_absmax"]), self.nested)[: len(scales)]
+            scales = read_all(parts[".nested_quant_map"])[scales.astype(np.int64)] * steps + np.float32(self.offset)
+        values = read_all(parts[".quant_map"])[codes] * np.repeat(scales, self.block)[:size]
+        return values.reshape(self.shape[0], -1)[start:stop]
 
 
 def _read_state(path: Path, name: str, state: SourceTensor) -> dict[str, Any]:
@@ -111,8 +125,16 @@ def _rows_of_127ths(path: Path, module: str, tensors: Mapping[str, SourceTensor]
     if layout is not None and any(layout.read()):
         raise FormatError(f"{path}: {shown(module + _LAYOUT)}: int8 in the layout of a card, expected 'row'")
 
-    def compute(start: int, stop: int) -> Array:
-        values = read_rows(weight, start, stop).astype(np.float32).reshape(stop - start, -1)
-        return values * read_all(scales)[start:stop, None] * _ONE_127TH
+    return Quantized(weight.file, weight.shape, _Rows127(weight, scales))
 
-    return Quantized(weight.file, weight.shape, compute)
+
+@dataclass(frozen=True, slots=True)
+class _Rows127:
+    """int8, times the largest of its row over 127."""
+
+    weight: SourceTensor
+    scales: SourceTensor
+
+    def compute(self, start: int, stop: int) -> Array:
+        values = read_rows(self.weight, start, stop).astype(np.float32).reshape(stop - start, -1)
+        return values * read_all(self.scales)[start:stop, None] * _ONE_127TH

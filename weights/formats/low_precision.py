@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -72,11 +73,18 @@ def read_quantized_parts(path: Path, tensors: Mapping[str, SourceTensor], metada
     return Weights(others.tensors, found)
 
 
-def _cast(tensor: SourceTensor) -> Quantized:
-    def compute(start: int, stop: int) -> Array:
-        return read_rows(tensor, start, stop).astype(np.float32)
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Elements as they are."""
 
-    return Quantized(tensor.file, tensor.shape, compute)
+    tensor: SourceTensor
+
+    def compute(self, start: int, stop: int) -> Array:
+        return read_rows(self.tensor, start, stop).astype(np.float32)
+
+
+def _cast(tensor: SourceTensor) -> Quantized:
+    return Quantized(tensor.file, tensor.shape, _Cast(tensor))
 
 
 def wide_type(tensors: Mapping[str, SourceTensor]) -> str:

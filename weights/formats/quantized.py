@@ -9,10 +9,9 @@ Project's "Microscaling Formats".
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -30,13 +29,21 @@ _TILE_COLUMNS: Final = 4
 _HADAMARD: Final = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float64)
 
 
+class Form(Protocol):
+    """A tensor as one of the formats has it."""
+
+    def compute(self, start: int, stop: int) -> Array:
+        """Return rows [start, stop) in float32, in any shape."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A tensor in low precision, or a run of its rows from `first` on. `compute` gives rows [start, stop), float32."""
+    """A tensor in low precision, or a run of its rows from `first` on."""
 
     file: Path
     shape: tuple[int, ...]
-    compute: Callable[[int, int], Array]
+    form: Form
     first: int = 0
 
     def rows(self, start: int, stop: int) -> Quantized:
@@ -45,7 +52,7 @@ class Quantized:
 
     def wide(self) -> Array:
         """Compute the elements in float32."""
-        return self.compute(self.first, self.first + _num_rows(self.shape)).reshape(self.shape)
+        return self.form.compute(self.first, self.first + _num_rows(self.shape)).reshape(self.shape)
 
 
 def read_rows(tensor: SourceTensor, start: int, stop: int, dtype: str = "") -> Array:

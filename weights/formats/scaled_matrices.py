@@ -14,7 +14,8 @@ Sources: ComfyUI, `comfy/ops.py`, `comfy/quant_ops.py`, `comfy/utils.py`; diffus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +25,7 @@ from weights.formats.quantized import (
     FLOATS,
     FLOATS8,
     Array,
+    Form,
     Quantized,
     e2m1,
     from_tiles,
@@ -177,14 +179,21 @@ def _of_elements(layer: _Layer, dtype: str) -> Quantized:
         raise FormatError(f"{layer.path}: {what} is the scale of a weight in {weight.dtype}, expected one of 8 bits")
     if layer.second is not None:
         raise FormatError(f"{layer.path}: {shown(layer.name + _SECOND)}: a second scale, expected beside nvfp4 alone")
-    scales = _scales(layer, weight.shape)
+    return Quantized(weight.file, weight.shape, _Elements(weight, dtype, _scales(layer, weight.shape)))
 
-    def compute(start: int, stop: int) -> Array:
-        values = read_rows(weight, start, stop, dtype).astype(np.float32)
-        own = scales if scales.ndim == 0 else scales[start:stop].reshape(-1, 1)
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """Elements times scales of (), (rows, 1) or (rows, runs)."""
+
+    weight: SourceTensor
+    dtype: str
+    scales: Array
+
+    def compute(self, start: int, stop: int) -> Array:
+        values = read_rows(self.weight, start, stop, self.dtype).astype(np.float32)
+        own = self.scales if self.scales.ndim == 0 else self.scales[start:stop].reshape(-1, 1)
         return values.reshape(own.size, -1) * own
-
-    return Quantized(weight.file, weight.shape, compute)
 
 
 def _scales(layer: _Layer, shape: tuple[int, ...]) -> Array:
@@ -213,16 +222,27 @@ def _nvfp4(layer: _Layer, *, is_ours: bool) -> Quantized:
     if second is None or second.dtype not in FLOATS or int(np.prod(second.shape)) != 1:
         raise FormatError(f"{layer.path}: {shown(layer.name + _SECOND)}: expected one number, the scale of all")
 
-    def compute(start: int, stop: int) -> Array:
-        if is_ours:
-            scales = from_tiles(read_all(scale, "F8_E4M3"), rows, blocks)[start:stop]
-        else:
-            scales = read_rows(scale, start, stop, "F8_E4M3").astype(np.float32)
-        packed = read_rows(layer.weight, start, stop).reshape(stop - start, -1)
-        values = e2m1(nibbles(packed, high_first=is_ours)).reshape(-1, _NVFP4_BLOCK)
-        return (values * (scales.reshape(-1, 1) * read_all(second))).reshape(stop - start, columns)
+    return Quantized(layer.weight.file, (rows, columns), _Nvfp4(layer.weight, scale, second, is_ours))
 
-    return Quantized(layer.weight.file, (rows, columns), compute)
+
+@dataclass(frozen=True, slots=True)
+class _Nvfp4:
+    """Two elements in a byte, a scale for each 16, and one for all; `is_ours`: as ComfyUI lays them out."""
+
+    weight: SourceTensor
+    scale: SourceTensor
+    second: SourceTensor
+    is_ours: bool
+
+    def compute(self, start: int, stop: int) -> Array:
+        rows, half = self.weight.shape
+        if self.is_ours:
+            scales = from_tiles(read_all(self.scale, "F8_E4M3"), rows, 2 * half // _NVFP4_BLOCK)[start:stop]
+        else:
+            scales = read_rows(self.scale, start, stop, "F8_E4M3").astype(np.float32)
+        packed = read_rows(self.weight, start, stop, "U8").reshape(stop - start, -1)
+        values = e2m1(nibbles(packed, high_first=self.is_ours)).reshape(-1, _NVFP4_BLOCK)
+        return values * (scales.reshape(-1, 1) * read_all(self.second))
 
 
 def _mxfp8(layer: _Layer) -> Quantized:
@@ -234,25 +254,41 @@ def _mxfp8(layer: _Layer) -> Quantized:
     if scale.dtype not in ("F8_E8M0", "U8") or scale.nbytes != num_tiled(rows, blocks):
         raise layer.misfit(f"a scale in F8_E8M0 for each {_MXFP8_BLOCK} columns, in tiles")
 
-    def compute(start: int, stop: int) -> Array:
-        scales = from_tiles(read_all(scale, "F8_E8M0"), rows, blocks)[start:stop]
-        values = read_rows(weight, start, stop, "F8_E4M3").astype(np.float32)
-        return (values.reshape(-1, _MXFP8_BLOCK) * scales.reshape(-1, 1)).reshape(stop - start, columns)
+    return Quantized(weight.file, (rows, columns), _Mxfp8(weight, scale))
 
-    return Quantized(weight.file, (rows, columns), compute)
+
+@dataclass(frozen=True, slots=True)
+class _Mxfp8:
+    """F8_E4M3, times a power of two for each 32, in tiles."""
+
+    weight: SourceTensor
+    scale: SourceTensor
+
+    def compute(self, start: int, stop: int) -> Array:
+        rows, columns = self.weight.shape
+        scales = from_tiles(read_all(self.scale, "F8_E8M0"), rows, columns // _MXFP8_BLOCK)[start:stop]
+        values = read_rows(self.weight, start, stop, "F8_E4M3").astype(np.float32)
+        return values.reshape(-1, _MXFP8_BLOCK) * scales.reshape(-1, 1)
 
 
 def _signed_nibbles(layer: _Layer) -> Quantized:
     rows, half = _shape_of_packed(layer)
-    scales = _scales(layer, (rows, 2 * half))
+    form = _SignedNibbles(layer.weight, _scales(layer, (rows, 2 * half)))
+    return Quantized(layer.weight.file, (rows, 2 * half), form)
 
-    def compute(start: int, stop: int) -> Array:
-        packed = read_rows(layer.weight, start, stop, "U8").reshape(stop - start, -1)
+
+@dataclass(frozen=True, slots=True)
+class _SignedNibbles:
+    """Two integers from -8 to 7 in a byte, the first in its low half, times scales as `_Elements` has them."""
+
+    weight: SourceTensor
+    scales: Array
+
+    def compute(self, start: int, stop: int) -> Array:
+        packed = read_rows(self.weight, start, stop, "U8").reshape(stop - start, -1)
         codes = nibbles(packed, high_first=False).astype(np.int8)
-        own = scales if scales.ndim == 0 else scales[start:stop].reshape(-1, 1)
-        return (((codes ^ 8) - 8).astype(np.float32).reshape(own.size, -1) * own).reshape(stop - start, -1)
-
-    return Quantized(layer.weight.file, (rows, 2 * half), compute)
+        own = self.scales if self.scales.ndim == 0 else self.scales[start:stop].reshape(-1, 1)
+        return ((codes ^ 8) - 8).astype(np.float32).reshape(own.size, -1) * own
 
 
 def _shape_of_packed(layer: _Layer) -> tuple[int, int]:
@@ -265,7 +301,7 @@ def _shape_of_packed(layer: _Layer) -> tuple[int, int]:
 def _turned_back(layer: _Layer, matrix: Quantized, group: int) -> Quantized:
     if len(matrix.shape) != 2 or matrix.shape[1] % group:
         raise layer.misfit(f"columns in whole groups of {group}, which are rotated")
-    return _changed(matrix, lambda values: rotated(values, group))
+    return replace(matrix, form=_Rotated(matrix.form, matrix.shape[1], group))
 
 
 def _with_columns(layer: _Layer, matrix: Quantized, factors: SourceTensor) -> Quantized:
@@ -274,11 +310,27 @@ def _with_columns(layer: _Layer, matrix: Quantized, factors: SourceTensor) -> Qu
         raise FormatError(
             f"{layer.path}: {name} is {factors.dtype} {list(factors.shape)}, expected floats {list(matrix.shape[1:])}"
         )
-    return _changed(matrix, lambda values: values * read_all(factors))
+    return replace(matrix, form=_Columns(matrix.form, factors))
 
 
-def _changed(matrix: Quantized, change: Callable[[Array], Array]) -> Quantized:
-    def compute(start: int, stop: int) -> Array:
-        return change(matrix.compute(start, stop).reshape(stop - start, -1))
+@dataclass(frozen=True, slots=True)
+class _Rotated:
+    """Another form, each group of whose columns is turned back."""
 
-    return Quantized(matrix.file, matrix.shape, compute)
+    form: Form
+    columns: int
+    group: int
+
+    def compute(self, start: int, stop: int) -> Array:
+        return rotated(self.form.compute(start, stop).reshape(stop - start, self.columns), self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Another form times a factor for each column."""
+
+    form: Form
+    factors: SourceTensor
+
+    def compute(self, start: int, stop: int) -> Array:
+        return self.form.compute(start, stop).reshape(stop - start, -1) * read_all(self.factors)

@@ -8,6 +8,7 @@ Source: torchao 0.18, `prototype/safetensors/safetensors_support.py`, `quantizat
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -70,19 +71,28 @@ def _matrix(
         raise FormatError(f"{path}: the scale of {shown(name)}, {given}, {what}; expected one for each block")
     if zero is not None and (zero.dtype not in (*FLOATS, "I8") or zero.shape != scale.shape):
         raise FormatError(f"{path}: the zero point of {shown(name)} is {zero.dtype} {list(zero.shape)}")
-    rows, columns = values.shape
+    return Quantized(values.file, values.shape, _Blocks(values, scale, zero))
 
-    def spread(tensor: SourceTensor, start: int, stop: int) -> Array:
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Elements behind a zero point, if any, times a scale; both of a block of rows and columns."""
+
+    values: SourceTensor
+    scale: SourceTensor
+    zero: SourceTensor | None
+
+    def compute(self, start: int, stop: int) -> Array:
+        found = read_rows(self.values, start, stop).astype(np.float32).reshape(stop - start, -1)
+        centred = found if self.zero is None else found - self._spread(self.zero, start, stop)
+        return centred * self._spread(self.scale, start, stop)
+
+    def _spread(self, tensor: SourceTensor, start: int, stop: int) -> Array:
         """Return one for each element of some rows."""
+        rows, columns = self.values.shape
         table = read_all(tensor).reshape(tensor.shape or (1, 1))
         tall = np.repeat(table, rows // table.shape[0], axis=0)[start:stop]
         return np.repeat(tall, columns // table.shape[1], axis=1)
-
-    def compute(start: int, stop: int) -> Array:
-        found = read_rows(values, start, stop).astype(np.float32).reshape(stop - start, columns)
-        return (found - spread(zero, start, stop) if zero is not None else found) * spread(scale, start, stop)
-
-    return Quantized(values.file, values.shape, compute)
 
 
 def _fits(scale: SourceTensor, values: SourceTensor) -> bool:
