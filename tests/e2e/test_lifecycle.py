@@ -83,20 +83,29 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
         assert command.result().returncode == 1
         assert reason in command.result().stderr
     assert "1 modules" in atelier("status", env=environment).stdout
-    port = free_port()
-    beside = atelier("up", str(other), "--port", str(port), "--detach", env=environment)  # on a Ray of its own
-    assert beside.returncode == 0, beside.stderr
-    asked = atelier("chat", "What is 12 + 8?", "--url", f"http://127.0.0.1:{port}", env=environment)
-    assert asked.stdout.strip() == "20."
-
-    down = atelier("down", "other", env=environment)
-    assert (down.returncode, down.stdout.strip()) == (0, "cluster 'other' is down"), down.stderr
-    assert "1 modules" in atelier("status", env=environment).stdout
     down = atelier("down", env=environment)
     assert (down.returncode, down.stdout.strip()) == (0, "cluster 'small' is down"), down.stderr
     gone = atelier("status", env=environment)
     assert gone.returncode == 1
     assert "no answer from" in gone.stderr
+
+
+@pytest.mark.long
+def test_two_clusters_are_up_at_once_each_on_a_ray_of_its_own(environment: dict[str, str], small_config: Path) -> None:
+    up = atelier("up", str(small_config), "--detach", env=environment)
+    assert up.returncode == 0, up.stderr
+    other, port = small_config.with_name("other.yaml"), free_port()
+    other.write_text(small_config.read_text().replace("name: small", "name: other"))
+    try:
+        beside = atelier("up", str(other), "--port", str(port), "--detach", env=environment)
+        assert beside.returncode == 0, beside.stderr
+        asked = atelier("chat", "What is 12 + 8?", "--url", f"http://127.0.0.1:{port}", env=environment)
+        assert asked.stdout.strip() == "20."
+        down = atelier("down", "other", env=environment)
+        assert (down.returncode, down.stdout.strip()) == (0, "cluster 'other' is down"), down.stderr
+        assert atelier("chat", "What is 12 + 7?", env=environment).stdout.strip() == "19."
+    finally:
+        assert atelier("down", "small", env=environment).returncode == 0
 
 
 @pytest.mark.long
