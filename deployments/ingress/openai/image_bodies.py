@@ -185,16 +185,18 @@ class GenerationBody(ImagesBody):
         return self.record_with(image, mask, limits).model_copy(update={"images": images})
 
 
+JSON_FIELDS: Final = ("lora", "control", "ip_adapter", "scheduler_options", "acceleration", "variation", "extra")
+
+
 class VariationBody(ImagesBody):
-    """The fields of a form with an image: `lora`, `control`, `ip_adapter`, `scheduler_options` and `extra` are
-    JSON.
+    """The fields of a form with an image, of which `JSON_FIELDS` are JSON.
 
     A variation may do without a prompt.
     """
 
     prompt: str = Field(NO_PROMPT, min_length=1)
 
-    @field_validator("lora", "control", "ip_adapter", "scheduler_options", "extra", mode="before")
+    @field_validator(*JSON_FIELDS, mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
         return from_form(value)

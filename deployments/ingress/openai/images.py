@@ -26,7 +26,7 @@ from deployments.ingress.messages.responses import (
     server_timing,
     stream_events,
 )
-from deployments.ingress.openai.image_bodies import EditBody, GenerationBody, ImagesBody, VariationBody
+from deployments.ingress.openai.image_bodies import JSON_FIELDS, EditBody, GenerationBody, ImagesBody, VariationBody
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import ImageFormat, ImageLinks, describe_image, encode_image
 from deployments.ingress.openai.image_stream import (
@@ -153,7 +153,7 @@ def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
     """Return what the OpenAPI page says of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
-    for name in ("lora", "control", "ip_adapter", "scheduler_options", "extra"):
+    for name in JSON_FIELDS:
         schema["properties"][name] = {
             "type": "string",
             "description": f"JSON, as in `{name}` of /v1/images/generations",

@@ -134,7 +134,8 @@ async def test_an_edit_reaches_the_worker_with_its_pixels(client: openai.AsyncOp
         prompt="a seven",
         n=2,
         extra_body={"seed": 5, "strength": 0.5, "lora": json.dumps([{"name": "bold", "scale": 0.5}])}
-        | {"scheduler_options": json.dumps({"use_karras_sigmas": True, "solver_order": 2, "shift": 1.5})},
+        | {"scheduler_options": json.dumps({"use_karras_sigmas": True, "solver_order": 2, "shift": 1.5})}
+        | {"acceleration": '{"interval": 3}', "variation": '{"seed": 7, "strength": 0.25}'},
     )
     (request,) = replicas.requests
     assert (request.init_image == image).all()
@@ -142,6 +143,7 @@ async def test_an_edit_reaches_the_worker_with_its_pixels(client: openai.AsyncOp
     assert (request.width, request.height, request.n, request.seed, request.strength) == (24, 16, 2, 5, 0.5)
     assert [(use.name, use.scale) for use in request.lora] == [("bold", 0.5)]
     assert request.scheduler_options == {"use_karras_sigmas": True, "solver_order": 2, "shift": 1.5}
+    assert (request.acceleration.interval, request.variation.seed, request.variation.strength) == (3, 7, 0.25)
     assert found.data
     made = Image.open(io.BytesIO(base64.b64decode(found.data[1].b64_json or "")))
     assert made.size == (24, 16)
