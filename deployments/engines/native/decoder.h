@@ -75,10 +75,10 @@ inline size_t place_rows(char* memory, int64_t m, Activations& to) {
     return m * to.stride * kActivationBytes;
 }
 
-template <class Rows>
-size_t place_rows(char* memory, int64_t m, Rows& to) {
-    to.values = reinterpret_cast<decltype(to.values)>(memory);
-    return m * to.stride * sizeof *to.values;
+template <class Element>
+size_t place_rows(char* memory, int64_t m, DenseRows<Element>& to) {
+    to.values = reinterpret_cast<Element*>(memory);
+    return m * to.stride * sizeof(Element);
 }
 
 // What the threads of a step share: all [rows, ...] in one piece of memory.

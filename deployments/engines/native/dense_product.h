@@ -8,31 +8,25 @@
 
 namespace {
 
-// Rows of x in float32, padded with zeros to `stride` elements.
-struct FloatRows {
-    float* values;
+// Rows of x in float32, or rounded to bfloat16, padded with zeros to `stride` elements.
+template <class Element>
+struct DenseRows {
+    Element* values;
     int64_t stride;
 };
+using FloatRows = DenseRows<float>;
+using HalfRows = DenseRows<uint16_t>;
+
+inline void put(float& to, float value) { to = value; }
+inline void put(uint16_t& to, float value) { to = to_bfloat16(value); }
 
 // Elements `i` to `end` of x, 32 at most and perhaps none, become group number `group` of a row.
-inline void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const FloatRows& to) {
-    float* at = to.values + row * to.stride + 32 * group;
+template <class Element>
+void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const DenseRows<Element>& to) {
+    Element* at = to.values + row * to.stride + 32 * group;
     const int64_t count = std::clamp<int64_t>(end - i, 0, 32);
-    std::memcpy(at, x + i, 4 * count);
-    std::memset(at + count, 0, 4 * (32 - count));
-}
-
-// Rows of x rounded to bfloat16, padded with zeros to `stride` elements.
-struct HalfRows {
-    uint16_t* values;
-    int64_t stride;
-};
-
-inline void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const HalfRows& to) {
-    uint16_t* at = to.values + row * to.stride + 32 * group;
-    const int64_t count = std::clamp<int64_t>(end - i, 0, 32);
-    for (int64_t j = 0; j < count; ++j) at[j] = to_bfloat16(x[i + j]);
-    std::memset(at + count, 0, 2 * (32 - count));
+    for (int64_t j = 0; j < count; ++j) put(at[j], x[i + j]);
+    std::fill(at + count, at + 32, Element{0});
 }
 
 // Half of the lanes of a vector that has 16, added to the other half.
@@ -83,12 +77,13 @@ inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns
 }
 
 #if defined(__AVX512VNNI__)
-#define HALF_PRODUCTS __attribute__((target("avx512bf16")))
+inline bool has_half_products() { return __builtin_cpu_supports("avx512bf16"); }
 
-// The same of bfloat16, 32 columns at a time.
+// The same of bfloat16, 32 columns at a time. HAZARD: the processor takes numbers below 2^-126 for zeros here.
 template <int R, int Q>
-HALF_PRODUCTS inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], int64_t columns, const uint16_t* x,
-                                              int64_t x_stride, float* to, int64_t stride) {
+__attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], int64_t columns,
+                                                                      const uint16_t* x, int64_t x_stride, float* to,
+                                                                      int64_t stride) {
     Floats sums[R][4 * Q];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -115,8 +110,6 @@ HALF_PRODUCTS inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q],
         for (int i = 0; i < 4 * Q; i += 4)
             _mm_storeu_ps(to + r * stride + i, sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]));
 }
-
-inline bool has_half_products() { return __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 // `m` rows of x times rows `first` to `last` of W. A single row of x meets 8 rows of W at once: each addition waits for the
