@@ -245,7 +245,7 @@ def shown_model(card: ModelCard) -> OllamaShown:
         info[f"{card.kind}.context_length"] = length
     is_text = card.endpoint == "text"
     asked = {
-        "tools": is_text and card.facts.get("knows_tools", True),  # of a GGUF file nobody has looked
+        "tools": is_text and card.facts.get("knows_tools", True),
         "vision": card.sees,
         "thinking": is_text and card.facts.get("thinks", False),
     }
