@@ -11,10 +11,10 @@ LONG_MINUTES: Final = 30.0
 MOST_GROWTH: Final = 0.05
 # What a figure may grow beside its share: less is one object of whoever counts.
 SPARE: Final = {"files": 2.0, "threads": 2.0, "processes": 0.0, "ms": 1.0, "bytes": 2.0**20, "B": 8.0}
-# In a short run processes still do things for the first time, and a calm of seconds has some lines of logs or none.
-# Each kill ends a process that had grown, too, so that their sum goes up and down by a tenth.
-SHORT_GROWTH: Final = {"private memory": 0.25}
-SHORT_SPARE: Final = SPARE | {"B": 1024.0}
+# In a short run processes still do things for the first time, and each kill ends one that had grown: their memory goes
+# up and down. A calm of seconds has some lines of logs or none. Serve keeps two files of HAProxy's last ten processes.
+SHORT_GROWTH: Final = {"private memory, all": 0.25}
+SHORT_SPARE: Final = {"log per request": 1024.0, "temporary, files": 20.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,10 @@ class Verdict:
 
     @property
     def has_grown(self) -> bool:
-        spare = (SHORT_SPARE if self.is_short else SPARE).get(self.unit, 0.0)
-        return self.late > self.early * (1 + self._most_growth) + spare
-
-    @property
-    def _most_growth(self) -> float:
-        kind = self.name.partition(",")[0]
-        return SHORT_GROWTH.get(kind, MOST_GROWTH) if self.is_short else MOST_GROWTH
+        growth, spare = MOST_GROWTH, SPARE.get(self.unit, 0.0)
+        if self.is_short:
+            growth, spare = SHORT_GROWTH.get(self.name, growth), SHORT_SPARE.get(self.name, spare)
+        return self.late > self.early * (1 + growth) + spare
 
     @property
     def share(self) -> float:
