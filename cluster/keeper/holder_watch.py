@@ -61,6 +61,7 @@ class HolderWatch:
         self._clock = clock
         self._lock = threading.Lock()
         self._last_signs: dict[str, _HolderSign] = {}
+        self._gone: Recent[str, None] = Recent(MAX_ENDED)  # their processes were seen, and have ended
         self._checked_s = clock()
         self._stood_still_s = 0.0
         self._closed = threading.Event()
@@ -69,12 +70,20 @@ class HolderWatch:
         """Check from now on, in a thread, until `close`."""
         threading.Thread(target=self._run, name="holder-watch", daemon=True).start()
 
-    def on_heartbeat(self, holder: str, process: ProcessMark | None = None) -> None:
-        """Note a heartbeat, of `process` if that is known."""
+    def on_heartbeat(self, holder: str, process: ProcessMark | None = None) -> bool:
+        """Note a heartbeat, of `process` if that is known. Return False where it comes late: of a process that ended.
+
+        HAZARD: what a process sent before it was killed may be read after its death was told.
+        """
+        seen = process and process.seen()
         with self._lock:
+            if holder in self._gone and seen is None:
+                return False
+            self._gone.pop(holder, None)
             known = self._last_signs.get(holder)
             if known is None or known.process is None:
-                self._last_signs[holder] = _HolderSign(process and process.seen(), self._clock() - self._stood_still_s)
+                self._last_signs[holder] = _HolderSign(seen, self._clock() - self._stood_still_s)
+            return True
 
     def lives(self, holder: str) -> bool:
         """Return whether the holder lives, for all that can be seen; one that never gave a sign does not."""
@@ -99,7 +108,9 @@ class HolderWatch:
         for holder in dead:
             logger.warning("%s has died; its leases end", holder)
             with self._lock:
-                self._last_signs.pop(holder, None)
+                sign = self._last_signs.pop(holder, None)
+                if sign is not None and sign.process is not None:
+                    self._gone.note(holder, None)
             self._on_death(holder)
 
     def close(self) -> None:

@@ -33,10 +33,12 @@ class Holders:
         self.watch = HolderWatch(self.end, clock=book.table.now_s)
 
     def greet(self, holder: str, process: ProcessMark | None = None) -> int:
-        """Count the holder as living from now on, as long as its process. Return the epoch of its leases."""
+        """Count the holder as living from now on, as long as its process. Return the epoch of its leases.
+
+        It is 0 for one whose process was seen to end: its last words came late.
+        """
         with self._book.changed:
-            self.watch.on_heartbeat(holder, process)
-            return self._epochs.renew(holder)
+            return self._epochs.renew(holder) if self.watch.on_heartbeat(holder, process) else 0
 
     def epoch(self, holder: str) -> int:
         """Return the epoch of the holder's leases; 0 for one that counts as dead."""

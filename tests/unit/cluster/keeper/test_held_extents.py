@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from kit.clock import Clock
 from kit.waiting import wait_until
@@ -15,6 +18,7 @@ from unit.counting import operations
 
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import Claim, HeldExtent
+from cluster.process.processes import ProcessMark
 from weights.records.errors import BudgetExceeded, ExtentCorrupt
 from weights.records.manifest import ExtentRef
 
@@ -321,6 +325,18 @@ def test_the_dead_get_leases_again_when_they_are_heard_of(held: HeldExtents) -> 
     held.holders.release(["a"], "v", held.holders.epoch("v"))
     assert held.residents.bytes_by_holder() == {}
     assert held.holders.greet("v") == held.holders.epoch("v")
+
+
+def test_a_killed_holder_gets_no_leases_by_what_it_had_asked_before(held: HeldExtents) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mark = ProcessMark(process.pid, psutil.Process(process.pid).create_time())
+    held.holders.greet("v", mark)
+    process.kill()
+    process.communicate()
+    held.holders.watch.check()
+    assert held.holders.greet("v", mark) == held.claim([], "v").epoch == 0
+    held.claim(extents("a"), "v")
+    assert held.residents.bytes_by_holder() == {}
 
 
 def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldExtents) -> None:

@@ -84,6 +84,24 @@ def test_the_dead_are_dead_before_their_parent_looks(
     assert watched.found_dead(0.0) == ["a"]
 
 
+def test_words_of_the_dead_that_come_late_bring_nobody_back(
+    watched: Watched, start: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    """Its calls were under way when it was killed: whatever they took would be its own for a minute."""
+    process = start()
+    mark = told(process)
+    assert watched.watch.on_heartbeat("a", mark)
+    process.kill()
+    process.wait()
+    assert watched.found_dead(1.0) == ["a"]
+    assert not watched.watch.on_heartbeat("a", mark)
+    assert not watched.watch.on_heartbeat("a")
+    assert not watched.watch.lives("a")
+    assert watched.watch.num_holders == 0
+    assert watched.watch.on_heartbeat("a", ProcessMark.this())  # of that name, and it lives
+    assert watched.watch.lives("a")
+
+
 def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: Watched) -> None:
     mine = ProcessMark.this()
     elsewhere = mine._replace(started_s=mine.started_s - 100)  # the id means another process here
