@@ -54,11 +54,11 @@ class OwnSlots:
         self._is_suspended = False
 
     def claims(self) -> dict[str, PoolClaims]:
-        """Return what the queue has and wants of the replicas that others share, by pool."""
+        """Return by pool the slots that the queue holds and wants of replicas shared with other ingresses."""
         return self._queue.parts.claims(self._clock())
 
     def requests_per_s(self) -> float:
-        """Return how many requests came of late."""
+        """Return the recent rate of arrivals."""
         return self._queue.arrivals.per_s(self._clock())[0]
 
     def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float) -> None:

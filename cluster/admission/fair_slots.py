@@ -52,7 +52,7 @@ class FairSlots:
         return self._num_free == 0
 
     def num_ahead(self, tenant: str) -> int:
-        """Return how many slots are given out before one of the tenant who comes now has one."""
+        """Return the number of slots given out before a new request of the tenant gets one."""
         num_own, num_tenants = len(self._lines.get(tenant, ())), len(self._lines.keys() | {tenant})
         return min(self.num_waiting, (num_own + 1) * num_tenants)
 
@@ -176,7 +176,7 @@ class ReadLimiter:
             slot.release()
 
     def _wait_s(self, tenant: str) -> float:
-        """Return how long one of the tenant who comes now waits, at the pace of the last ones."""
+        """Return the seconds that a new request of the tenant would wait, at the recent pace."""
         return self._slots.num_ahead(tenant) * self._interval_s
 
     def _overloaded(self, tenant: str, longest_s: float) -> Refusal:

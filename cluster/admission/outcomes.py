@@ -104,7 +104,7 @@ class _Counts:
 
 
 def _key_of(demand: Demand) -> TenantKey:
-    """Return where a request is counted."""
+    """Return the key that a request is counted under."""
     return demand.pool, demand.model, demand.tenant
 
 
@@ -128,7 +128,7 @@ class TenantCounts:
         return self._counts.used(_key_of(demand), _Counts)
 
     def loads(self, lines: Iterable[tuple[TenantKey, int, float]], now_s: float) -> tuple[TenantLoad, ...]:
-        """Return what is known, beside those of each that wait: how many, and when the first of them came."""
+        """Return the load of each tenant. `lines` gives the number that wait, and the time when the oldest came."""
         waiting = {key: (number, now_s - first_s) for key, number, first_s in lines}
         found = []
         for key in {**self._counts, **waiting}:

@@ -1,4 +1,4 @@
-"""Where requests may start: by the controller's placement, and by what replicas could not load. Pure."""
+"""The replicas where requests may start, by the controller's placement and the failed loads. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Places:
         return self._placement.refusal_of(demand.pool, demand.model, now_s)
 
     def options(self, waiting: Waiting, full: Collection[str], now_s: float) -> Options:
-        """Return where a request may start, `full` replicas left out, and what is known of its model."""
+        """Return the replicas where a request may start, without the `full` ones, and the figures of its model."""
         demand, placement = waiting.demand, self._placement
         among = self._able(demand, placement.replicas_of(demand.pool, demand.model, now_s), now_s)
         times = self._times.times(demand.model)

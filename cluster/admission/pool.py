@@ -284,7 +284,7 @@ class _FairWait:
         self._shares: Recent[str, tuple[float, float]] = Recent(MAX_CLOCKS)  # by tenant, and when that was
 
     def bound_s(self, tenant: str, budget_s: float, latency_s: float, now_s: float) -> float:
-        """Return how long a request that comes now may wait that has `budget_s` and takes `latency_s` of them."""
+        """Return the longest wait of a new request with `budget_s` seconds, of which running takes `latency_s`."""
         own = 1 - latency_s / budget_s
         share, noted_s = self._shares.get(tenant) or (1.0, now_s)
         share += (1 - share) * -math.expm1(min(0.0, noted_s - now_s) / _FADES_IN_S)
@@ -384,7 +384,7 @@ class Forecast:
         return start_s if start_s < math.inf else self.cost_s(demand)
 
     def late_ones(self, pool: Pool, now_s: float) -> Iterator[tuple[Waiting, Refusal]]:
-        """Yield those that wait and cannot be done in time any more, each to be taken out before the next one."""
+        """Yield waiting requests that can no longer end in time. Take each out before the next one."""
         late_s: dict[tuple[str, float, float], float] = {}  # of those that wait, many are alike
         for waiting, ahead_s in pool.lanes.walk(self.cost_s):
             demand = waiting.demand

@@ -202,7 +202,7 @@ class AdmissionQueue:
             pool.lanes.reweigh()
 
     def pump(self, now_s: float) -> list[Started | Refused]:
-        """Return what happens now. Call it after every change, and again at `look_again_s`."""
+        """Return the requests that start or are refused now. Call it after every change, and at `look_again_s`."""
         happened: list[Started | Refused] = []
         self._held_until_s = math.inf
         if self.num_waiting and now_s >= self._review_at_s():

@@ -160,7 +160,7 @@ class ReplicaSlots:
         return [name for name, replica in self._replicas.items() if not replica.is_gone]
 
     def run_of(self, ticket: int) -> tuple[Demand, str] | None:
-        """Return what a request asks for, and the replica that it runs on; None for one that does not run."""
+        """Return the demand of a running request and its replica; None for any other request."""
         run = self._runs.get(ticket)
         return (run.waiting.demand, run.replica) if run else None
 
@@ -197,7 +197,7 @@ class ReplicaSlots:
             replica.limit = 0.0 if name else 1.0
 
     def uses(self) -> dict[str, ReplicaUse]:
-        """Return what this queue has of each replica with a name."""
+        """Return this queue's slots on each named replica."""
         return {
             name: ReplicaUse(replica.used, replica.limit, dict(replica.models), replica.load_s, not replica.is_gone)
             for name, replica in self._replicas.items()
@@ -237,7 +237,7 @@ class ReplicaSlots:
         )
 
     def _missing_s(self, name: str, replica: _Replica, model: str, options: Options, now_s: float) -> float | None:
-        """Return what it costs to get the model ready, those that lose theirs counted; None where that must wait."""
+        """Return the seconds to get the model ready, with the expected loss of evictions; None if it has to wait."""
         if model in replica.recent:
             return 0.0
         if (start := options.on_demand.get(name)) is None:
@@ -262,7 +262,7 @@ class ReplicaSlots:
         return self._replicas[name].recent
 
     def _loss(self, replica: _Replica, chances: Mapping[str, float]) -> float:
-        """Return how likely the next request is for a model that goes and that no other replica has."""
+        """Return the chance that the next request is for a model that would be evicted and is on no other replica."""
         lost = 1.0 if replica.recent else 0.0
         for model in replica.recent:
             is_alone = self._num_at_hand[model] == 1
@@ -353,7 +353,7 @@ class ReplicaSlots:
         return num_rounds * round_s + max(0.0, end_s - now_s)
 
     def num_sharing(self, share: float, ahead_s: float) -> float:
-        """Return how many of that share would have the replica together with a request that waits behind `ahead_s`.
+        """Return how many requests of that share would run together on a replica, after a wait of `ahead_s`.
 
         Where something is before it, replicas are full when it starts; where nothing is, it has the emptiest one.
         """
@@ -364,7 +364,7 @@ class ReplicaSlots:
         return 1 / share
 
     def num_of(self, model: str) -> int:
-        """Return how many requests for the model run."""
+        """Return the number of running requests for the model."""
         return self._num_running[model]
 
     def running(self) -> Counter[str]:
@@ -372,7 +372,7 @@ class ReplicaSlots:
         return self._num_running.copy()
 
     def load(self) -> tuple[ReplicaLoad, ...]:
-        """Return what every replica does."""
+        """Return the load of every replica."""
         return tuple(
             ReplicaLoad(name, replica.used, dict(replica.models), tuple(replica.recent), replica.is_gone)
             for name, replica in self._replicas.items()

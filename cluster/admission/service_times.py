@@ -164,7 +164,7 @@ def _between(values: Sequence[float], num_sharing: float) -> float:
 
 
 def _num_sharing(busy_s: float, latency_s: float) -> float:
-    """Return how many shared the replica in the mean, by a part of its seconds; at most the last of `BATCH_SIZES`."""
+    """Return the mean number of requests that shared the replica; at most the last of `BATCH_SIZES`."""
     return min(max(1.0, latency_s / busy_s), float(BATCH_SIZES[-1])) if busy_s else 1.0
 
 
@@ -212,7 +212,7 @@ class ModelTimes:
         return any(size >= _size_of(work) - _FAR for size in self._fastest)
 
     def least_s(self, work: float) -> float:
-        """Return what a request takes at the least: no less than one of no more work did."""
+        """Return the least seconds of a request: at least the fastest time of a request with no more work."""
         found = [(one, least_s) for size, (one, least_s) in self._fastest.items() if size <= _size_of(work)]
         return max([least_s * min(1.0, work / one) for one, least_s in found], default=0.0)
 
@@ -298,7 +298,7 @@ class ServiceTimes:
         self._models: Recent[str, ModelTimes] = Recent(MAX_MODELS)
 
     def times(self, model: str) -> ModelTimes | None:
-        """Return what is known of a model; None before its first request has ended."""
+        """Return the measured times of a model; None before its first request has ended."""
         found = self._models.get(model)
         return found if found and found.num_measured else None
 
@@ -319,13 +319,13 @@ class ServiceTimes:
         times.switch_s += (_NEW if times.switch_s else 1.0) * (switch_s - times.switch_s)
 
     def switch_s(self, model: str) -> float:
-        """Return how long a switch to the model takes; 0 when none was seen."""
+        """Return the seconds of a switch to the model; 0 when none was measured."""
         found = self._models.get(model)
         return found.switch_s if found else 0.0
 
 
 def faded(per_s: float, passed_s: float, window_s: float = SHORT_S) -> float:
-    """Return what an arrival rate over a window has become after a time without arrivals."""
+    """Return an arrival rate over a window, decayed by `passed_s` seconds without arrivals."""
     return per_s * math.exp(-passed_s / window_s)
 
 

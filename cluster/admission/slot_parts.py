@@ -1,4 +1,4 @@
-"""What one of several ingresses owns of the replicas that they share, and what it wants of them. Pure."""
+"""The slots of shared replicas that one of several ingresses owns, and its claims for more. Pure."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SlotParts:
         return found
 
     def claims(self, now_s: float) -> dict[str, PoolClaims]:
-        """Return what the queue has and wants of the replicas, by pool."""
+        """Return by pool the slots that the queue holds and wants."""
         found = {}
         for name, pool in self._pools.items():
             owned = self._parts.get(name, _NO_PART).replicas

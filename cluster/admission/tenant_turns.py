@@ -47,7 +47,7 @@ class Lane:
     turn: tuple[float, int, int] | None = None  # its entry in the heap of turns
 
     def key(self) -> tuple[float, int]:
-        """Return what orders lanes: the clock, then who waits longest."""
+        """Return the sort key of lanes: the clock, then the number of the oldest request."""
         return self.clock_s, next(iter(self.waiting.values())).number
 
     def charge(self, cost_s: float) -> None:

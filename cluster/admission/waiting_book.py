@@ -1,6 +1,6 @@
-"""Who waits, by model and tenant: how many, since when, and until when. Pure.
+"""The waiting requests, counted by model and tenant, with the oldest arrival and the first deadline. Pure.
 
-Each change costs the logarithm of what waits, and a look as much as there are models and tenants, however many wait.
+With n requests waiting a change costs O(log n); a look costs the number of models and tenants, whatever n is.
 """
 
 from __future__ import annotations

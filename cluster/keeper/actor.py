@@ -104,7 +104,7 @@ class Reading:
         return self._bytes[source]
 
     def stored(self, delta: DeltaRef) -> StoredBytes | None:
-        """Return where this node has a delta stored; None when its name leads out of the store."""
+        """Return the place of a delta in this node's store; None when its name leads out of the store."""
         try:
             return StoredBytes(resolve_pack(self._packs, delta.pack), delta.offset, delta.nbytes)
         except StoreError:
@@ -201,7 +201,7 @@ _DEFAULTS: Final = KeeperSettings()
 
 
 def _begin(settings: KeeperSettings) -> str:
-    """Return where other nodes ask for extents: loopback on a private Ray, which has one node.
+    """Return the address where other nodes fetch extents: loopback on a private Ray, which has one node.
 
     Raises KeeperFailed when this node runs other code than the settings say.
     """

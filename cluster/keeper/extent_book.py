@@ -83,7 +83,7 @@ class ExtentBook(MemoryTier):
         return here
 
     def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
-        """Tell of extents that went. What was invalidated has been told before."""
+        """Publish the removal of extents. That of invalidated ones was published before."""
         if gone := [entry.key for entry in entries if entry.is_current]:
             self.tell([], gone)
 

@@ -123,7 +123,7 @@ class MappedLeases:
         return bool(self._called) and not self._called.isdisjoint(extent.id for extent in extents)
 
     def forget_calls(self) -> None:
-        """Keep what was called back: it is not needed any more."""
+        """Cancel the recalls: their bytes are no longer needed, and the leases stay."""
         with self._lock:
             self._called.clear()
 

@@ -152,7 +152,7 @@ class Recalls:
             line.wake()
 
     def forget_declined(self, of: str | None = None) -> None:
-        """Forget who declined, or one: somebody else asks from now on, and perhaps it is not used any more."""
+        """Forget all refusals, or those of one holder: another recall asks from now on, and uses may have ended."""
         forgotten = {(entry, holder) for entry, holder in self._declined if of in (None, holder)}
         self._declined -= forgotten
         for entry, holder in forgotten:

@@ -97,7 +97,7 @@ class _Load:
 def target_replicas(
     state: ClusterState, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> ScalePlan:
-    """Return how many workers there should be. `current` counts those that run or start.
+    """Return the wanted number of workers. `current` counts those that run or start.
 
     `state` comes from `usable_state`. A clock that went back starts delays anew.
     """
@@ -209,7 +209,7 @@ def _switching_load(state: ClusterState) -> float:
 
 
 def _workers_by_bytes(state: ClusterState) -> int:
-    """Return how many workers the models in use fill, shared components counted once."""
+    """Return the number of workers that the models in use fill. Shared components count once."""
     used = {id_ for worker in state.workers.values() for id_, count in worker.running.items() if count}
     used.update(model.id for model in state.models.values() if model.waiting)
     sizes: dict[str, int] = {}
@@ -339,7 +339,7 @@ class Scaling:
         return self.target - len(self.leaving) - self.num_spares
 
     def describe(self) -> dict[str, Any]:
-        """Return how many workers are wanted, which leave or are spare, and why."""
+        """Return the wanted number of workers, the leaving ones, the spares, and the reason."""
         leaving = sorted({**self.leaving, **self.released})
         return {"target": self.target, "leaving": leaving, "spares": sorted(self.spares), "reason": self.reason}
 

@@ -89,7 +89,7 @@ class Deciding:
     def decide(
         self, overrides: Overrides, now_s: float, wall_s: float, scaling: Scaling | None = None
     ) -> Decided | None:
-        """Return what holds from now on; None as long as too few have reported. `wall_s` is for the log.
+        """Return the decisions that hold from now on; None while reports are missing. `wall_s` is for the log.
 
         Workers that leave or are spare by `scaling` get no work, and those that come get ready for what they are for.
         """
@@ -191,7 +191,7 @@ class Deciding:
         }
 
     def _placement(self, observed: Observed, plan: SwitchPlan, now_s: float) -> Placement:
-        """Return where requests start: on planned workers that have the model ready, or will have it in a moment.
+        """Return the placement of requests: on planned workers that have the model ready, or will have it in a moment.
 
         Every model is named, so that a new one waits for a decision. Those that fit into no worker, and those whose
         needs no worker reports, are not: a worker shows what happens.
@@ -257,7 +257,7 @@ def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> t
 
 
 def _lifetime_s(given: _GivenOrder) -> float:
-    """Return how long an order counts: until it is confirmed, and a prefetch longer, since plans repeat it."""
+    """Return the seconds for which an order counts: until confirmed, and longer for a prefetch, which plans repeat."""
     if given.order.action == "prefetch":
         return PREFETCH_S
     return 0.0 if given.is_taken else UNCONFIRMED_S

@@ -89,7 +89,7 @@ class Observations:
         return self._workers.is_at_rest and self._queues.is_at_rest
 
     def forget_silent(self, now_s: float) -> None:
-        """Forget those that count as gone."""
+        """Forget the workers and queues that count as gone."""
         self._workers.forget_silent(now_s)
         self._queues.forget_silent(now_s)
         described = self._workers.described
@@ -196,7 +196,7 @@ class Observations:
         return tuple((model, self.catalog[model].version) for model in (*first, *rest))
 
     def demand(self) -> ClusterState | None:
-        """Return what is asked for while there is no worker at all; None when there is one, or no queue."""
+        """Return the queued demand as a cluster without workers; None when there is a worker, or no queue."""
         if not self._queues.names or self._workers.reports or self._queues.listed(WORKERS):
             return None
         components = self._workers.described.components
@@ -266,6 +266,6 @@ def _waiting(loads: Mapping[str, ModelLoad], model: str) -> int:
 
 
 def _usual_service_s(loads: Collection[ModelLoad]) -> float | None:
-    """Return what a request costs of a model that none was measured of: as much as the mean of the others, if any."""
+    """Return the assumed service time of unmeasured models: the mean of the measured ones; None without any."""
     measured = [load.service_s for load in loads if load.service_s > 0]
     return sum(measured) / len(measured) if measured else None

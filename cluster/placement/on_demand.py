@@ -22,9 +22,9 @@ ON_DEMAND_REQUESTS: Final = 2.0  # a switch that takes no longer than so many us
 
 
 def longest_on_demand_s(state: ClusterState) -> float:
-    """Return how long a switch may take that needs no order: as some requests of the usual mix take in their batches.
+    """Return the longest switch in seconds that needs no order: the time of some requests of the usual mix.
 
-    0 where more waits than that: then the order in which models are served counts, and that needs a plan.
+    0 when more work waits: then the order in which models are served counts, and that needs a plan.
     """
     rates = latencies = 0.0
     for model in state.models.values():
@@ -99,7 +99,7 @@ def on_demand_switches(
 
 
 def waits_there(state: ClusterState, id_: str, coming: Iterable[str], lead_s: float = LEAD_S) -> dict[str, float]:
-    """Return where requests for a model may start now, of the workers that have it or get ready: seconds until then.
+    """Return the workers where requests for a model may start now, with the seconds until each is ready.
 
     Those are the workers that are ready within `lead_s`. Once there is one, others count that get ready before their
     part of what waits would be done there: or else all of it would go to the first one.
@@ -119,7 +119,7 @@ def why_on_demand(starts: Mapping[str, OnDemandSwitch], longest_s: float) -> str
 
 
 def chances_of(state: ClusterState) -> dict[str, float]:
-    """Return how likely the next request is for each model that is asked for.
+    """Return for each model in demand the chance that the next request is for it.
 
     Rounded: all rates fade alike, and what is the same as before need not be sent again.
     """

@@ -40,7 +40,7 @@ class UsualSwitch:
     top_speed: float
 
     def seconds(self, model: ModelState) -> float:
-        """Return what a switch to the model takes, from a node's memory."""
+        """Return the seconds of a switch to the model from a node's memory."""
         return self.fixed_s + model.components.total_bytes / self.attach_bytes_per_s
 
 
@@ -89,7 +89,7 @@ class Outlook:
         return replace(self, notes=self.notes + notes)
 
     def after(self, model: ModelState, option: Option, reason: str) -> Outlook:
-        """Return what follows when the worker gets ready for the model; how, the option says (rule 6)."""
+        """Return the outlook after the option's worker is ordered to get the model ready (rule 6)."""
         worker = option.worker
         gone = {id_: tuple([each for each in self.serving(id_) if each != worker.id]) for id_ in option.evict}
         return replace(
@@ -123,7 +123,7 @@ def _orders(state: ClusterState, model: ModelState, option: Option, reason: str)
 
 
 def outlook_of(state: ClusterState) -> Outlook:
-    """Return what the cluster comes to without any order."""
+    """Return the outlook of the cluster without any order."""
     serving: dict[str, list[str]] = {}
     leaving: dict[str, list[str]] = {}
     busy_s: dict[str, float] = {}

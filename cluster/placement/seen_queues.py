@@ -1,4 +1,4 @@
-"""What the queues have reported: requests by model and by replica, those of all queues together. Pure."""
+"""The reports of all queues together: requests by model and by replica. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SeenQueues:
             self._seen_s[name] = now_s
 
     def forget_silent(self, now_s: float) -> None:
-        """Forget those that count as gone, and the replicas that no queue lists."""
+        """Forget the queues that count as gone, and the replicas that no queue lists."""
         for name, seen_s in list(self._seen_s.items()):
             if now_s - seen_s > QUEUE_LOST_S:
                 del self._snapshots[name], self._seen_s[name]

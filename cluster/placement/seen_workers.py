@@ -1,4 +1,4 @@
-"""What the workers have reported, and what the decisions see of each. Pure."""
+"""The reports of the workers, and the state that decisions see of each. Pure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class SeenWorkers:
             self._seen_s[name] = now_s
 
     def forget_silent(self, now_s: float) -> None:
-        """Forget those that count as gone."""
+        """Forget the workers that count as gone."""
         for name in [name for name, seen_s in self._seen_s.items() if now_s - seen_s > LOST_S]:
             del self.reports[name], self._reported_s[name], self._seen_s[name], self._resident[name]
             self.described.forget_worker(name)
@@ -153,7 +153,7 @@ class SeenWorkers:
         held: Mapping[str, Collection[str]],
         unconfirmed: tuple[str, float] | None,
     ) -> WorkerState:
-        """Return what is seen of a worker.
+        """Return the state of a worker that decisions see.
 
         `known` are models whose needs are known, `busy_s` is when it was last seen with work, and `unconfirmed` an
         order that no report confirms: the model, and the seconds of its switch.

@@ -66,7 +66,7 @@ class _Member:
 
 
 def lease_s(report: SlotReport) -> float:
-    """Return how long an ingress may start requests within its slots after a report, though nothing follows it."""
+    """Return the seconds after a report during which an ingress may use its slots without another report."""
     return SILENT_S + SLOT_REST_S * report.is_at_rest
 
 
@@ -178,7 +178,7 @@ class SlotBook:
     def _granted(
         self, pool: str, replica: str, name: str, wanted: float, granted: Mapping[str, Mapping[str, float]]
     ) -> float:
-        """Return how much of a replica an ingress may have now: no more than others leave, as far as is known."""
+        """Return the part of a replica that an ingress may have now: at most what others are known to leave."""
         member = self._members[name]
         part = member.split.pools.get(pool) if member.split else None
         before = part.replicas[replica].limit if part and replica in part.replicas else 0.0

@@ -62,7 +62,7 @@ class _ClaimGroup:
 
 
 def _fill(amount: float, claims: Mapping[K, tuple[float, float]]) -> dict[K, float]:
-    """Return what each of the claims (weight, most) gets of an amount: by weight, and none more than its most."""
+    """Divide an amount among claims (weight, most) by weight, none above its most."""
     given: dict[K, float] = {}
     weights = sum([weight for weight, _ in claims.values()])
     for key, (weight, most) in sorted(claims.items(), key=lambda item: item[1][1] / item[1][0]):

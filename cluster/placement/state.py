@@ -134,7 +134,7 @@ class ClusterState:
     ignored: tuple[str, ...] = ()
 
     def switch_s(self, model: ModelState, worker: WorkerState) -> float:
-        """Return how long the worker would take to get ready for the model: the bytes that it lacks, at each tier."""
+        """Return the seconds for the worker to get the model ready, by the bytes that it lacks at each tier."""
         resident, held = worker.resident.sizes, self.held.get(worker.node, ())
         missing = cold = 0
         for key, nbytes in model.components.sizes.items():
@@ -145,14 +145,14 @@ class ClusterState:
         return worker.fixed_switch_s + missing / worker.attach_bytes_per_s + cold / worker.load_bytes_per_s
 
     def bytes_together(self, worker: WorkerState, models: Iterable[str]) -> int:
-        """Return what the models and what is leased occupy on the worker. Shared components count once."""
+        """Return the bytes of the models and of leased components on the worker. Shared components count once."""
         sizes = {key: worker.resident.sizes.get(key, 0) for key in worker.leased}
         for id_ in models:
             sizes.update(self.models[id_].components.sizes)
         return sum(sizes.values())
 
     def num_free_slots(self, model: str, workers: Iterable[str]) -> int:
-        """Return how many requests for the model could start at once on those of the workers that have it ready."""
+        """Return the number of requests for the model that could start at once on the workers with it ready."""
         ready = [worker for id_ in workers if model in (worker := self.workers[id_]).models]
         return sum([max(0, worker.slots - sum(worker.running.values())) for worker in ready])
 

@@ -177,12 +177,12 @@ def _find_needs(outlook: Outlook) -> list[_Need]:
 
 
 def _ended_per_s(model: ModelState, num: float, switch_s: float, speed: float = 1.0) -> float:
-    """Return how much waiting a worker ends per second that switches for so many requests of the model."""
+    """Return the weighted requests that a worker ends per second by a switch for `num` of the model's."""
     return model.slo.weight * num / max(switch_s + num * model.service_s / speed, 1e-9)
 
 
 def _round_s(outlook: Outlook, waiting: Iterable[ModelState]) -> float:
-    """Return how long a round of the workers through all models takes that wait."""
+    """Return the seconds that the workers take for one round through all waiting models."""
     turns_s = 0.0
     for model in waiting:
         switch_s = outlook.usual.seconds(model)
@@ -247,7 +247,7 @@ def _find_worker(
 
 
 def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState) -> Option | None:
-    """Return what it takes to get the worker ready for the model; None if it has it, or cannot."""
+    """Return the option of getting the worker ready for the model; None if it has the model or cannot load it."""
     if model.id in worker.models or model.id in worker.unable:
         return None
     if model.components.total_bytes > worker.budget_bytes:
@@ -282,9 +282,9 @@ def _what_goes(outlook: Outlook, model: ModelState, worker: WorkerState, switch_
 def least_harm(
     harms: Mapping[str, float], sizes: Mapping[str, int], fits: Callable[[Collection[str]], bool]
 ) -> list[str] | None:
-    """Return whose going makes what is kept fit, with the least harm; None where all of them would not suffice.
+    """Return the models to evict so that the rest fits, with the least harm; None if evicting all is not enough.
 
-    What harms least by its bytes goes first, and what need not go after all comes back. From there every other choice
+    The least harm per byte goes first, and a model that need not go after all comes back. From there every other choice
     is tried that could be better, `MAX_CHOICES` of them.
     """
     order = sorted(harms, key=lambda id_: (harms[id_] / max(sizes[id_], 1), id_))
@@ -400,7 +400,7 @@ def _brings_work(outlook: Outlook, policy: SwitchingPolicy, need: _Need, worker:
 
 
 def _num_for_one(outlook: Outlook, model: ModelState) -> float:
-    """Return how many of the waiting requests would be those of one worker more."""
+    """Return the share of the waiting requests that one more worker would get."""
     return model.waiting / (len(outlook.serving(model.id)) + 1)
 
 

@@ -91,9 +91,9 @@ class Controller:
                 self._changed.set()
 
     async def receive(self, name: str, revision: str, wait_s: float) -> Update:
-        """Return what was decided for a reporter after `revision`, or the same again after `wait_s`.
+        """Return the decision for a reporter that is newer than `revision`, or the same again after `wait_s`.
 
-        Who asks lives, and what it has reported holds.
+        The call is a sign of life, which keeps the reporter's last report valid.
         """
         self._observations.note_sign(name, time.monotonic())
         mail = await self._mailboxes.receive(name, revision, wait_s)

@@ -1,4 +1,4 @@
-"""What the controller goes by and the registry has: the config, models, orders by hand, and what nodes hold."""
+"""The registry as the controller follows it: the config, models, manual orders, and the extents that nodes hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FollowedRegistry:
         self._held = HeldComponents()
 
     async def controller_config(self) -> ControllerConfig:
-        """Return how models are to be placed. Raises TimeoutError, and what Ray raises."""
+        """Return the settings of placement. Raises TimeoutError, and Ray's errors."""
         await self._snapshot.ready()
         async with asyncio.timeout(REGISTRY_S):
             return await self._snapshot.call_registry(WeightRegistry.controller_config)

@@ -159,7 +159,7 @@ Decision = TypeVar("Decision", contravariant=True)
 
 
 class Reporter(Protocol[Decision]):
-    """Whoever reports to the controller, and does what it decides: a worker's models, or a queue."""
+    """A reporter to the controller that carries out its decisions: a worker's models, or a queue."""
 
     @property
     def changed(self) -> asyncio.Event:
@@ -273,7 +273,7 @@ class SlotLink(Link):
         return await self._ask(Controller.ended_requests, number)
 
     async def _report_once(self) -> None:
-        """Tell what is here. Two in a row that fail show that the controller is away."""
+        """Report once. Two failures in a row mark the controller as away."""
         began_s = self._clock()
         report = await self._report(began_s)
         if self._is_reported(report, began_s, SLOT_REST_S):

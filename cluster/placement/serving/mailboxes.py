@@ -1,4 +1,4 @@
-"""What the controller has decided for each reporter, until it is fetched. Lives on one event loop."""
+"""The controller's decision for each reporter, until it is fetched. Lives on one event loop."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Mailboxes:
         self._mails: dict[str, Mail] = {}
 
     def open(self, name: str) -> Mail:
-        """Return what is there for a reporter, who has a mailbox from now on."""
+        """Return the mail of a reporter, and make its mailbox if it has none."""
         return self._mails.setdefault(name, Mail())
 
     async def receive(self, name: str, revision: str, wait_s: float) -> Mail:
-        """Return what came after `revision`, or the same again after `wait_s`."""
+        """Return the mail newer than `revision`, or the same again after `wait_s`."""
         mail = self.open(name)
         if mail.revision == revision:
             with contextlib.suppress(TimeoutError):

@@ -62,7 +62,7 @@ class SlotDesk:
         return SlotAnswer(answer.session, answer.keeps, self._next_ended.get(name))
 
     async def receive_slots(self, name: str, session: str, revision: int, settings: str, wait_s: float) -> SlotUpdate:
-        """Return what is newer than the revisions of the split and the settings, or the same again after `wait_s`."""
+        """Return the split and settings once one is newer than the given, or the same again after `wait_s`."""
         news = self._news.setdefault(name, asyncio.Event())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
