@@ -62,7 +62,7 @@ def frame_rate(request: ClipRequest, source: PipelineSource) -> float:
 
 
 def _num_frames(request: ClipRequest, source: PipelineSource) -> int | None:
-    """Return how many frames a request says, None where it leaves that to the class.
+    """Return the number of frames that a request asks for, None to take the class's default.
 
     Most classes make one frame more than whole groups of 4 or 8, as their default shows.
     """

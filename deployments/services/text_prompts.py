@@ -31,8 +31,8 @@ _ReadT = TypeVar("_ReadT")
 
 @dataclass(frozen=True, slots=True)
 class AnswerUse:
-    """How the answers of a chat are read: their form, the functions that they may call, what of them the prompt has
-    already, and of how many calls the first are meant. Of `forced` functions they call one."""
+    """The reading of a chat's answers: their form, the functions that they may call, the beginning that the prompt has
+    already, and the most calls that count. An answer calls one of the `forced` functions, if there are any."""
 
     form: AnswerForm
     functions: tuple[Function, ...] = ()
@@ -144,7 +144,7 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
 
 
 def _answer_use(engine: LLMEngine, request: ChatRequest) -> AnswerUse:
-    """Return how the answers to a chat are read. Raises InvalidRequest."""
+    """Return the reading of a chat's answers. Raises InvalidRequest."""
     functions = {tool.function.name: tool.function for tool in request.tools}
     choice = request.tool_choice
     if len(functions) < len(request.tools):

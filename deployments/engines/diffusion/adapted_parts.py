@@ -1,4 +1,4 @@
-"""What LoRAs may change of a pipeline, and by which names their files call it."""
+"""The parts of a pipeline that LoRAs may change, and their names in the LoRAs' files."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class DiffusionEngine:
         return self._moved(batch, failures)
 
     def _moved(self, batch: Sequence[_Running], failures: Sequence[Exception | None]) -> list[DiffusionOutput]:
-        """Return what requests are to get of a step that they have made, or failed at."""
+        """Return the outputs due after a step of these requests. End those whose step failed."""
         now = self._clock()
         moved = []
         for running, failure in zip(batch, failures, strict=True):
@@ -220,7 +220,7 @@ class DiffusionEngine:
         }
 
     def _progress(self, running: _Running, previews: Mapping[str, npt.NDArray[np.uint8]]) -> DiffusionOutput | None:
-        """Return what the request is to get of its step, or None for nothing."""
+        """Return the output due after the request's step, or None."""
         request, state = running.request, running.state
         preview = previews.get(request.request_id)
         checkpoint = self._checkpoint(running)

@@ -39,7 +39,7 @@ class Extrapolation:
         return step >= self._rule.warmup and step - self._computed < self._gap
 
     def num_computed(self, step: int) -> int:
-        """Return how many of the steps from this one on take a forward, at today's interval where that adapts."""
+        """Return the number of forwards from this step on. An adapting interval is taken as it is now."""
         left = len(self._levels) - step
         if self._rule.max_error is None:
             return self._rule.num_computed(len(self._levels), step)
@@ -67,7 +67,7 @@ class Extrapolation:
         return sum(terms, torch.zeros_like(self._factors[0]))
 
     def _adapted(self, step: int, found: torch.Tensor, max_error: float) -> int:
-        """Return how far the next computed step may be: an error grows by the power of the distance after the last.
+        """Return the distance to the next computed step. An error grows by a power of the distance from the last.
 
         Waits for the device.
         """
@@ -86,7 +86,7 @@ class Extrapolation:
             self._factors, self._gap = [], 1
 
     def save(self) -> dict[str, Any]:
-        """Return what `restore` goes on from: numbers and tensors."""
+        """Return the state that `restore` continues from: numbers and tensors."""
         return {"factors": list(self._factors), "computed": self._computed, "gap": self._gap}
 
     def restore(self, saved: dict[str, Any], device: torch.device) -> None:

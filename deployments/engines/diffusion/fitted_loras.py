@@ -100,7 +100,7 @@ class FittedLoras:
         return found
 
     def check(self, adapter: LoraAdapter) -> None:
-        """Raise what `pairs_of` does, of tensors without values and a module without weights."""
+        """Raise the errors of `pairs_of`, for tensors without values and a module without weights."""
         self._fit(adapter, check_targets)
 
     def _fit(self, adapter: LoraAdapter, fit: Callable[[nn.Module, Pairs], _Fitted]) -> _Fitted:
@@ -157,7 +157,7 @@ def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> d
 
 
 def _read_raw(adapter: LoraAdapter, family: AdaptedParts, component: str, module: nn.Module) -> Pairs:
-    """Return what a file in another layout than diffusers' adds to a component, by the paths of its module.
+    """Return the pairs that a file in another layout than diffusers' has for a component, by its module's paths.
 
     Raises EngineError for a tensor of no kind that is read, of a component that cannot be adapted, or that does not go
     with its others; and where none of the names is one of the module's. Of several, the log says which are not.

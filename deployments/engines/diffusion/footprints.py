@@ -76,7 +76,7 @@ class PipelineTwin(DenoisePipeline):
         return {kind: denoise, decode_kind(height, width): decode}
 
     def image_bytes(self, height: int, width: int, num_tokens: int, adapters: AdapterShapes) -> int:
-        """Return what a forward for one image takes, as `footprints` has it."""
+        """Return the bytes of a forward for one image, as in `footprints`."""
         length = self._text_length(num_tokens, adapters)
         return self.record_denoise(height, width, length, 1, adapters).eager_peak()
 
@@ -123,7 +123,7 @@ class PipelineTwin(DenoisePipeline):
         return record(run, Recorder(self.device, is_fake=True), modules, self._mode)
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return what the pipeline does, images as prompts of one request: those of several take less at once."""
+        """Run the pipeline's forward with the image prompts of one request: those of several take less at once."""
         one = tuple(PromptedSpan(span.uses) for span in rows.image_prompts[:1])
         return super()._forward(replace(rows, image_prompts=one), height, width)
 

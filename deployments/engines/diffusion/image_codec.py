@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Latents:
-    """What a small VAE gives in place of a distribution of latents: the latents, of which nothing is drawn."""
+    """The latents of a small VAE, in place of a distribution: nothing is drawn from it."""
 
     parameters: torch.Tensor
 
@@ -144,7 +144,7 @@ class ImageCodec:
         may_change: bool,
         in_tiles: bool = False,
     ) -> Any:
-        """Return what `run`, of the VAE, makes of images of that height and width, in tiles if it has to be."""
+        """Run the VAE's `run` on images of that height and width, in tiles if memory demands it."""
         is_large = (in_tiles and may_change) or self._is_large(vae, *size)
         try:
             with _tiling(vae, is_large):

@@ -53,7 +53,7 @@ class ImagePrompter:
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens it makes of an image."""
+        """Return the number of tokens that it makes of an image."""
         return count_tokens(
             {name: one.shape for name, one in (*self.tensors.items(), *self.encoder.named_parameters())}
         )
@@ -96,7 +96,7 @@ class ImagePrompter:
         return self._norm("proj.3", self._linear("proj.2", F.gelu(self._linear("proj.0", hidden_1LE))))
 
     def _resample(self, hidden_1LE: torch.Tensor) -> torch.Tensor:
-        """Return what learned latents have read of the image's tokens in a few layers of attention."""
+        """Return the learned latents after they attend to the image's tokens in a few layers."""
         read = self._linear("proj_in", hidden_1LE)
         latents = self.tensors["image_proj.latents"]
         for number in range(self.form.num_resampled):

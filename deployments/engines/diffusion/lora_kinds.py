@@ -43,7 +43,7 @@ class Product:
 
     @property
     def has_lengths_of_inputs(self) -> bool:
-        """Whether the lengths of a DoRA are those of inputs. Raises EngineError for lengths that no layer has."""
+        """True if the lengths of a DoRA are those of inputs. Raises EngineError for lengths that no layer has."""
         if self.lengths is None:
             return False
         shape, outputs, inputs = tuple(self.lengths.shape), len(self.up), self.down.shape[1]
@@ -55,7 +55,7 @@ class Product:
 
 
 def product_of(layer: str, parts: Parts, alpha: float | None, use_rslora: bool = False) -> Product:
-    """Return what the tensors of one layer of a file add to it.
+    """Return the product that the tensors of one layer of a file add to it.
 
     `alpha` is the file's metadata's, for a layer without one of its own; with neither the scale is 1. Raises
     EngineError: half a pair, shapes that do not go together, a tensor that its kind has not, one that is no float.
@@ -118,7 +118,7 @@ _Find = Callable[[Mapping[str, torch.Tensor]], _Found]
 
 
 def _kind_of(layer: str, names: Mapping[str, str]) -> tuple[_Find, list[str]]:
-    """Return how the product of such tensors is made, and which of them it has. Raises EngineError."""
+    """Return the function that makes the product of such tensors, and the kinds that it takes. Raises EngineError."""
     has = names.keys()
     if has & {UP, DOWN}:
         for what in (DOWN, UP):
@@ -158,7 +158,7 @@ def _of_lora(tensors: Mapping[str, torch.Tensor]) -> _Found:
 
 
 def _through(core: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Return what a kernel (p, q, ...) makes of rows (q, in): (p, in, ...)."""
+    """Return the product of a kernel (p, q, ...) and rows (q, in): (p, in, ...)."""
     return torch.einsum("pq...,qi->pi...", core.float(), down.float()).contiguous()
 
 
@@ -318,7 +318,7 @@ def _scale(
 def _bias(
     tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], up: torch.Tensor, scale: float
 ) -> torch.Tensor | None:
-    """Return what is added to a layer's outputs: the bias of `up`, and what `up` makes of that of `down`."""
+    """Return the bias added to a layer's outputs: that of `up`, and `up`'s product with that of `down`."""
     found = tensors.get("up bias")
     if found is not None and tuple(found.shape) != (len(up),):
         raise EngineError(f"tensor {names['up bias']} has shape {list(found.shape)}, its layer {len(up)} outputs")

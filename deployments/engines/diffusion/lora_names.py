@@ -23,7 +23,7 @@ DENOISER: Final = "denoiser"
 
 
 class NamedLayer(NamedTuple):
-    """What a name in a file means: layers of a module, whose rows follow one another in the file's matrix.
+    """The layers of a module that a name in a file stands for. Their rows follow one another in the file's matrix.
 
     With `swaps_halves` the file has the second half of the rows first.
     """
@@ -294,7 +294,7 @@ _OF_UNETS: Final = ("UNet2DConditionModel", "UNetMotionModel")
 
 
 def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer]:
-    """Return what each name of a file means for a module of this class, whose layers have these paths."""
+    """Return the layers that each name of a file stands for in a module of this class, which has these paths."""
     known = set(paths)
     found = {path: NamedLayer((path,)) for path in paths}
     found |= _of_table(_TABLES.get(class_name, {}), known)

@@ -62,7 +62,7 @@ class Modulation:
         return bool(self._modules)
 
     def rows_of(self, group: Sequence[Condition]) -> tuple[torch.Tensor, ...]:
-        """Return what the modules give for the rows of a group in its next step; nothing where they compute it."""
+        """Return the modules' outputs for a group's rows in its next step; empty where they have to be computed."""
         device = group[0].state.latents.device
         if not self._modules or len(group) > MAX_PARTS or not computes_on_host(device):
             return ()
@@ -111,13 +111,13 @@ class Modulation:
             )
 
     def _of_text(self, prompt: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the layers make of a text (1, L, D), each (1, L, …); nothing where that is large."""
+        """Return the layers' outputs for a text (1, L, D), each (1, L, …); empty where they are large."""
         num_bytes = sum(layer.out_features for layer in self._text_layers) * prompt.shape[1] * prompt.itemsize
         return [layer(prompt) for layer in self._text_layers] if num_bytes <= MAX_TEXT_BYTES else []
 
 
 def _rows_of_step(part: Condition) -> tuple[torch.Tensor, ...]:
-    """Return what is known of the next step of a part, for each of its images."""
+    """Return the outputs computed ahead for the next step of a part, for each of its images."""
     ahead: _Ahead = part.state.ahead[id(part.branch)]
     step, count = part.state.step_index - ahead.first, len(part.state.latents)
     found = [*(output[step : step + 1] for output in ahead.outputs), *ahead.of_text]

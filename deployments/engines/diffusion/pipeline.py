@@ -139,7 +139,7 @@ class DenoisePipeline:
         self._loras.forms_of(request, adapters)
 
     def adapter_shapes(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> AdapterShapes:
-        """Return what the adapters of a request add to its forwards, but for a LoRA that is merged: `adapter_names`.
+        """Return the shapes that a request's adapters add to its forwards, without a merged LoRA (`adapter_names`).
 
         Pairs are tensors of no memory; a ControlNet is the one given, None what is none. Any thread may call it. Raises
         EngineError as `start_request` does.
@@ -162,7 +162,7 @@ class DenoisePipeline:
         conditioning: Mapping[str, torch.Tensor],
         adapters: Mapping[str, Adapter],
     ) -> tuple[torch.Tensor, ...]:
-        """Return what the VAE says of the images of a request: what `start_request` needs where its VAE is blank.
+        """Return the VAE's encodings of a request's images, for a `start_request` whose VAE is blank.
 
         The denoiser may be blank. Raises as `start_request` does; LoRAs and IP-Adapters are not looked at.
         """
@@ -349,7 +349,7 @@ class DenoisePipeline:
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
+        """Replay `_forward` where the denoiser's layers are its own. A replay is short and cannot be cancelled."""
         if self._replays is None or rows.adapters or rows.controls or rows.image_prompts:
             return self._forward(rows, height, width)
         inputs = rows.tensors()

@@ -47,11 +47,11 @@ class BatchBounds:
     max_vae_bytes: int = 8 * 2**30
 
     def denoise_rows(self, image_pixels: int) -> int:
-        """Return how many images of so many pixels one forward of a denoiser takes, at least 1."""
+        """Return the most images of `image_pixels` for one forward of a denoiser, at least 1."""
         return max(1, min(self.max_rows, self.max_pixels // image_pixels))
 
     def decode_rows(self, image_pixels: int) -> int:
-        """Return how many images of so many pixels one decode takes, at least 1."""
+        """Return the most images of `image_pixels` for one decode, at least 1."""
         return max(1, self.max_decode_pixels // image_pixels)
 
 
@@ -191,7 +191,7 @@ def build_rows(group: Sequence[Condition], modulation: tuple[torch.Tensor, ...])
 
 
 def _prompted_spans(group: Sequence[Condition]) -> Iterator[PromptedSpan]:
-    """Yield what images add to the rows of a group, part by part."""
+    """Yield the spans of rows in a group that have images as prompts, part by part."""
     start = 0
     for state, branch in group:
         stop = start + len(state.latents)

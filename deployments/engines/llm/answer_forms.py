@@ -1,4 +1,4 @@
-"""How families of models write reasoning and tool calls: a form is data, which `answer_reader.py` reads.
+"""The forms in which families of models write reasoning and tool calls: data that `answer_reader.py` reads.
 
 A model's forms are found by its chat template: that of calls by rendering one and reading it back, or else, as that of
 reasoning, by the markers that the template's text has.
@@ -19,10 +19,10 @@ Syntax = Literal["object", "named", "tagged", "python", "braces", "channels"]
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What is written around the key and around the value of an argument, where each has tags of its own.
+    """The tags around the key and around the value of an argument, where each has its own.
 
-    Newlines beside a value are the tags', one on each side. `said` is what stands between the two of a text, and of any
-    other value, where the form says which it is; TYPE is the type of JSON. Keys that stand in attributes may be
+    Newlines beside a value are the tags', one on each side. `said` is the text between the two for a string, and any
+    other value, where the form marks which it is; TYPE is the type of JSON. Keys that stand in attributes may be
     escaped as XML does it.
     """
 
@@ -72,14 +72,14 @@ class ToolForm:
 
     @property
     def prefix(self) -> str:
-        """Return what an answer begins with that is nothing but a call."""
+        """Return the beginning of an answer that is only a call."""
         if self.is_bare:
             return ""
         return self.section[0] + self.call[0] + ("[" if self.is_array else "")
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Return what in an answer begins calls."""
+        """Return the markers that begin calls in an answer."""
         return _stripped(self.section[0], self.call[0])
 
     @property
@@ -91,7 +91,7 @@ class ToolForm:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """What a family writes before its reasoning, behind it, and around its answer, which is left out of the text.
+    """The markers before and after a family's reasoning and around its answer. They are left out of the text.
 
     Most models forget to end their reasoning before a call, now and then; where it does not end `ends_with_calls`, what
     looks like one is a thought.
@@ -110,19 +110,19 @@ class ReasoningForm:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How a model writes its answers; None of what it does not write, or what nobody asked it to."""
+    """The form of a model's answers. A part is None if the model does not write it or nobody asked for it."""
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return all text that may be special tokens, which texts of answers are without otherwise."""
+        """Return all markers. They may be special tokens, which are otherwise left out of answers."""
         forms = [form for form in (self.tools, self.reasoning) if form is not None]
         return tuple(marker for form in forms for marker in form.markers if marker)
 
     def begun(self, prompt: str) -> str:
-        """Return what of the answer stands at the end of its prompt already."""
+        """Return the beginning of the answer that the end of its prompt has already."""
         if self.tools is not None and self.tools.syntax == "channels":
             return HARMONY_START if prompt.endswith(HARMONY_START) else ""
         end = prompt.rstrip()

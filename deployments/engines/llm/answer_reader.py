@@ -33,7 +33,7 @@ _BODY: Final = "<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """What a piece of an answer adds to its text, to its reasoning and to its calls."""
+    """A piece's additions to the text, the reasoning and the calls of an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -75,7 +75,7 @@ class _Shown:
         self._blanks = ""
 
     def take(self) -> str:
-        """Return what was added since the last time."""
+        """Return the text added since the last call."""
         pieces, self._pieces = self._pieces, []
         return "".join(pieces)
 
@@ -106,18 +106,18 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """Return how many calls have begun."""
+        """Return the number of calls that have begun."""
         return self._calls.num_calls
 
     def feed(self, piece: str) -> AnswerPiece:
-        """Return what is certain now."""
+        """Read a piece, and return the part of the answer that is certain now."""
         self._tape.held += piece
         while self._tape.held and self._state():
             pass
         return self._taken()
 
     def flush(self, *, is_cut: bool = False) -> AnswerPiece:
-        """Return what was held back, at the end of the answer; `is_cut`: it would have gone on."""
+        """Return the text held back, at the end of the answer. `is_cut`: a limit ended the answer before its end."""
         if not is_cut and self._state == self._read_call and self._call is not None:
             self._call.flush()
         held, self._tape.held = self._tape.held, ""
@@ -156,7 +156,7 @@ class AnswerReader:
         return True
 
     def _read_up_to(self, markers: Markers, shown: _Shown) -> str | None:
-        """Show what stands before the next marker, and return that; None where there is none yet."""
+        """Show the text before the next marker, and return the marker; None where there is none yet."""
         tape = self._tape
         found = markers.find(tape.held)
         at, marker = found or (markers.num_safe(tape.held), "")
@@ -240,7 +240,7 @@ class AnswerReader:
         return step != "wait"
 
     def _read_section(self) -> bool:
-        """Read what is between calls, up to the next one or to the end of all."""
+        """Read the text between calls, up to the next one or to the end of all."""
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         body = tape.held.lstrip()

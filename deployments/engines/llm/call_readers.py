@@ -45,7 +45,7 @@ class Markers:
         self._longest = max(map(len, self._all), default=1) - 1
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
-        """Return where the first one is, and which."""
+        """Return the place of the first marker, and the marker."""
         found = self._pattern.search(text, start)
         return None if found is None else (found.start(), found[0])
 
@@ -56,7 +56,7 @@ class Markers:
         return None if not text or text in self._starts else False
 
     def num_safe(self, text: str) -> int:
-        """Return how much of a text that has none is certainly no beginning of one."""
+        """Return how many characters of a text without markers are certainly not the beginning of one."""
         for size in range(min(self._longest, len(text)), 0, -1):
             if text[-size:] in self._starts:
                 return len(text) - size
@@ -134,7 +134,7 @@ class Calls:
 
 
 class CallReader(Protocol):
-    """What reads one call: a step at a time, as far as the tape goes."""
+    """The reader of one call: a step at a time, as far as the tape goes."""
 
     def step(self) -> Step:
         """Read on. After the call has ended, or was none, there is no further step."""
@@ -151,7 +151,7 @@ class JsonScan:
         self._in_string = self._is_escaped = False
 
     def end_of(self, piece: str) -> int | None:
-        """Return where in the piece the object ends, or None when it goes on."""
+        """Return the place in the piece where the object ends, or None when it goes on."""
         for place, character in enumerate(piece):
             if self._in_string:
                 if self._is_escaped:
@@ -186,7 +186,7 @@ class JsonCall:
 
     @classmethod
     def named(cls, tape: Tape, calls: Calls, form: ToolForm, name: str) -> JsonCall:
-        """Return what reads the arguments of a call that has begun."""
+        """Return the reader of the arguments of a call that has begun."""
         reader = cls(tape, calls, form, calls.knows)
         reader._name, reader._is_member, reader._state = name, False, reader._read_arguments
         return reader
@@ -389,9 +389,9 @@ class TaggedCall:
         return "on"
 
     def _end_of_value(self, text: str, *, is_last: bool) -> tuple[int, int, bool]:
-        """Return how much of a text is certainly a value's, how long the marker behind it is, and whether it ends.
+        """Return how many characters are certainly the value's, the length of the marker after it, and whether it ends.
 
-        A marker ends it if another one follows that may, or nothing does: a text may have the first in itself.
+        A value may contain the marker: it ends the value only before another marker that may follow, or at the end.
         """
         end, forgotten = self._tags.value[1].strip(), self._tags.key[0]
         markers, at = markers_of(end, self._close, forgotten if forgotten.startswith("\n") else ""), 0
@@ -505,7 +505,7 @@ class _Brackets:
         self._quote = ""
 
     def end_of(self, text: str) -> int | None:
-        """Return where it ends, None where it does not yet. `text` begins with that of the last time."""
+        """Return the place of the end, None before it is there. `text` begins with that of the last call."""
         longest = max(map(len, (*self._quotes, self._stop, "x")))
         while self._at < len(text):
             at, character = self._at, text[self._at]

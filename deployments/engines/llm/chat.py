@@ -226,7 +226,7 @@ class ResponseFormat(_ChatPart):
 
 
 class AnswerGrammar(_ChatPart):
-    """What an answer is held to: JSON of a schema, an expression, one of some texts, a grammar (Lark, GBNF), or a form
+    """The constraint of answers: JSON of a schema, an expression, one of some texts, a grammar (Lark, GBNF), or a form
     of parts (`structural_tags.py`)."""
 
     json_schema: dict[str, Any] | None = None

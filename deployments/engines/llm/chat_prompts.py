@@ -22,7 +22,7 @@ _SWITCHES: Final = ("enable_thinking", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat says beside its messages: the tools that are shown, and variables of the template.
+    """The options of a chat beside its messages: the tools that are shown, and variables of the template.
 
     Without `opens_turn` nothing begins the assistant's turn; with `continues` the last message is one that goes on.
     """

@@ -351,9 +351,9 @@ class LLMEngine:
         return deltas
 
     def _advance(self, completion: Completion, token: SampledToken | None) -> TextDelta | None:
-        """Return what the token adds to the completion, without one its prompt's embedding.
+        """Return the token's addition to the completion, or the prompt's embedding if there is no token.
 
-        None where the model made nothing of which there is a text, or an embedding.
+        None where the model failed to make a text or an embedding.
         """
         sequence = completion.sequence
         completions = self._requests[sequence.request_id]

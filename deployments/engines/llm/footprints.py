@@ -40,7 +40,7 @@ class StepTwin:
             self.plan, self._runner = plan_runner(model, config)
 
     def step_bytes(self) -> int:
-        """Return what the largest steps take: of prompts alone, of completions alone, and of both together.
+        """Return the bytes of the largest steps: of prompts alone, of completions alone, and of both together.
 
         Texts are as long as they may be, and their blocks lie here and there.
         """
@@ -69,7 +69,7 @@ class StepTwin:
 
 
 def step_bytes(folder: Path, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]], config: LLMEngineConfig) -> int:
-    """Return what the largest steps of a model take of its device: 0 where that cannot be recorded, as the log says."""
+    """Return the device bytes of a model's largest steps; 0, with a line in the log, if they cannot be recorded."""
     try:
         return StepTwin(folder, forms, config).step_bytes()
     except Exception as error:  # of any operation of a model that fake tensors have no rule for

@@ -111,7 +111,7 @@ def _rehearse(grammar: str) -> None:
 
 
 def _check_vocabulary(matcher: LLMatcher) -> None:
-    """Write what a grammar leaves no choice of. Raises EngineError where the model's tokens cannot."""
+    """Write the text that a grammar leaves no choice of. Raises EngineError if the model's tokens cannot write it."""
     for _ in range(_FORCED_TOKENS):
         forced = matcher.compute_ff_bytes()
         if not forced or matcher.is_stopped():

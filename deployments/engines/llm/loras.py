@@ -30,7 +30,7 @@ class DecoderLoras:
         self._serials = itertools.count()
 
     def fit(self, loras: Iterable[TextLora]) -> tuple[SequenceLora, ...]:
-        """Return those that change something, in their one order. Raises EngineError for one that does not fit."""
+        """Return the fitted LoRAs of non-zero scale, in a fixed order. Raises EngineError for one that does not fit."""
         found = [SequenceLora(lora.key, self._fit(lora.adapter), lora.scale) for lora in loras]
         return tuple(sorted((lora for lora in found if lora.scale), key=lambda lora: lora.place))
 
@@ -80,7 +80,7 @@ def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def scope_of(loras: Sequence[SequenceLora]) -> bytes:
-    """Return what keys and values computed with these LoRAs depend on beside the tokens; empty without any.
+    """Return the key of the LoRAs that keys and values depend on beside the tokens; empty without LoRAs.
 
     An adapter's serial stands for it, not its weights' hash: what a damaged copy computed is never found again.
     """

@@ -184,7 +184,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def run_part(self, x_NC: torch.Tensor, spans: Sequence[TokenSpan], check: Callable[[], None]) -> torch.Tensor:
-        """Return what these layers make of `x_NC` (rows, hidden), float32, which is overwritten. As `run_step`."""
+        """Return these layers' output for `x_NC` (rows, hidden), float32, which is overwritten. As `run_step`."""
         return self._run_rows(x_NC, spans, (), check)[0]
 
     def _run_rows(
@@ -269,7 +269,7 @@ def _is_of_one_kind(embedding: nn.Module, products: Iterable[nn.Module]) -> bool
 
 
 def _kind_of(product: nn.Module) -> str | None:
-    """Return how the kernels compute a product; None where they do not."""
+    """Return the kernels' kind of a product; None where they have none for it."""
     if isinstance(product, PackedLinear):
         return _INT8 if product_path(product.packed, product.arithmetic).startswith(_INT8) else None
     if type(product) is not nn.Linear or product.in_features % _VECTOR or not product.weight.is_contiguous():

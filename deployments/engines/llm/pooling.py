@@ -47,7 +47,7 @@ class EmbeddingRules:
 
 
 def load_embedding_rules(folder: Path, config: Any) -> EmbeddingRules:
-    """Read how the model's embeddings are made: the last token's state, unless sentence-transformers' files or GGUF's
+    """Read the rules of the model's embeddings: the last token's state, unless sentence-transformers' files or GGUF's
     `pooling_type` say otherwise. Raises EngineError for a pooling that is not supported.
     """
     pooling: Pooling = "last"

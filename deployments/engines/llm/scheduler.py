@@ -59,12 +59,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many sequences have no seat or do not decode yet."""
+        """Return the number of sequences without a seat or still in prefill."""
         return len(self._waiting) + len(self._prefilling)
 
     @property
     def num_running(self) -> int:
-        """Return how many sequences decode."""
+        """Return the number of decoding sequences."""
         return len(self._running) - len(self._prefilling)
 
     def add_sequence(self, sequence: Sequence) -> None:
@@ -258,7 +258,7 @@ class Scheduler:
                 self._blocks.publish(sequence.block_table[place], key)
 
     def _num_published(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of its first tokens others may find, where so many are computed."""
+        """Return how many of the sequence's first tokens others may reuse after `num_tokens` are computed."""
         if not self._shares_prefixes:
             return 0
         return num_tokens if self._shares_completions else min(num_tokens, sequence.num_prompt_tokens)
@@ -285,9 +285,9 @@ class Scheduler:
 
 
 def _even_shares(wanted: Items[int], budget: int, least: int = MIN_SHARE) -> list[int]:
-    """Return how much of the budget each gets: as even as possible, none more than it wants or less than `least`.
+    """Divide the budget as evenly as possible, with at most its wish and at least `least` for each.
 
-    Where the budget is too small for that, the first ones get theirs.
+    If the budget is too small for that, the first ones get theirs.
     """
     shares = [0] * len(wanted)
     max_shares = max(1, budget // least)

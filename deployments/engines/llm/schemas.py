@@ -31,7 +31,7 @@ _MOST_TAGS: Final = 16  # properties that are looked at for what tells members a
 
 
 def left_out_of(schema: Any) -> tuple[str, ...]:
-    """Return what of a schema no grammar keeps to, and is left out: `prepare_schema` does that. Raises as it does."""
+    """Return the parts of a schema that `prepare_schema` leaves out as no grammar keeps to them. Raises as it does."""
     left_out: list[str] = []
     prepare_schema(schema, left_out)
     return tuple(dict.fromkeys(left_out))
@@ -95,7 +95,7 @@ def _leave_out(schema: dict[str, Any], left_out: list[str]) -> None:
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """Return what a reference into `$defs` leads to, {} for anything else that is no schema with keywords."""
+    """Return the target of a reference into `$defs`; {} for anything that is not a schema with keywords."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):

@@ -27,7 +27,7 @@ class StateSlots:
 
     @property
     def least_tokens(self) -> int:
-        """Return how many tokens of a prompt a step computes at least, where it does not end before."""
+        """Return the least tokens of a prompt for a step, unless the prompt ends before."""
         return max(1, self._piece_tokens)
 
     def find_state(self, sequence: Sequence, keys: Items[bytes]) -> int:
@@ -45,7 +45,7 @@ class StateSlots:
         return 0
 
     def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return where a chunk ends that would end at `end`: a token of a completion is one of its own."""
+        """Return the end of a chunk that may reach to `end`. Each token of a completion is a chunk of its own."""
         prompt_end, piece = sequence.num_prompt_tokens, self._piece_tokens
         if start >= prompt_end:
             return start + 1

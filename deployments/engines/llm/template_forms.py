@@ -41,7 +41,7 @@ _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 @dataclass(frozen=True, slots=True)
 class _TemplateForms:
-    """What a template says of calls: their form, and whether it wants the arguments of earlier ones as a text."""
+    """A template's rules of calls: their form, and whether it takes the arguments of earlier calls as a text."""
 
     tools: ToolForm | None
     has_text_arguments: bool

@@ -13,7 +13,7 @@ from deployments.engines.records.protocol import TokenConstraint
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """What begins and what ends reasoning, as texts, the tokens that write an end, and the text of a token."""
+    """The beginnings and ends of reasoning as texts, the tokens that write an end, and the text of a token."""
 
     openings: tuple[str, ...]
     closings: tuple[str, ...]
@@ -88,5 +88,5 @@ class ThoughtBudget:
 
 
 def _end_of(text: str, marks: Sequence[str]) -> int:
-    """Return where the first of the marks in a text ends, -1 without one."""
+    """Return the end of the first mark in a text, -1 without one."""
     return min((at + len(mark) for mark in marks if (at := text.find(mark)) >= 0), default=-1)

@@ -113,7 +113,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def load_generation_defaults(folder: Path) -> dict[str, float | int]:
-    """Return what generation_config.json or a GGUF file says of sampling, under the names of `SamplingParams`.
+    """Return the sampling defaults of generation_config.json or a GGUF file, under the names of `SamplingParams`.
 
     `do_sample: false` is temperature 0. Values that are no numbers, or switched off by null, are left out.
     """
@@ -210,7 +210,7 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return what was held back, as it is. Call it once, at the end."""
+        """Return the text held back, as it is. Call it once, at the end."""
         return self._decode()[len(self._shown) :]
 
     def _decode(self, count: int = 0) -> str:
@@ -257,7 +257,7 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """Return what was held back, when no stop string can follow any more."""
+        """Return the text held back, once no stop string can follow."""
         return "" if self.stopped else self._held
 
     def _num_possible(self) -> int:

@@ -187,10 +187,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a request gets that leaves something open: `usual`, or those of the task among `edits`.
+    """The defaults of options that a request leaves open: `usual`, or those of its task in `edits`.
 
-    `sample_size` is how many latents are on a side of an image whose size nobody says. With `reads_sample_size` stock
-    takes that from the denoiser's config.
+    `sample_size` is the default side of an image in latents. With `reads_sample_size` stock
+    takes it from the denoiser's config.
     """
 
     usual: ImageDefaults
@@ -199,11 +199,11 @@ class Defaults:
     reads_sample_size: bool = False
 
     def of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
-        """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_parts.py`)."""
+        """Return the defaults of a checkpoint by its configs (`weights/formats/pipeline_parts.py`)."""
         return self.usual
 
     def sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
-        """Return the width and height of an image whose request says none, by what a checkpoint's configs say."""
+        """Return the default width and height of a checkpoint's images in pixels, by its configs."""
         factor = int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
         told = variant if self.reads_sample_size else {}
         width, height = (
@@ -214,10 +214,10 @@ class Defaults:
 
 
 class Texts(ABC):
-    """How prompts become conditioning: which encoders read them, and what is made of what these give."""
+    """The way from prompts to conditioning: the encoders that read them, and the join of their outputs."""
 
-    masks: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
-    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out what is padding, by `Rows.lengths`
+    masks: ClassVar[bool] = False  # `predict_noise` applies a mask, so that texts may be padded
+    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out padding, by `Rows.lengths`
     takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers
     refused_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
@@ -227,13 +227,13 @@ class Texts(ABC):
     ) -> Sequence[EncoderUse]:
         """Return the encoders that every text goes to, and those of `lacking` for which stock takes a stand-in.
 
-        `lacking` are the encoders that the pipeline has not. Raises EngineError for a length that one cannot have.
+        `lacking` are the encoders that the pipeline lacks. Raises EngineError for a length that one cannot have.
         """
 
     def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded | None:
-        """Return what stock takes for a text whose encoder the pipeline lacks, in the place and dtype of `like`.
+        """Return stock's substitute for the output of a missing encoder, on the device and in the dtype of `like`.
 
-        None for an encoder that it must have.
+        None for a required encoder.
         """
         return None
 
@@ -244,7 +244,7 @@ class Texts(ABC):
         """
 
     def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
-        """Return what the stock pipeline guides away from when the request has no negative prompt at all."""
+        """Return the stock pipeline's negative conditioning for a request without a negative prompt."""
         return "empty text"
 
     def padded_length(self, num_tokens: int) -> int:
@@ -344,7 +344,7 @@ class Guidance:
 
 
 class Latents(ABC):
-    """How latents look: to the VAE, to the denoiser, and before the first step."""
+    """The forms of latents: for the VAE, for the denoiser, and before the first step."""
 
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
     are_float32: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
@@ -354,7 +354,7 @@ class Latents(ABC):
         """Return the pixels that width and height must be multiples of."""
 
     def multiple_of(self, variant: Mapping[str, bool | int]) -> int:
-        """Return the `size_multiple` of a checkpoint by what its configs say."""
+        """Return the `size_multiple` of a checkpoint by its configs."""
         return self.size_multiple(int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT)))
 
     def channels(self, denoiser_config: Mapping[str, Any]) -> int:
@@ -378,7 +378,7 @@ class Latents(ABC):
         return images_BCHW
 
     def unpack(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
-        """Return what `pack` packed: (B, C, h, w)."""
+        """Undo `pack`: return latent images (B, C, h, w)."""
         return latents
 
     def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
@@ -390,19 +390,19 @@ class Latents(ABC):
         return latents_BCHW / vae.config["scaling_factor"]
 
     def batch_shape(self, size: ImageSize) -> Hashable:
-        """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
+        """Return the key of images that share a forward of the denoiser at equal cost each."""
         return size.height, size.width
 
 
 class Steps:
-    """The schedule of a request, and where one with an image begins."""
+    """The schedule of a request, and the step at which one with an image begins."""
 
-    refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
+    refines_only: ClassVar[bool] = False  # it needs an image to begin at
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
 
     def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the constructor of the stock pipeline for a request changes of its solver's config."""
+        """Return the changes that stock's pipeline for the request makes to its solver's config."""
         return {}
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
@@ -419,7 +419,7 @@ class Steps:
 
 
 class Adapters:
-    """What may be added to the denoiser: LoRAs, ControlNets, images as prompts."""
+    """The additions that the denoiser takes: LoRAs, ControlNets, images as prompts."""
 
     # The text encoders that a LoRA may change, each with what trainers and UIs call it.
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
@@ -450,7 +450,7 @@ class Adapters:
         return None
 
     def num_modes(self, net: Any) -> int:
-        """Return how many modes a union of ControlNets has, of which a request says one; 0 for a net of one."""
+        """Return the number of modes of a union of ControlNets, of which a request names one; 0 for a single net."""
         return 0
 
 
@@ -460,7 +460,7 @@ class References:
     most: ClassVar[int] = 0
 
     def sides(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
-        """Return the width and height of an image beside references where nobody says them.
+        """Return the default width and height of an image made from references.
 
         Raises EngineError for references that it cannot read.
         """
@@ -476,7 +476,7 @@ class References:
 
 
 class Network(ABC):
-    """How the denoiser is called. It may be modulated by embeddings of time and text, which are known beforehand."""
+    """The call of the denoiser. It may be modulated by embeddings of time and text, which are known beforehand."""
 
     keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
     embedding_parts: ClassVar[Sequence[str]] = ()  # the parts that `embed_times` runs, of a denoiser that they modulate
@@ -492,11 +492,11 @@ class Network(ABC):
         """Return the (D, P) of the conditioning that the denoiser takes; P is None where it takes no pooled text."""
 
     def is_modulated(self, denoiser: Any) -> bool:
-        """Return whether `embedding_parts`, `modulated_layers` and `text_layers` are what they say in this variant."""
+        """Return whether `embedding_parts`, `modulated_layers` and `text_layers` are true of this variant."""
         return bool(self.embedding_parts)
 
     def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
-        """Return what each of `embedding_parts` makes of rows, as `predict_noise` has it: (B, D) each.
+        """Return the output of each of `embedding_parts` for rows, as within `predict_noise`: (B, D) each.
 
         Latents and prompts of the rows have no elements.
         """

@@ -121,7 +121,7 @@ class TrueGuidance(Guidance):
 
 
 def num_patches(size: ImageSize) -> int:
-    """Return how many patches an image has."""
+    """Return the number of patches of an image."""
     return (size.latent_height // PATCH) * (size.latent_width // PATCH)
 
 

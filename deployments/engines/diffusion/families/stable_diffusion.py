@@ -173,8 +173,8 @@ class ClipTexts(Texts):
 
 class StableDiffusionSteps(Steps):
     def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was wrong in configs of 2022. Stock's pipeline for inpainting leaves in what others change, and
-        those with a ControlNet change nothing.
+        """Return corrections of configs from 2022. Stock's pipeline for inpainting makes fewer of them, and
+        pipelines with a ControlNet make none.
         """
         clips = {"skip_prk_steps": True} if request.mask_image is not None else {"clip_sample": False}
         wanted = {} if request.control else {"steps_offset": 1, **clips}

@@ -1,4 +1,4 @@
-"""What a UNet is controlled by beside plain ControlNets: unions of them, and T2I-Adapters.
+"""Controls of a UNet other than plain ControlNets: unions of them, and T2I-Adapters.
 
 A union reads images of several kinds, of which a request says one (its mode). A T2I-Adapter is no copy of the UNet: a
 few convolutions make features of an image, which are added within the UNet's blocks. Sources: diffusers 0.42,
@@ -40,7 +40,7 @@ def run_controlnet(control: ControlRows, *inputs: Any, **texts: Any) -> Any:
 
 
 def _by_row(layer: Any, x_BTC: torch.Tensor) -> torch.Tensor:
-    """Return what a union's layer makes of each row alone: its attention goes over the batch, which here has rows of
+    """Return the outputs of a union's layer, each row alone. Its attention goes over the batch, which here has rows of
     other requests. In a batch of stock's all rows have one image, and then both are the same.
     """
     import torch
@@ -50,7 +50,7 @@ def _by_row(layer: Any, x_BTC: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_features(adapter: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what a T2I-Adapter makes of the first of equal images, for all of them. Raises EngineError."""
+    """Return a T2I-Adapter's features of the first of equal images, expanded to all. Raises EngineError."""
     height, width = pixels_B3HW.shape[-2:]
     multiple = adapter.config.downscale_factor
     if height % multiple or width % multiple:

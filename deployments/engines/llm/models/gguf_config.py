@@ -212,7 +212,7 @@ class GgufDescription(NamedTuple):
 
 
 def describe_gguf(headers: Sequence[GgufHeader]) -> GgufDescription:
-    """Return what the metadata describes, checked without torch.
+    """Return the description in the metadata, checked without torch.
 
     Raises EngineError for an architecture, a RoPE scaling or a tensor type that is not supported, with those that are,
     and for a key that would change what the model computes and is not honoured.
@@ -343,7 +343,7 @@ def gguf_names(num_layers: int) -> dict[str, str]:
 
 
 def _experts(keys: GgufKeys, architecture: str, kinds: Mapping[str, str], num_layers: int) -> dict[str, Any]:
-    """Return what the config says of experts, {} without any. Raises EngineError where a dense family has some."""
+    """Return the config's entries for experts, {} without any. Raises EngineError for a dense family with experts."""
     num_experts = keys.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
     if not num_experts and not architecture.endswith("moe"):
         return {}

@@ -95,7 +95,7 @@ def _check_stock(class_name: str, content: Mapping[str, Any], path: Path) -> Non
 
 
 def _unknown(asked: Any, brings_code: bool, path: Path) -> str:
-    """Return what to say of a class that is not served."""
+    """Return the message for a class that is not served."""
     served = [*CLASS_NAMES.values(), *PAGED, *RECURRENT, *OWN_CACHE, *SEEING, *TEXT_ALONE]
     near = difflib.get_close_matches(str(asked), served, n=1, cutoff=0.5)
     return (

@@ -35,7 +35,7 @@ def kuiper_header(folder: Path) -> KuiperHeader | None:
 
 
 def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSource:
-    """Return where the tensors go. Raises EngineError when config.json is of a model of other dimensions, or kind."""
+    """Return the source of the decoder's tensors. Raises EngineError when config.json has other dimensions or kind."""
     check_kuiper_decoder(header, config.to_dict())
     names, kinds = {}, {}
     for name, dtype, _ in header.layout():

@@ -214,7 +214,7 @@ def _step_class(kind: type[Any]) -> type[nn.Module]:
 
 
 def _cache_name(kind: type[nn.Module]) -> str:
-    """Return what a class that asks a cache for a state calls it; empty for any other class."""
+    """Return the parameter in which a class takes a cache with a state; empty for any other class."""
     forward = inspect.unwrap(kind.forward)
     if "get_conv_state" not in forward.__code__.co_names:
         return ""

@@ -71,7 +71,7 @@ class LoadedModel:
 
     @cached_property
     def layer_devices(self) -> tuple[torch.device, ...]:
-        """Return where each layer computes: the place of its tensors."""
+        """Return the device where each layer computes: that of its tensors."""
         layers: Any = self.module.model.layers
         return tuple(layer.input_layernorm.weight.device for layer in layers)
 
@@ -81,7 +81,7 @@ class LoadedModel:
         return any(device != self.device for device in self.layer_devices)
 
     def device_of(self, path: str) -> torch.device:
-        """Return where a submodule computes."""
+        """Return the device where a submodule computes."""
         layer = layer_of(f"{path}.")
         return self.device if layer is None else self.layer_devices[layer]
 
@@ -153,7 +153,7 @@ def decoder_tensors(config: PretrainedConfig, tensors: Mapping[str, T]) -> Mappi
 
 
 def decoder_name(name: str) -> str:
-    """Return what a decoder calls a tensor or layer of its own that a model around it has under this name."""
+    """Return the decoder's own name of a tensor or layer that the model around it has under this name."""
     return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)  # of old ones, the former
 
 
@@ -251,8 +251,8 @@ def _place(module: LlamaForCausalLM) -> torch.device:
 def _stored_source(
     config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], arithmetic: Arithmetic, known: Set[str]
 ) -> PackedSource | None:
-    """Return how tensors under their own names, of those that are `known`, are computed with, where that is not as
-    they are.
+    """Return the source of `known` tensors under their own names that need an arithmetic of their own; None for
+    plain ones.
 
     These are the int8 groups of `atelier quantize`, and plain weights in "exact" arithmetic. Raises EngineError.
     """

@@ -115,10 +115,10 @@ def padded_multiple(module: nn.Module) -> int:
 def compute_experts(
     experts: Any, hidden_NC: torch.Tensor, chosen_NU: torch.Tensor, weights_NU: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the chosen experts of each token make of it, in place of transformers' functions for all experts.
+    """Return the output of each token's chosen experts, in place of transformers' functions for all experts.
 
-    Whose rows an expert has beside a token's changes nothing: their number is padded, and a token adds up what it gets
-    in the order of the experts. One whose number is none of theirs is left out.
+    A token's output does not depend on an expert's other rows: their number is padded, and a token sums its outputs
+    in the order of the experts. A choice with a number that no expert has is left out.
     """
     out_NC = torch.zeros_like(hidden_NC)
     name = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -157,7 +157,7 @@ class _Given(nn.Module):
         self._decoders = (decoder,)  # in a tuple it is no part of this one
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the decoder has of that name (Falcon-H1's factor of the logits)."""
+        """Return the decoder's attribute of that name (Falcon-H1's factor of the logits)."""
         return getattr(vars(self)["_decoders"][0], name)
 
     @property
@@ -252,7 +252,7 @@ def _turn(module: Any, **given: Any) -> Iterator[None]:
 
 
 def _base_name(module: Any) -> str:
-    """Return what a class calls its decoder: not all have the name that its base model should have."""
+    """Return the name of a class's decoder, which is not always its `base_model_prefix`."""
     name: str = module.base_model_prefix
     children = dict(module.named_children())
     if name in children:

@@ -83,7 +83,7 @@ class VisionTower:
                 image.inputs = {}
 
     def seen(self, token_ids_T: torch.Tensor, shown: Sequence[tuple[int, int, int, PromptImages]]) -> Seen | None:
-        """Return what stands for all placeholders of a step; None where none of them stands for an image.
+        """Return the embeddings for all placeholders of a step; None where none of them stands for an image.
 
         `shown` are the first row of the step, the tokens (start, end) of a prompt, and its images. A placeholder that
         stands for no image keeps its own embedding.

@@ -29,7 +29,7 @@ class PromptLogprobs:
 
     @property
     def tokens(self) -> tuple[TokenLogprob, ...]:
-        """Return what is known of each token."""
+        """Return the log probabilities of each token."""
         return tuple(self._found)
 
     def note_logits(self, position: int, logits_NV: torch.Tensor) -> None:

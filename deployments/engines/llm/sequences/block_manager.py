@@ -43,7 +43,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Return how many blocks `allocate` could hand out."""
+        """Return the number of blocks that `allocate` could hand out."""
         return self._num_free + len(self._unused)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:

@@ -224,7 +224,7 @@ class _Visibility(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
     def last_key(self, begin: int, end: int) -> int:
-        """Return where the keys end that the tokens `begin` to `end` see."""
+        """Return the end of the keys that the tokens `begin` to `end` see."""
         return max([end, *(last for first, last in self.spans if first < end and begin < last)])
 
     def mask(self, begin: int, num_rows: int, unseen: int, num_keys: int, device: torch.device) -> torch.Tensor:

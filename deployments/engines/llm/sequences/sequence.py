@@ -165,7 +165,7 @@ class Chunk:
 
     @property
     def num_logits(self) -> int:
-        """Return how many of its last tokens have logits."""
+        """Return the number of its last tokens that have logits."""
         return (1 + len(self.proposed)) * self.has_logits
 
 
@@ -182,10 +182,10 @@ class StepPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return how many tokens of prompts the step computes."""
+        """Return the number of prompt tokens that the step computes."""
         return sum(chunk.num_tokens for chunk in self.chunks[self.num_decoding :])
 
     @property
     def num_proposed_tokens(self) -> int:
-        """Return how many proposed tokens the step looks at."""
+        """Return the number of proposed tokens that the step verifies."""
         return sum(len(chunk.proposed) for chunk in self.chunks)
