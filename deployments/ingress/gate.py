@@ -81,7 +81,7 @@ _WITHOUT: Final = "atelier.without_prefix"
 
 
 def _need_of(path: str) -> Need:
-    """Return what a request for `path` needs. What is not known to be for everybody is for operators."""
+    """Return the right that a request for `path` needs. An unknown path is for operators."""
     if path in _OPEN or path.startswith((LINKS, FILES_PATH)):  # a link is its own key
         return "nothing"
     if path.startswith("/v2/repository/models/"):  # load and unload
@@ -107,7 +107,7 @@ class HttpAccess:
         self._hosts = config.allowed_hosts
 
     def caller_of(self, path: str, method: str, headers: Headers) -> Caller | None:
-        """Return who asks, None where nobody needs a key.
+        """Return the caller, None where no key is needed.
 
         Raises NotAuthenticated; NotAllowed for a key without the right, or a web page that may not ask.
         """
@@ -189,7 +189,7 @@ def _name_of(host: str) -> str:
 
 
 class Arrivals:
-    """When requests came to this machine's HAProxy, which notes the wall clock's time.
+    """The arrival times of requests at this machine's HAProxy, which notes the wall clock's time.
 
     The wall clock may step between a note and its reading: the time before the last step is known, too. The clock of
     another machine's HAProxy may be minutes off, so its notes say nothing here. A client that sends the header itself
@@ -201,7 +201,7 @@ class Arrivals:
         self._offset_s, self._offset_before_s = 0.0, 0.0  # of the wall clock, from a clock that never steps
 
     def arrived_s(self, scope: Scope, wall_s: float, now_s: float) -> float:
-        """Return when a request came, on the clock that says `now_s`; now where nothing is known of it."""
+        """Return the arrival time of a request, on the clock that says `now_s`; now if it is not known."""
         if abs(wall_s - now_s - self._offset_s) > _STEP_S:
             self._offset_s, self._offset_before_s = wall_s - now_s, self._offset_s
         name, _, noted = dict(scope["headers"]).get(_RECEIVED, b"").rpartition(b":")
@@ -243,7 +243,7 @@ class ReadGate:
             await self._app(scope, receive, send)
 
     def _caller_of(self, scope: Scope) -> Caller | None:
-        """Return who asks, by the headers, before any of the body is read. Raises ServiceError."""
+        """Return the caller by the headers, before any of the body is read. Raises ServiceError."""
         if self._access is None:
             return None
         return self._access.caller_of(scope["path"], scope["method"], Headers(scope=scope))

@@ -255,7 +255,7 @@ def _lifespan(
     statistics: Statistics,
     on_start: Callable[[], None],
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Return what calls `on_start`, and runs the gRPC server beside the application."""
+    """Return the application's lifespan, which calls `on_start` and runs the gRPC server."""
 
     @contextlib.asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -366,7 +366,7 @@ class Ingress:
         return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, connect)]
 
     def _why_none(self, pool: str) -> WhyNone:
-        """Return what tells why no replica can answer. Serve's controller is asked when the queue knows none."""
+        """Return a function that explains why no replica can answer, by Serve's controller if the queue knows none."""
         states = ReplicaStates(pool)
 
         async def why_none_can() -> str | None:

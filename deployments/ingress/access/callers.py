@@ -50,9 +50,9 @@ class Callers:
         return self._file is not None
 
     def identify(self, key: str | None, need: Need) -> Caller | None:
-        """Return who asks, None where nobody needs a key.
+        """Return the caller, None where no key is needed.
 
-        Raises NotAuthenticated without a key that holds, NotAllowed when it is no admin's and one is needed.
+        Raises NotAuthenticated without a valid key, NotAllowed where an admin's key is needed.
         """
         if self._file is None or need == "nothing":
             return None
@@ -79,7 +79,7 @@ class Callers:
         return use
 
     def max_concurrent_of(self, key: str) -> int | None:
-        """Return how many requests of the key may be in progress. Raises NotAuthenticated when it does not hold."""
+        """Return the most requests of the key in progress. Raises NotAuthenticated for an invalid key."""
         return self._max_concurrent_of(self._find(key))
 
     def _limits_of(self, entry: KeyEntry) -> KeyLimits:
@@ -116,7 +116,7 @@ class Caller:
 
     @property
     def max_concurrent(self) -> int | None:
-        """Return how many requests of the key may be in progress in the cluster, None for any number.
+        """Return the most requests of the key in progress in the cluster, None for any number.
 
         Raises NotAuthenticated when the key was revoked since.
         """
@@ -157,7 +157,7 @@ def begin_current_request() -> contextlib.AbstractContextManager[None]:
 
 
 def current_max_concurrent() -> int | None:
-    """Return how many requests may be in progress of the key that this task acts for, None for any number."""
+    """Return the most requests in progress for the key of this task, None for any number."""
     caller = _current_caller.get()
     return caller.max_concurrent if caller else None
 

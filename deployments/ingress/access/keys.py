@@ -114,7 +114,7 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """Return what the file keeps of a key: its SHA-256 in hexadecimal digits."""
+    """Return the file's form of a key: its SHA-256 in hexadecimal digits."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -252,7 +252,7 @@ def _check_private(path: Path, found: os.stat_result) -> None:
 
 
 def _mark_of(path: Path) -> object:
-    """Return what changes with the file: with its contents, its owner, its mode, and whether it is there."""
+    """Return a mark that differs once the file's contents, owner, mode or existence change."""
     try:
         found = path.stat()
     except OSError as error:

@@ -71,7 +71,7 @@ class ClusterView:
         return self._events()
 
     async def nearness(self) -> dict[str, Nearness]:
-        """Return how near each model is, as it was a moment ago at most."""
+        """Return the nearness of each model, at most a moment old."""
         found_s, found = self._near
         if time.monotonic() - found_s < _FRESH_S:
             return found

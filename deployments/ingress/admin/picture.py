@@ -20,7 +20,7 @@ _WHOLE: Final = 0.98  # of a model's bytes: what lies between them in an extent 
 
 
 def nearness_of(cluster: Mapping[str, Any], decisions: Mapping[str, Any]) -> dict[str, Nearness]:
-    """Return how near each model is, by the answers of /admin/cluster and /admin/decisions."""
+    """Return the nearness of each model by the answers of /admin/cluster and /admin/decisions."""
     workers = [_Costs.of(worker) for worker in decisions.get("workers", ())]
     ready = {model for worker in decisions.get("workers", ()) for model in worker["models"]}
     return {model["id"]: _nearness(model, model["id"] in ready, workers) for model in cluster["models"]}
@@ -53,7 +53,7 @@ def _nearness(model: Mapping[str, Any], is_ready: bool, workers: Sequence[_Costs
 
 
 def _ready_in_s(nbytes: int, costs: _Costs, built: Mapping[str, int], host_bytes: Mapping[str, int]) -> float:
-    """Return what a switch of the worker takes, as `ClusterState.switch_s` reckons it from single components."""
+    """Return the seconds of a switch of the worker, as `ClusterState.switch_s` computes them from components."""
     name, node, fixed_s, attach_s, load_s = costs
     missing = max(0, nbytes - built.get(name, 0)) if built else nbytes
     cold = min(missing, max(0, nbytes - host_bytes.get(node, 0))) if host_bytes else missing

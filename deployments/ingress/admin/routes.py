@@ -334,7 +334,7 @@ def _add_cluster_route(router: APIRouter, operations: Operations) -> None:
         node_offset: _Offset = 0,
         max_nodes: Annotated[int, Query(ge=0, le=MAX_NODES)] = MAX_NODES,
     ) -> Response:
-        """Show what is resident where, and who holds it; what does not answer is shown as `unreachable`.
+        """Show the resident components of each place and their holders. A place that does not answer is `unreachable`.
 
         A page of `num_models` models, in the order in which they came, and of `num_nodes` nodes, by id.
         """
@@ -370,7 +370,7 @@ def _add_model_routes(router: APIRouter, operations: Operations) -> None:
 
     @router.get("/admin/imports", response_model=ImportsAnswer, responses=documented(_503=_RESTARTING))
     async def imports() -> Response:
-        """Show how far the models are that enter the store."""
+        """Show the progress of imports into the store."""
         running = [ImportAnswer(**asdict(one)) for one in await operations.imports()]
         return json_response(ImportsAnswer(imports=running))
 

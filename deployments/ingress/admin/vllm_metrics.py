@@ -69,7 +69,7 @@ _Key = tuple[str, str, str]  # a part of a histogram or "", the model, and the b
 
 
 def vllm_metrics(page: str) -> str:
-    """Return what a page of metrics says, in vLLM's names."""
+    """Return a page of metrics under vLLM's names."""
     sums: dict[str, dict[_Key, float]] = {metric.names[0]: {} for metric in _METRICS}
     blocks: dict[str, dict[str, float]] = {}
     for found in _SAMPLE.finditer(page):

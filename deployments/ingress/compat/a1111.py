@@ -244,7 +244,7 @@ def _written(record: ImageRequest, result: ImageResult) -> str:
 def _info(
     record: ImageRequest, body: TextToImageBody, done: Sequence[tuple[ImageRequest, ImageResult]]
 ) -> dict[str, Any]:
-    """Return what the WebUI says of images."""
+    """Return the WebUI's `info` of images."""
     seeds = [result.seed for _, result in done]
     subseeds = [one.variation.seed for one, _ in done if one.variation]
     infotexts = [describe_image(one, result, 0).parameters for one, result in done]

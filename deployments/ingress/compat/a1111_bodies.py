@@ -413,7 +413,7 @@ class TextToImageBody(RequestModel, extra="allow"):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the request asks for and does not get."""
+        """Warnings of options that have no effect."""
         settings = (self.override_settings.model_extra or {}) if self.override_settings else {}
         vain = [
             name
@@ -484,7 +484,7 @@ class ImageToImageBody(TextToImageBody):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the request asks for and does not get."""
+        """Warnings of options that have no effect."""
         found = super().warnings
         if self.resize_mode == LATENT:
             found += ("resize_mode 3 had no effect: the image is resized, not its latents",)

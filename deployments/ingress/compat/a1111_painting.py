@@ -1,6 +1,6 @@
-"""What an img2img request of the Stable Diffusion WebUI begins with, and how its results become images: pure.
+"""The inputs of an img2img request of the Stable Diffusion WebUI, and the images of its results: pure.
 
-The mask is blurred, the image resized, cropped and filled, and what the mask leaves out is laid over the result, as the
+The mask is blurred, the image resized, cropped and filled, and the unmasked part is laid over the result, as the
 WebUI does. Source: AUTOMATIC1111/stable-diffusion-webui, `modules/processing.py`, `masking.py` and `images.py`.
 """
 
@@ -87,10 +87,10 @@ class Painting:
 
 
 def paint(image: DecodedImage, mask: DecodedImage | None, width: int, height: int, options: PaintOptions) -> Painting:
-    """Return what a request begins with. Transparent parts of an image are white.
+    """Return the image and mask that a request begins with. Transparent parts of an image are white.
 
-    A mask with transparency paints what is opaque in it, as the WebUI's page draws it, another what is white. One
-    that paints nothing is none, where only what is masked is asked for.
+    A mask with transparency paints its opaque part, as the WebUI's page draws it, any other its white part. If only
+    the masked part is asked for, a mask that paints nothing is ignored.
     """
     flat = _flattened(image)
     if mask is None:
@@ -146,7 +146,7 @@ def resized(mode: int, image: Image.Image, width: int, height: int) -> Image.Ima
 
 
 def region_of(mask: Image.Image, padding: int) -> Region | None:
-    """Return what surrounds all that a mask paints, with so many pixels around it; None where it paints nothing."""
+    """Return the box around a mask's painted pixels, with a padding in pixels; None for a mask that paints nothing."""
     box = mask.getbbox()
     if box is None:
         return None

@@ -98,7 +98,7 @@ class ToolUseAnswer(Answer):
 
 
 class ThinkingAnswer(Answer):
-    """What the model thought."""
+    """A model's reasoning."""
 
     type: Literal["thinking"]
     thinking: str
@@ -311,7 +311,7 @@ class ToolUseBlock(_MessagePart):
 
 
 class SearchResultBlock(_MessagePart):
-    """What a search has found, as text."""
+    """The results of a search, as text."""
 
     type: Literal["search_result"]
     title: str = ""
@@ -405,7 +405,7 @@ class MessageToolChoice(_MessagePart):
 
 
 class Thinking(_MessagePart):
-    """Whether the model thinks before it answers, and for how many tokens at most."""
+    """The switch of reasoning before an answer, and its most tokens."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None

@@ -109,7 +109,7 @@ class Inference:
         return await is_ready(self._service, model, version)
 
     async def metadata(self, model: str, version: str = "") -> ModelMetadata:
-        """Return what the model takes and gives. Waits for one that is being registered."""
+        """Return the model's inputs and outputs. Waits for a model that is being registered."""
         card, signature = await find_model(self._service, model, version)
         more = {"fingerprint": card.fingerprint} if card.fingerprint else {}
         more |= {"ranges": card.program.ranges_text()} if card.program else {}
@@ -393,7 +393,7 @@ async def _infer_text_scores(service: Service, request: ScoringRequest) -> _Outp
 
 
 async def _infer_scores(service: Service, request: HeadRequest) -> _Outputs:
-    """Return what a head gives for each row of features."""
+    """Return a head's scores for each row of features."""
     found = await service.apply_head(request)
     return _Outputs((TensorValue("scores", "FP32", found),), {}, len(found))
 

@@ -146,7 +146,7 @@ class LargeBodies:
 
     @contextlib.contextmanager
     def holding(self, tenant: str, *, has_others: bool) -> Iterator[Callable[[int], None]]:
-        """Yield what counts more bytes of one body of a tenant, until the context ends.
+        """Yield a function that counts more bytes of one body of a tenant, until the context ends.
 
         It raises Overloaded when there is no room for them. `has_others`: beside this tenant there may be others.
         """
@@ -428,7 +428,7 @@ class LenientBody(RequestModel, extra="allow"):
     """A body whose unknown fields are ignored: OpenAI adds some now and then, and its clients send them."""
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what was asked for and has no effect."""
+        """Return warnings of fields that have no effect."""
         shown = ", ".join(repr(name[:64]) for name in sorted(set(_ignored_fields(self)))[:8])
         return (f"unknown fields were ignored: {shown}",) if shown else ()
 

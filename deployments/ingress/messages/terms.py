@@ -154,10 +154,10 @@ def _shown(text: str) -> str:
 def demand_of(
     request: Request, terms: Terms, timeout_s: float, config: ClusterConfig, *, is_stock: bool = False
 ) -> Demand:
-    """Return what a request asks for. `terms` are checked, and `request` has its defaults.
+    """Return the demand of a request on admission. `terms` are checked, and `request` has its defaults.
 
-    `is_stock`: diffusers' code runs its pipeline. Many of those requests leave the size to the class, which nobody
-    knows here, so its work is counted in steps, whatever their size.
+    `is_stock`: diffusers' code runs its pipeline. Many of those requests leave the size to the class, which is not
+    known here, so their work is counted in steps, whatever their size.
     """
     settings: ModelReplicaConfig = config.worker
     if isinstance(request, ImageRequest | ClipRequest):
@@ -196,7 +196,7 @@ def pools_of(kind: str | None) -> frozenset[str]:
 
 
 def _num_forwards(request: ImageRequest | ClipRequest) -> int:
-    """Return how many steps are computed of a request, which may have others extrapolated."""
+    """Return the number of computed steps of a request. Others may be extrapolated."""
     steps = request.num_inference_steps or 1
     rule = request.acceleration if isinstance(request, ImageRequest) else None
     return rule.num_computed(steps) if rule else steps
@@ -210,7 +210,7 @@ def _num_tokens(text: str | tuple[int | str, ...]) -> float:
 
 
 def demand_of_pipeline(name: str, terms: Terms, timeout_s: float, max_running: int) -> Demand:
-    """Return what a pipeline asks for: its place among the pipelines. Its stages ask for themselves."""
+    """Return the demand of a pipeline: a place among the pipelines. Its stages have demands of their own."""
     return Demand(PIPELINES, name, 1.0, 1 / max_running, terms.priority, terms.tenant, timeout_s, terms.is_inner)
 
 

@@ -291,7 +291,7 @@ class PoolingBody(ClientPart, strict=True):
 
 @with_config({"extra": "forbid"})
 class PoolingData(TypedDict):
-    """What was pooled of one text: numbers, or their little-endian float32 in base64."""
+    """The pooled vector of one text: numbers, or their little-endian float32 in base64."""
 
     index: int
     object: Literal["pooling"]
@@ -299,7 +299,7 @@ class PoolingData(TypedDict):
 
 
 class PoolingAnswer(ScoresAnswer):
-    """What was pooled of one request's texts, in their order."""
+    """The pooled vectors of one request's texts, in their order."""
 
     created: int
     data: list[PoolingData]
@@ -417,7 +417,7 @@ def create_scores_router(service: Service) -> APIRouter:
 
     @router.post("/v1/pooling", response_model=PoolingAnswer, responses=errors)
     async def pool(body: PoolingBody) -> Response:
-        """Return what a model pools of texts: vectors, or the scores of classes."""
+        """Pool texts: return their vectors, or the scores of classes."""
         kind = (await service.listing.model(body.model)).kind
         is_scored = kind in ("classifier", "reranker") if body.task is None else body.task != "embed"
         record = await call_aside(8 * _num_ids(body.input), partial(body.to_record, is_scored=is_scored))

@@ -89,7 +89,7 @@ def encode_image(
 
 
 def describe_image(request: ImageRequest, result: ImageResult, index: int) -> ImageDescription:
-    """Return how image `index` of a result was made: what one needs to make it again."""
+    """Return the description of image `index` of a result: all that is needed to make it again."""
     return ImageDescription(_facts_of(request, result, index), _parameters_of(request, result, index))
 
 
@@ -205,7 +205,7 @@ class ImageLinks:
         return (path, left_s) if left_s > 0 else None
 
     def _sweep(self) -> None:
-        """Remove what has ended. HAZARD: other ingress replicas sweep the same folder."""
+        """Remove expired files. HAZARD: other ingress replicas sweep the same folder."""
         now = self._clock()
         if now < self._next_sweep:
             return

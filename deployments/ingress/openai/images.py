@@ -150,7 +150,7 @@ async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) ->
 
 
 def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
-    """Return what the OpenAPI page says of a form's body."""
+    """Return the OpenAPI schema of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     for name in JSON_FIELDS:

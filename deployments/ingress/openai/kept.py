@@ -182,7 +182,7 @@ class StoredResponses:
         return False
 
     def _sweep(self) -> None:
-        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same file."""
+        """Remove expired responses, and those above the limit. HAZARD: other ingress replicas sweep the same file."""
         self._file.run(_EXPIRED, (self._clock() - self._config.ttl_s,))
         sizes = self._file.run(_SIZES, ())
         surplus = sum(nbytes for _, nbytes in sizes) - self._config.max_bytes
@@ -313,7 +313,7 @@ class KeptVideos:
         return video.ended_s is not None and video.ended_s < self._clock() - self._config.ttl_s
 
     def _sweep(self) -> None:
-        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same folder."""
+        """Remove expired videos, and those above the limits. HAZARD: other ingress replicas sweep the same folder."""
         now = self._clock()
         old = self._file.run("DELETE FROM videos WHERE ended_s < ? RETURNING id", (now - self._config.ttl_s,))
         rows = self._file.run("SELECT id, tenant, nbytes, ended_s FROM videos ORDER BY created_s, id")

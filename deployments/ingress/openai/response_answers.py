@@ -48,7 +48,7 @@ class ReasoningText(Answer):
 
 
 class OutputReasoning(Answer):
-    """What the model thought. There is no summary of it."""
+    """A model's reasoning. There is no summary of it."""
 
     type: Literal["reasoning"]
     id: str

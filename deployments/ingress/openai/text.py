@@ -82,7 +82,7 @@ class TextPart(ClientPart):
 
 
 class RefusalPart(ClientPart):
-    """What the assistant refused with."""
+    """The assistant's refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -180,7 +180,7 @@ class StructuredOutputs(ClientPart):
 
 
 def _object_of(given: Any, field: str) -> Any:
-    """Return what may come as the text of JSON too. Raises InvalidRequest."""
+    """Return a value that may come as JSON text too. Raises InvalidRequest."""
     if not isinstance(given, str):
         return given
     try:
@@ -250,7 +250,7 @@ class TextBody(ClientPart, SamplingOptions):
 
 
 class ReasoningOptions(ClientPart, extra="ignore"):
-    """How much is thought, as gateways say it."""
+    """The amount of reasoning, under the names that gateways use."""
 
     enabled: bool | None = None
     effort: ReasoningEffort | None = None

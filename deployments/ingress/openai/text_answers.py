@@ -84,14 +84,14 @@ def _finite(logprob: float | None) -> float:
 
 
 class TextOffset:
-    """Where in a text its next token begins. A character may be several tokens: it counts with the last of them."""
+    """The offset of a text's next token in characters. A character of several tokens counts with the last of them."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         self._num_characters = 0
 
     def before(self, token: TokenText) -> int:
-        """Return where the next token begins, which is this one."""
+        """Return the offset of this token, and move on behind it."""
         offset = self._num_characters
         self._num_characters += len(self._decoder.decode(token.data))
         return offset

@@ -103,7 +103,7 @@ class ReasoningPart(ClientPart, extra="ignore"):
 
 
 class InputReasoning(ClientPart, extra="ignore"):
-    """What the model thought before an earlier answer. What only its server can read is left out."""
+    """The model's reasoning before an earlier answer, without the part that only its own server can read."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
@@ -177,7 +177,7 @@ class KeptItems:
         self._outputs: dict[str, dict[str, Item]] = {}  # of what was found, by their ids
 
     def before(self, previous_id: str) -> list[Item]:
-        """Return what was asked and answered up to a response. Raises InvalidRequest, RequestTooLarge."""
+        """Return the items of the conversation up to a response. Raises InvalidRequest, RequestTooLarge."""
         chain: list[StoredResponse] = []
         next_: str | None = previous_id
         while next_ is not None:
@@ -348,7 +348,7 @@ class TextSettings(ClientPart):
 
 
 class ReasoningSettings(ClientPart, extra="ignore"):
-    """How much is thought. There are no summaries."""
+    """The amount of reasoning. There are no summaries."""
 
     effort: ReasoningEffort | None = None
     max_tokens: Count | None = None
@@ -497,7 +497,7 @@ def create_responses_router(
 
 
 async def _said(body: ResponsesBody, kept: KeptItems) -> tuple[list[Item], list[Item]]:
-    """Return what was said before a request, and its own items. Raises InvalidRequest, RequestTooLarge."""
+    """Return the items of the conversation before a request, and its own. Raises InvalidRequest, RequestTooLarge."""
 
     def find() -> tuple[list[Item], list[Item]]:
         before = kept.before(body.previous_response_id) if body.previous_response_id is not None else []

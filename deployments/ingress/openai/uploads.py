@@ -226,7 +226,7 @@ def is_wav(data: bytes) -> bool:
 
 
 def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, AudioFile]]:
-    """Return what is in `extra`, and apart from it the data URLs of audio there."""
+    """Split `extra`: return it without data URLs of audio, and those."""
     found = {
         name: AudioFile(f"extra.{name}", value)
         for name, value in extra.items()

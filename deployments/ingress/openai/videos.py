@@ -297,7 +297,7 @@ def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsC
 
 
 async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
-    """Return what the kept videos answer. Raises Overloaded where their folder cannot be used."""
+    """Call a method of the kept videos. Raises Overloaded when their folder cannot be used."""
     try:
         return await run_in_threadpool(method, *arguments)
     except OSError as error:
@@ -464,7 +464,7 @@ class _VideoJobs:
 
 
 def _facts_of(result: ClipResult) -> dict[str, Any]:
-    """Return what the answer of a finished video says of it."""
+    """Return the facts of a finished video for its answer."""
     return {
         "size": f"{result.width}x{result.height}",
         "seconds": f"{result.seconds:.6g}",

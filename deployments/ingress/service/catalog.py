@@ -199,7 +199,7 @@ def _sees_images(record: ModelRecord) -> bool:
 
 
 def endpoint_of(record: ModelRecord) -> Endpoint | None:
-    """Return what a model is asked at. Of a class that it sees for the first time it reads the source, for 0.1 s."""
+    """Return the endpoint of a model. The first call for a class reads the class's source, which takes 0.1 s."""
     source = _source_of(record)
     return _ENDPOINTS.get(record.kind) if source is None else source.makes
 

@@ -1,4 +1,4 @@
-"""What requests ask of the admission queue: on which terms, for how much work, and for how long."""
+"""The demands of requests on the admission queue: their terms, their work, and their time limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Demands:
         return terms
 
     def demand(self, request: Request, terms: Terms, max_timeout_s: float | None = None) -> Demand:
-        """Return what a request asks for that has its defaults; `max_timeout_s` is in place of other requests'."""
+        """Return the demand of a request with its defaults. `max_timeout_s` takes the place of the config's limit."""
         timeout_s, record = self.timeout_s(terms, max_timeout_s), self._snapshot.find_model(request.model)
         is_stock = record is not None and record.kind == "diffusion" and is_stock_class(record.class_name)
         return demand_of(request, terms.checked(self._queue.config), timeout_s, self._config, is_stock=is_stock)

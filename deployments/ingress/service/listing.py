@@ -1,4 +1,4 @@
-"""What is served now, as clients list it: a card of each model, and what probes ask."""
+"""The models served now, as clients list them: a card of each model, and the health for probes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Listing:
         return await asyncio.to_thread(card_of, await self._catalog.find_record(id_))
 
     async def health(self) -> Health:
-        """Return what probes ask: counted once for each revision of the directory, whoever probes how often.
+        """Return the health for probes, counted once for each revision of the directory, however often they ask.
 
         A pool that has had a replica counts as there: requests wait for the successor of one that has died.
         """

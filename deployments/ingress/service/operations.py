@@ -132,7 +132,7 @@ class Operations:
         return Registered(card_of(record), is_new)
 
     async def imports(self) -> list[ImportProgress]:
-        """Return how far the imports are that run. Raises ModelUnavailable while the registry is away."""
+        """Return the progress of running imports. Raises ModelUnavailable while the registry is away."""
         return await self._call_registry(WeightRegistry.import_progress)
 
     async def unregister_model(self, model: str, *, purge: bool) -> tuple[str, ...]:
@@ -361,7 +361,7 @@ def _text(error: BaseException) -> str:
 def _model_statuses(
     shown: Sequence[ModelRecord], residency: Mapping[str, Any], replicas: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[ModelStatus]:
-    """Return what the nodes and replicas tell of each model."""
+    """Return the state of each model on the nodes and replicas."""
     named = [
         (f"{role}-{replica['name']}", replica)  # as the keeper knows it
         for role, kind in (("worker", "workers"), ("encoder", "text_encoders"))

@@ -118,7 +118,7 @@ class Resumption:
         self.is_complete = False  # all has come: what happens to the replica now is nothing to the request
 
     def begin_try(self) -> tuple[Any, ...]:
-        """Return what the next replica is told behind the request's own arguments."""
+        """Return the arguments for the next replica that follow the request's own."""
         return ()
 
     def take(self, piece: Any) -> bool:

@@ -321,12 +321,12 @@ class Service:
         return EncoderReply(self._encoder, begin, replies)
 
     async def batching(self) -> BatchingConfig:
-        """Return how the text encoders batch requests now."""
+        """Return the present settings of the text encoders' batching."""
         return await self.operations.batching()
 
 
 def _on_progress(on_progress: OnProgress | None) -> OnPiece:
-    """Return what gives the progress among pieces on."""
+    """Return a function that passes on the pieces of progress."""
 
     async def on_piece(piece: Any) -> None:
         if on_progress is not None and isinstance(piece, ImageProgress):

@@ -187,7 +187,7 @@ async def start_grpc_server(
 
 
 def _need_of(method: str) -> Need:
-    """Return what a call of `/service/method` needs. Health is for everybody, as over HTTP."""
+    """Return the right that a call of `/service/method` needs. Health needs none, as over HTTP."""
     name = method.rpartition("/")[2]
     return "nothing" if name in _OPEN else "admin" if name in _OF_OPERATORS else "key"
 

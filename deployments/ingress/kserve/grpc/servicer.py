@@ -251,7 +251,7 @@ class InferenceServicer:
         return messages.SystemSharedMemoryUnregisterResponse()
 
     async def _owner(self, context: grpc.aio.ServicerContext) -> Owner:
-        """Return who asks for regions. Ends the call where there are none."""
+        """Return the owner of regions who calls. Ends the call if shared memory is off."""
         if not self._inference.shared_memory.is_on:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "shared memory is not supported by this server")
         return await _owner_of(context)
@@ -372,7 +372,7 @@ def _terms_of(context: grpc.aio.ServicerContext) -> Terms:
 
 
 def _end_of(request: Any) -> messages.ModelInferResponse:
-    """Return what stands beside an error: whose it is, and that no more will come."""
+    """Return the last response of a request with an error: its id, and the mark that no more will follow."""
     if not isinstance(request, messages.ModelInferRequest):
         return messages.ModelInferResponse()
     final = {"triton_final_response": messages.InferParameter(bool_param=True)}

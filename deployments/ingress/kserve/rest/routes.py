@@ -319,7 +319,7 @@ def _add_server_routes(router: APIRouter, inference: Inference) -> None:
 
 def _add_model_routes(router: APIRouter, inference: Inference) -> None:
     async def model_metadata(_: Request, model: str, version: str) -> Response:
-        """Return what the model takes and gives; -1 is any size. Optional inputs may be left out."""
+        """Return the model's inputs and outputs; -1 is any size. Optional inputs may be left out."""
         return json_response(await inference.metadata(model, version))
 
     async def model_ready(_: Request, model: str, version: str) -> Response:

@@ -29,7 +29,7 @@ POOL: Any = _loaded()
 
 
 def names_of(path: str) -> dict[str, Any]:
-    """Return what a generated module of that .proto file has at its top: message classes, enums, DESCRIPTOR."""
+    """Return the top names of a generated module of that .proto file: message classes, enums, DESCRIPTOR."""
     file = POOL.FindFileByName(path)
     messages = {name: GetMessageClass(message) for name, message in file.message_types_by_name.items()}
     enums = {name: EnumTypeWrapper(enum) for name, enum in file.enum_types_by_name.items()}
