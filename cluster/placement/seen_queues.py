@@ -9,7 +9,7 @@ from typing import Final
 from cluster.admission.outcomes import joined_loads
 from cluster.admission.records import AdmissionSnapshot, ModelLoad, ReplicaLoad
 
-QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
+QUEUE_LOST_S: Final = 1.5  # a queue silent for this long belongs to a dead ingress
 
 
 class SeenQueues:
@@ -29,7 +29,7 @@ class SeenQueues:
                     self.busy_s[load.name] = now_s
 
     def note_sign(self, name: str, now_s: float) -> None:
-        """Take in that a queue lives: what it has reported still holds."""
+        """Note a sign of life of a queue: its last report still holds."""
         if name in self._seen_s:
             self._seen_s[name] = now_s
 
