@@ -12,7 +12,7 @@ from deployments.pipelines.records import PipelineRequest
 
 
 class Demands:
-    """Reckons terms and demands by the settings that the queue has now."""
+    """Computes terms and demands by the present settings of the queue."""
 
     def __init__(self, config: ClusterConfig, queue: Dispatcher, snapshot: RegistrySnapshot) -> None:
         self._config = config
@@ -20,7 +20,7 @@ class Demands:
         self._snapshot = snapshot
 
     def terms(self, request: Request | PipelineRequest) -> Terms:
-        """Return the terms of a request as far as it or its headers say, and may. Raises InvalidRequest."""
+        """Return the terms of a request by its fields and headers, within its rights. Raises InvalidRequest."""
         terms = with_fields(current_terms.get(), request).within_rights(self._queue.config)
         terms.checked(self._queue.config)
         return terms
@@ -32,7 +32,7 @@ class Demands:
         return demand_of(request, terms.checked(self._queue.config), timeout_s, self._config, is_stock=is_stock)
 
     def timeout_s(self, terms: Terms, max_timeout_s: float | None = None) -> float:
-        """Return the time that is left to a request."""
+        """Return the seconds left to a request."""
         if max_timeout_s is not None:
             return min(max_timeout_s, terms.timeout_s or max_timeout_s) - terms.waited_s
         most_s = self._config.http.request_timeout_s
