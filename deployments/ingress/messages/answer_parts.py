@@ -35,7 +35,7 @@ class AnswerParts:
                 yield AnswerPart("call", call.arguments, begins=False, call=call)
         if chunk.reasoning:
             yield self._addition("thought", chunk.reasoning)
-        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
+        if chunk.text.strip() or (chunk.text and not self._num_calls):  # blanks between calls are dropped
             yield self._addition("text", chunk.text)
         for call in meant:
             if call.index >= num_before:
