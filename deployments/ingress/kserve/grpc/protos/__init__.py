@@ -1,9 +1,9 @@
 """Protocol buffer messages of the gRPC edge, in a descriptor pool of their own.
 
 Generated `_pb2` modules register in the one default pool of the process. Clients of the same protocol (tritonclient,
-kserve) bring theirs with the same names, and whoever comes second fails to import; grpcio-health-checking is the same
+kserve) bring theirs with the same names, and the second import fails; grpcio-health-checking is the same
 for `grpc.health.v1`. So the descriptors are shipped as data, and the classes are made here from a private pool.
-`open_inference.proto` says how the generated files are made again.
+`open_inference.proto` has the command that makes the generated files again.
 """
 
 from __future__ import annotations
