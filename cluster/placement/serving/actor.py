@@ -233,8 +233,11 @@ class Controller:
         """Without decisions: forget the queues of ingresses that are gone."""
         while True:
             await asyncio.sleep(self._config.tick_s)
-            self._observations.forget_silent(time.monotonic())
-            self._mailboxes.keep(self._observations.workers.keys() | self._observations.queues)
+            try:
+                self._observations.forget_silent(time.monotonic())
+                self._mailboxes.keep(self._observations.workers.keys() | self._observations.queues)
+            except Exception:  # as in `_decide_on`: nobody else would see it, and the next round may do better
+                logger.exception("ingresses that are gone are not forgotten")
 
     async def _follow_registry(self) -> None:
         """Follow the registry: its config, models, overrides, the nodes' memory. Its last answer holds while it is

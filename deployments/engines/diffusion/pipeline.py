@@ -215,7 +215,10 @@ class DenoisePipeline:
             first = maker.first_latents(request, size, solver, generator, drawn_dtype)
         latents = first.latents.to(self.device, torch.float32 if family.latents.are_float32 else self._dtype)
         cfg_scale = family.guidance.scale(request)
-        rule, levels = request.acceleration, noise_levels(solver)[first.first_step :]
+        extrapolation = None
+        if request.acceleration is not None:
+            levels = noise_levels(solver)[first.first_step :]
+            extrapolation = Extrapolation(request.acceleration, levels, self._workspace)
         return DenoiseState(
             request,
             solver,
@@ -233,7 +236,7 @@ class DenoisePipeline:
             controls=controls,
             image_prompts=image_prompts,
             runs_alone=runs_alone,
-            extrapolation=None if rule is None else Extrapolation(rule, levels, self._workspace),
+            extrapolation=extrapolation,
         )
 
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:

@@ -170,23 +170,22 @@ class Scheduler:
         seats = self.max_num_seqs - sum(1 + sequence.num_siblings for sequence in self._running)
         wanted = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling)
         coming = {key for one in self._prefilling for key in self._next_keys(one)}
-        passed: list[Sequence] = []
-        while self._waiting and seats > 0 and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
-            sequence = self._waiting.popleft()
+        place = 0  # of those before it in line, all wait for a block that is being computed
+        while place < len(self._waiting) and seats > 0 and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
+            sequence = self._waiting[place]
             found = self._blocks.find_prefix(keys := sequence.findable_keys)
-            if len(passed) < self.max_num_seqs and not coming.isdisjoint(keys[len(found) : len(found) + 1]):
-                passed.append(sequence)
+            if place < self.max_num_seqs and not coming.isdisjoint(keys[len(found) : len(found) + 1]):
+                place += 1
                 continue
             if not self._reserve_prompt(sequence, found):
-                self._waiting.appendleft(sequence)
                 break
+            del self._waiting[place]
             seats -= 1 + sequence.num_siblings
             wanted += sequence.num_uncomputed_tokens
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
             self._prefilling.append(sequence)
             coming.update(self._next_keys(sequence))
-        self._waiting.extendleft(reversed(passed))
 
     def _schedule_prefill(self, budget: int) -> list[Chunk]:
         chunks = []
