@@ -25,7 +25,7 @@ _LUMA: Final = (19595, 38470, 7471)  # of red, green and blue, of 2^16: PIL's
 
 
 def run_controlnet(control: ControlRows, *inputs: Any, **texts: Any) -> Any:
-    """Return the residuals that a ControlNet makes, or a union of them: of its down blocks, and of the middle."""
+    """Return the residuals of a ControlNet, or of a union: for the down blocks, and for the middle."""
     import torch
 
     from deployments.engines.nn.forwards import replaced_forwards
@@ -89,12 +89,12 @@ def _made(config: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _taken(unet_config: Mapping[str, Any], pixels_per_latent: int) -> list[tuple[int, int]]:
-    """Return the same of what a UNet adds features to: each down block, and the middle."""
+    """Return the same for the places where a UNet adds features: each down block, and the middle."""
     widths, kinds = unet_config.get("block_out_channels", ()), unet_config.get("down_block_types", ())
     found, pixels = list[tuple[int, int]](), pixels_per_latent
     for place, (count, kind) in enumerate(zip(widths, kinds, strict=False)):
         halved = pixels * (2 if place < len(widths) - 1 else 1)
-        found.append((count, pixels if "CrossAttn" in str(kind) else halved))  # others add it behind their end
+        found.append((count, pixels if "CrossAttn" in str(kind) else halved))  # others add the features after their end
         pixels = halved
     return [*found, *((count, pixels) for count in widths[-1:])]
 
