@@ -1,7 +1,7 @@
 """The forms in which families of models write reasoning and tool calls: data that `answer_reader.py` reads.
 
-A model's forms are found by its chat template: that of calls by rendering one and reading it back, or else, as that of
-reasoning, by the markers that the template's text has.
+A model's forms are found by its chat template: that of calls by rendering a call and reading it back, or else, like
+that of reasoning, by the markers in the template's text.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Tags:
 class ToolForm:
     """A family's way to write calls.
 
-    `section` is what stands before the first of several calls and behind the last, `call` what does for each; the text
-    is as templates write it, and blanks at its ends may be missing in answers. `name` is how a call's name is
-    written, NAME being the name, `name_end` what follows it, and `first` what does besides in the first call. By its
+    `section` is the text before the first of several calls and after the last, `call` that around each; the text
+    is as templates write it, and blanks at its ends may be missing in answers. `name` is the form of a call's
+    name, with NAME for the name itself, `name_end` follows it, and `first` follows that in the first call. By its
     syntax a call is
     - object: a JSON object that begins with `name`, with the arguments as a member; in an array if `is_array`;
     - named: the name, and the arguments as a JSON object;
     - tagged: the name, and each argument in `tags`;
     - python: calls of functions with keywords, in a list;
-    - braces: the name, and {key:value}, whose texts stand in `quote`s;
+    - braces: the name, and {key:value} with texts in `quote`s;
     - channels: the body of a message whose head names its recipient, and of others the channel.
-    A form that `is_bare` has no opening: the answer's first character says whether it is calls. `signs` are what a
-    template has, all of them, that teaches the form without rendering calls.
+    A form that `is_bare` has no opening: the answer's first character decides whether it is calls. `signs` are texts,
+    all in a template that teaches the form without rendering calls.
     """
 
     syntax: Syntax
@@ -84,7 +84,7 @@ class ToolForm:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return all text of the form that may be tokens of its own."""
+        """Return all texts of the form that may be single tokens."""
         tags = () if self.tags is None else (*self.tags.key, *self.tags.value)
         return (*self.section, *self.call, self.name_end, self.quote, *tags)
 
@@ -93,8 +93,8 @@ class ToolForm:
 class ReasoningForm:
     """The markers before and after a family's reasoning and around its answer. They are left out of the text.
 
-    Most models forget to end their reasoning before a call, now and then; where it does not end `ends_with_calls`, what
-    looks like one is a thought.
+    Most models forget to end their reasoning before a call, now and then. Without `ends_with_calls`, text that
+    looks like a call is a thought.
     """
 
     openings: tuple[str, ...]
@@ -147,7 +147,7 @@ def _deepseek(*words: str) -> str:
 
 
 def _dsml(section: str, blank: str = "") -> ToolForm:
-    """Return the markup of DeepSeek since V3.2: the section that calls stand in, and what is before each name."""
+    """Return the markup of DeepSeek since V3.2: the section around calls, and the text before each name."""
     mark = f"\uff5cDSML\uff5c{blank}"
     return ToolForm(
         "tagged",
@@ -163,7 +163,7 @@ def _dsml(section: str, blank: str = "") -> ToolForm:
     )
 
 
-# In the order in which they are tried: what others would read as well comes behind them.
+# In the order in which they are tried: a form that reads others' texts as well comes after them.
 TOOL_FORMS: Final[Mapping[str, ToolForm]] = MappingProxyType(
     {
         "harmony": ToolForm(
@@ -367,7 +367,7 @@ REASONING_FORMS: Final[Mapping[str, ReasoningForm]] = MappingProxyType(
 
 
 def named_form(kind: Literal["tool_form", "reasoning_form"], name: str) -> ToolForm | ReasoningForm | None:
-    """Return the form of a name, None of "none". Raises EngineError for a name that is not known."""
+    """Return the form of a name, None for "none". Raises EngineError for an unknown name."""
     forms: Mapping[str, ToolForm | ReasoningForm] = TOOL_FORMS if kind == "tool_form" else REASONING_FORMS
     if name == "none":
         return None

@@ -1,4 +1,4 @@
-"""Grammars of answers in a model's own form: calls of its tools, and JSON behind its reasoning. llguidance's Lark."""
+"""Grammars of answers in a model's own form: calls of its tools, and JSON after its reasoning. llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class LarkGrammar:
-    """A grammar as it is written. `special` are the ids of tokens that stand for texts which no other tokens write."""
+    """A grammar under construction. `special` has the ids of special tokens by their texts."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -33,7 +33,7 @@ class LarkGrammar:
         self._rules: list[str] = []
 
     def text(self, start: str) -> str:
-        """Return the whole grammar, whose answers are those of the expression `start`."""
+        """Return the whole grammar of answers of the expression `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
     def rule(self, expression: str, options: str = "") -> str:
@@ -85,7 +85,7 @@ class LarkGrammar:
             return structural_tag(self, form.structural_tag)
         try:
             text = any_to_lark(form.grammar or "")
-        except Exception as error:  # of several kinds; all mean that it is no grammar
+        except Exception as error:  # of several kinds, which all mean that this is no grammar
             raise EngineError(f"the grammar cannot be read: {str(error)[:200]}") from None
         if not re.search(r"^\??start\b", text, re.MULTILINE):
             raise EngineError("the grammar has no rule `start` (Lark), or `root` (GBNF)")
@@ -93,7 +93,7 @@ class LarkGrammar:
         return "start_of_answer"
 
     def behind_thought(self, form: ReasoningForm | None, answer: str, *, is_begun: bool, may_begin: bool) -> str:
-        """Return an answer behind reasoning that is begun, or that may be."""
+        """Return the rule of an answer after reasoning that has begun, or that may begin."""
         if form is None or not form.openings or not (is_begun or may_begin):
             return answer
         thought = f"{self.up_to(form.closings[0])} {self.rule(_BLANKS)}?"
@@ -131,7 +131,7 @@ def _call(grammar: LarkGrammar, form: ToolForm, function: Function) -> str:
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return the names and schemas of an object's members, and whether they must be there."""
+    """Return the names and schemas of an object's members, and whether each is required."""
     properties, required = schema.get("properties"), schema.get("required")
     needed = required if isinstance(required, list) else []
     return [(key, one, key in needed) for key, one in properties.items()] if isinstance(properties, Mapping) else []
@@ -173,15 +173,15 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _texts(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """Return the few texts that a value may be; none where it may be any."""
+    """Return the few possible texts of a value; none if it may be any text."""
     found = _resolved(schema, root)
     given = found.get("enum", [found["const"]] if "const" in found else [])
     return [value for value in given if isinstance(value, str)] if isinstance(given, list) else []
 
 
 def _listed(grammar: LarkGrammar, members: Sequence[tuple[str, str, bool]], comma: str) -> str:
-    """Return members in their order, with commas between those that are there."""
-    rest = ""  # what may follow a member, and what may stand alone, from the last one on
+    """Return the rule of members in their order, with commas between the present ones."""
+    rest = ""  # the rules after a member, and without one before, from the last one on
     alone = ""
     for key, value, is_needed in reversed(members):
         own = grammar.rule(f"{grammar.literal(key)} {value}")
@@ -228,7 +228,7 @@ def _value(grammar: LarkGrammar, form: ToolForm, schema: Any, root: Mapping[str,
     return grammar.rule(" | ".join(ways))
 
 
-# Forms of parts, as xgrammar and vLLM describe them
+# Forms of parts, as in xgrammar and vLLM
 
 _Part = Mapping[str, Any]
 
