@@ -114,7 +114,7 @@ class AnswerReader:
         self._tape.held += piece
         while self._tape.held and self._state():
             pass
-        return self._taken()
+        return self._take_piece()
 
     def flush(self, *, is_cut: bool = False) -> AnswerPiece:
         """Return the text held back, at the end of the answer. `is_cut`: a limit ended the answer before its end."""
@@ -129,14 +129,14 @@ class AnswerReader:
             self._tape.raw += held
             self._give_up()
         self._text.end()
-        return self._taken()
+        return self._take_piece()
 
     def _may_be_text(self, raw: str) -> bool:
         """Return whether the text read is no call, and more than an opening of one."""
         is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by special tokens
         return self._tape.keeps_raw and not is_marked and raw.strip() not in self._openings
 
-    def _taken(self) -> AnswerPiece:
+    def _take_piece(self) -> AnswerPiece:
         return AnswerPiece(self._text.take(), self._thought.take(), self._calls.take())
 
     # Text and reasoning

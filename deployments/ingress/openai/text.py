@@ -242,7 +242,7 @@ class TextBody(ClientPart, SamplingOptions):
 
     @field_validator("stop")
     @classmethod
-    def _few(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def _check_stops(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         stops = (value,) if isinstance(value, str) else value or ()
         if len(stops) > MAX_STOPS or any(len(stop) > 256 for stop in stops):
             raise ValueError(f"at most {MAX_STOPS} stop strings of up to 256 characters are allowed")

@@ -265,17 +265,17 @@ def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
             yield open_
             open_ = None
         if isinstance(item, InputCallOutput):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output, number)}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _join_parts(item.output, number)}
         elif item.role == "assistant":
-            open_ = {"role": item.role, "content": _joined(item.content, number), "reasoning": thought}
+            open_ = {"role": item.role, "content": _join_parts(item.content, number), "reasoning": thought}
             thought = ""
         else:
-            yield {"role": item.role, "content": _joined(item.content, number)}
+            yield {"role": item.role, "content": _join_parts(item.content, number)}
     if open_ is not None:
         yield open_
 
 
-def _joined(content: str | Sequence[InputText | InputImage], number: int) -> str | list[str | ImageSource]:
+def _join_parts(content: str | Sequence[InputText | InputImage], number: int) -> str | list[str | ImageSource]:
     if isinstance(content, str):
         return content
     return content_of(
@@ -459,7 +459,7 @@ def create_responses_router(
     @router.post("/v1/responses", response_model=ResponseAnswer, responses=_RESPONSES)
     async def respond(body: ResponsesBody) -> Response:
         """A response of a language model."""
-        before, own = await _said(body, KeptItems(stored, current_tenant.get(), limits.max_upload_bytes))
+        before, own = await _conversation(body, KeptItems(stored, current_tenant.get(), limits.max_upload_bytes))
         keeping = _Keeping(stored if body.store else None, current_tenant.get(), own)
         record, warnings = await images.record_of(body.to_fields([*before, *own])), body.warnings()
         form, headers = body.form(is_stored=keeping.stored is not None), warning_header(warnings)
@@ -496,7 +496,7 @@ def create_responses_router(
     return router
 
 
-async def _said(body: ResponsesBody, kept: KeptItems) -> tuple[list[Item], list[Item]]:
+async def _conversation(body: ResponsesBody, kept: KeptItems) -> tuple[list[Item], list[Item]]:
     """Return the items of the conversation before a request, and its own. Raises InvalidRequest, RequestTooLarge."""
 
     def find() -> tuple[list[Item], list[Item]]:

@@ -253,7 +253,7 @@ class PipelineModels:
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images. Each image after the first has the next seed, if the pipeline takes one."""
         role = self._role(request.model, "images")
-        given = _given(request, without={"model", "prompt", "n"})
+        given = _set_fields(request, without={"model", "prompt", "n"})
         count = request.n
         if request.seed is not None:
             given["seed"] = [request.seed + number for number in range(count)]
@@ -275,7 +275,7 @@ class PipelineModels:
         text = request.messages[-1].text if isinstance(request, ChatRequest) else request.prompt
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt: pipeline {request.model!r} takes one text", "prompt")
-        given = _given(request, without={"model", "messages", "prompt"})
+        given = _set_fields(request, without={"model", "messages", "prompt"})
         result = await self._run(request.model, role, [text], given, request)
         answer: bytes = result.outputs[role.output].data[0]
         return TextResult(
@@ -338,7 +338,7 @@ _HOLDS_ANYWAY: Final = {
 }
 
 
-def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
+def _set_fields(request: Any, *, without: set[str]) -> dict[str, Any]:
     """Return the fields that the request sets itself, without the options common to every request."""
     ours = {"priority", "timeout_s", "tenant", "model_version"}
     ours |= {"adapter_versions", "text_padding", "long_text", "merges_lora"}
