@@ -208,7 +208,7 @@ class WeightRegistry:
         return self._config
 
     async def controller_config(self) -> ControllerConfig:
-        """Return how models are to be placed, which the controller asks for again and again."""
+        """Return the settings of placement, which the controller polls."""
         return self._config.controller
 
     async def configure(self, config: ClusterConfig) -> None:

@@ -83,9 +83,9 @@ class _Placed:
 
 
 def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Path | None = None) -> Manifest:
-    """Write what the store lacks of `draft` and publish it. Packs are staged in `staging`, or inside the store.
+    """Write the missing part of `draft` and publish it. Packs are staged in `staging`, or inside the store.
 
-    What is shared with other models is read first: a damaged copy is not shared, and written anew. Raises FormatError
+    Tensors shared with other models are read first: a damaged copy is not shared, and written anew. Raises FormatError
     when the source changed, StoreError when the disk is full or cannot be written, or when the manifest would be too
     large to be read; nothing is published then.
     """
@@ -97,7 +97,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
         draft.write_skeleton(skeleton)
         shared = SharedExtents(store.packs, [component.tensors.values() for component in draft.components])
         files: list[_InlineComponent] = []
-        # What takes long, and needs no lock: the files of `inline` are the model's own, and packs never change.
+        # This takes long, and needs no lock: the files of `inline` are the model's own, and packs never change.
         if layout == "inline":
             files = _write_inline(pack, skeleton, draft.components)
         else:

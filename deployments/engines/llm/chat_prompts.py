@@ -1,4 +1,4 @@
-"""Chats as the text of a prompt, by a model's own template, in the words that the template knows."""
+"""Chats as the text of a prompt, by a model's own template, with the roles and members that the template knows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from deployments.engines.llm.tokenizer import chat_template, checked_characters
 from deployments.engines.records.protocol import EngineError
 
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-# What families call the switch of reasoning; a template passes over what it does not know.
+# The families' names of the switch of reasoning; a template ignores unknown ones.
 _SWITCHES: Final = ("enable_thinking", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat says beside its messages: the tools that are shown, and variables of the template.
+    """The options of a chat beside its messages: the tools that are shown, and variables of the template.
 
-    Without `opens_turn` nothing begins the assistant's turn; with `continues` the last message is one that goes on.
+    Without `opens_turn` the prompt does not begin the assistant's turn; with `continues` the last message goes on.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -39,7 +39,7 @@ NO_OPTIONS: Final = ChatOptions()
 def template_variables(
     given: Mapping[str, Any], enable_thinking: bool | None, reasoning_effort: str | None
 ) -> dict[str, Any]:
-    """Return the variables of a template that a request means. Raises EngineError for those that every chat has."""
+    """Return a request's variables for a template. Raises EngineError for names that every chat sets."""
     if taken := sorted(_RESERVED & given.keys()):
         raise EngineError(f"chat_template_kwargs: {taken[0]!r} is said by the request itself")
     if enable_thinking is None and reasoning_effort is not None:
@@ -51,13 +51,13 @@ def template_variables(
 
 
 def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Sequence[str], *, has_tools: bool) -> list[str]:
-    """Return which of the names a model's template never says: they have no effect."""
+    """Return the names that a model's template never uses: they have no effect."""
     template = chat_template(tokenizer, has_tools=has_tools)
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
 def switches_thinking(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> bool:
-    """Return whether a model's template knows a switch of reasoning, or how much of it is wanted."""
+    """Return whether a model's template has a switch or an effort of reasoning."""
     names = (*_SWITCHES, "reasoning_effort")
     return len(unknown_variables(tokenizer, names, has_tools=has_tools)) < len(names)
 
@@ -65,22 +65,22 @@ def switches_thinking(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) ->
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
 ) -> tuple[int, ...]:
-    """Return the token ids of a chat, up to where the assistant begins to speak.
+    """Return the token ids of a chat, up to the beginning of the assistant's turn.
 
-    Raises EngineError as `render_chat` does, or where the text is no Unicode.
+    Raises EngineError as `render_chat` does, or for a text that is no Unicode.
     """
     return encode_rendered(tokenizer, render_chat(tokenizer, messages, options))
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Return the token ids of a chat's text, in which the template has written the special tokens already."""
+    """Return the token ids of a chat's rendered text, which has its special tokens already."""
     return tuple(tokenizer(checked_characters(text), add_special_tokens=False)["input_ids"])
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
 ) -> str:
-    """Return the text of a chat, up to where the assistant begins to speak.
+    """Return the text of a chat, up to the beginning of the assistant's turn.
 
     Raises:
         EngineError: the tokenizer has no chat template, the template refuses the messages, takes too many steps or
@@ -103,9 +103,9 @@ def render_chat(
 
 
 def _in_known_words(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return messages with the roles and members that a template knows.
+    """Return messages with only the roles and members that a template knows.
 
-    What developers say is said by the system where no other role is known, in one message at the beginning; thoughts
+    The developer's messages become the system's if no other role is known, in one message at the beginning; thoughts
     have two names.
     """
     knows_developer = re.search(r"\bdeveloper\b", template) is not None
@@ -121,7 +121,7 @@ def _in_known_words(messages: Sequence[dict[str, Any]], template: str) -> list[d
                 continue
         if has_thinking and "reasoning_content" in message:
             message["thinking"] = message["reasoning_content"]
-            if message["content"]:  # such a template takes one of them
+            if message["content"]:  # such a template takes either content or calls
                 del message["thinking"]
         found.append(message)
     return found
@@ -142,7 +142,7 @@ def _as_text(arguments: Any) -> str:
 
 
 def _up_to_last_message(text: str, last: dict[str, Any]) -> str:
-    """Return the text of a chat without what closes its last message. Raises EngineError where that is not found."""
+    """Return the text of a chat without the end of its last message. Raises EngineError if the end is not found."""
     content = last["content"]
     end = (
         content

@@ -1,4 +1,4 @@
-"""One completion on its way: its sequence for the scheduler, its picker for the sampler, its text for the caller."""
+"""One running completion: its sequence for the scheduler, its picker for the sampler, its text for the caller."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from deployments.engines.records.protocol import EngineError, PromptTooLong, Tex
 
 
 def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, max_num_seqs: int) -> None:
-    """Raise EngineError, with what came and what was expected, unless the request can run."""
+    """Raise EngineError with the given and the expected values, unless the request can run."""
     prompt = request.prompt_token_ids
     if not prompt:
         raise EngineError("the prompt is empty; expected at least one token")
-    most = max_model_len - (request.pooling is None)  # one is to be written
+    most = max_model_len - (request.pooling is None)  # one token is to be written
     if len(prompt) > most:
         raise PromptTooLong(
             f"prompt is too long: {len(prompt)} tokens > {most} maximum ({len(prompt)} tokens; expected fewer than "
@@ -63,7 +63,7 @@ class Completion:
         prompt_logprobs: PromptLogprobs | None = None,
         prompt_lookup: bool = False,
     ) -> Completion:
-        """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
+        """Return the state of a checked request; `max_tokens` is clipped to the room after the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         max_tokens = min(sampling.max_tokens, max_model_len - len(prompt))
         pooled = None if request.pooling is None else PooledStates(len(prompt), request.pooling)
@@ -91,9 +91,9 @@ class Completion:
         )
 
     def advance(self, sampled: SampledToken, num_others: int) -> TextDelta:
-        """Return the delta of a token that the scheduler has appended to the sequence already.
+        """Return the delta of a token that the scheduler has appended to the sequence.
 
-        `num_others` completions of the same request are under way beside this one.
+        `num_others` further completions of the same request are running.
         """
         token_id = sampled.token_id
         self.picker.advance(token_id)
@@ -125,7 +125,7 @@ class Completion:
         )
 
     def embedded(self) -> TextDelta:
-        """Return the delta with the embedding of a prompt that was computed. Raises ComputationFailed."""
+        """Return the delta with the computed embedding of a prompt. Raises ComputationFailed."""
         sequence = self.sequence
         assert sequence.pooled is not None
         return TextDelta(

@@ -160,7 +160,7 @@ class _Run:
         return has_ended
 
     def made(self) -> DiffusionOutput:
-        """Return what the call made that has ended, without its steps and times.
+        """Return the result of the ended call, without its steps and times.
 
         Raises EngineError for what the class refuses before its first step, ComputationFailed, and errors of memory.
         """
@@ -189,7 +189,7 @@ class _Run:
         return self._preview is not None or (self.request.reports_steps and self.num_done > self._num_told)
 
     def take_news(self) -> list[DiffusionOutput]:
-        """Return what there is to tell, once."""
+        """Return the progress not reported yet."""
         if not self.has_news:
             return []
         self._num_told = self.num_done

@@ -1,8 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the chats of the service.
 
-Source: Anthropic's API reference, "Messages". Citations and cached prompts are not here: what a body says of them is
+Source: Anthropic's API reference, "Messages". Citations and cached prompts are not here: their fields are
 ignored, and the header `X-Atelier-Warning` names it. The KV cache finds equal beginnings by itself. Thoughts have no
-signature: nobody asks for one back.
+signature: no client sends one back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ERROR_TYPES: Final = {
 
 
 class MessageErrorBody(Answer):
-    """The message for a person, and the type by which programs tell errors apart."""
+    """The message for a person, and the type for programs."""
 
     type: str
     message: str
@@ -98,7 +98,7 @@ class ToolUseAnswer(Answer):
 
 
 class ThinkingAnswer(Answer):
-    """What the model thought."""
+    """A model's reasoning."""
 
     type: Literal["thinking"]
     thinking: str
@@ -109,7 +109,7 @@ AnswerBlock = ThinkingAnswer | TextBlockAnswer | ToolUseAnswer
 
 
 class MessageUsage(Answer):
-    """The token counts. `input_tokens` are those that the KV cache had not."""
+    """The token counts. `input_tokens` are those that the KV cache lacked."""
 
     input_tokens: int
     cache_creation_input_tokens: Literal[0]
@@ -177,7 +177,7 @@ def _message(
 
 
 def _arguments(call: CalledTool) -> dict[str, Any]:
-    """Return the arguments of a call; none where `max_tokens` cut them off, which the stop reason says."""
+    """Return the arguments of a call; none if `max_tokens` cut them off, as the stop reason shows."""
     try:
         found = json.loads(call.arguments or "{}")
     except ValueError:
@@ -258,7 +258,7 @@ def _event(type_: str, **fields: Any) -> str:
 
 
 class _MessagePart(RequestModel, extra="ignore"):
-    """A part of a request. Unknown members, `cache_control` say, mean nothing here."""
+    """A part of a request. Unknown members, `cache_control` say, are ignored."""
 
 
 class TextBlock(_MessagePart):
@@ -295,7 +295,7 @@ class DocumentBlock(_MessagePart):
 
 
 class ThinkingBlock(_MessagePart):
-    """A thought of an earlier answer; one that is redacted is left out."""
+    """A thought of an earlier answer; a redacted one is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
@@ -311,7 +311,7 @@ class ToolUseBlock(_MessagePart):
 
 
 class SearchResultBlock(_MessagePart):
-    """What a search has found, as text."""
+    """The results of a search, as text."""
 
     type: Literal["search_result"]
     title: str = ""
@@ -319,7 +319,7 @@ class SearchResultBlock(_MessagePart):
 
 
 class OtherBlock(_MessagePart, LeftOut):
-    """A block that only Anthropic's servers make, or understand: it is left out."""
+    """A block that only Anthropic's servers make or understand: it is left out."""
 
 
 def _kind_of(block: Any) -> str:
@@ -374,7 +374,7 @@ class MessageTurn(_MessagePart):
 
 
 class OtherTool(_MessagePart, LeftOut):
-    """A tool that Anthropic's servers run, and nobody here."""
+    """A tool that only Anthropic's servers run."""
 
 
 class MessageTool(_MessagePart):
@@ -405,7 +405,7 @@ class MessageToolChoice(_MessagePart):
 
 
 class Thinking(_MessagePart):
-    """Whether the model thinks before it answers, and for how many tokens at most."""
+    """The switch of reasoning before an answer, and its most tokens."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -462,7 +462,7 @@ class OutputFormat(_MessagePart):
 
 
 class OutputConfig(_MessagePart):
-    """The form of the answer, and how much is thought for it."""
+    """The form of the answer, and the effort of its reasoning."""
 
     format: OutputFormat | None = None
     effort: ReasoningEffort | None = None

@@ -1,6 +1,6 @@
-"""Ollama's API under /api over the same service: chats, prompts, embeddings, and what models there are.
+"""Ollama's API under /api over the same service: chats, prompts, embeddings, and the list of models.
 
-Source: Ollama, "API". What an option has no meaning for here (`num_ctx`, `num_gpu`, `mirostat`, `keep_alive`: models
+Source: Ollama, "API". An option without a meaning here (`num_ctx`, `num_gpu`, `mirostat`, `keep_alive`: models
 stay while there is room) is accepted and has no effect.
 """
 
@@ -76,7 +76,7 @@ _OPTIONS: Final = {
 
 _OF_CHATS: Final = ("reasoning_effort", "enable_thinking")
 
-RUNNING: Final = "Ollama is running"  # what its clients look for at /
+RUNNING: Final = "Ollama is running"  # its clients look for this text at /
 _LINES: Final = "application/x-ndjson"
 _ENDPOINTS: Final = ("text", "embeddings")
 _ERRORS: Final = documented_as(OllamaError, *INFERENCE_ERRORS)
@@ -84,7 +84,7 @@ _STREAMED: Final[dict[int | str, dict[str, Any]]] = _ERRORS | {200: {"content": 
 
 
 class OllamaOptions(RequestModel, extra="ignore"):
-    """The options that have a meaning here. `num_predict` and `seed` below 0 are as if they were not given."""
+    """The options with a meaning here. `num_predict` and `seed` below 0 count as not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -184,7 +184,7 @@ class OllamaTurn(RequestModel, extra="ignore"):
 
 
 class OllamaChatBody(_TextBody):
-    """A chat. Without messages it is a wish that the model be loaded."""
+    """A chat. Without messages it asks to load the model."""
 
     messages: list[OllamaTurn] = Field([], max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(None, max_length=128)
@@ -220,7 +220,7 @@ def _message_of(turn: OllamaTurn, number: int, waiting: deque[tuple[str, str]]) 
 
 
 class OllamaGenerateBody(_TextBody):
-    """A prompt: one turn of a chat, or with `raw` a text to go on with. An empty one asks for nothing but the model."""
+    """A prompt: one turn of a chat, or with `raw` a text to continue. An empty one only asks to load the model."""
 
     prompt: str | None = None
     system: str | None = None
@@ -393,13 +393,13 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/api/tags", response_model=OllamaModels, responses=errors)
     async def tags() -> Response:
-        """The models that can be asked here."""
+        """The models that clients can use here."""
         cards = [card for card in await service.listing.models() if card.endpoint in _ENDPOINTS]
         return json_response(OllamaModels(models=[listed_model(card) for card in cards]))
 
     @router.get("/api/ps", response_model=OllamaModels, responses=errors)
     async def running() -> Response:
-        """The models that replicas have built, with the memory that they take there."""
+        """The models that replicas have built, with their memory there."""
         cluster = await service.operations.describe_cluster(Page())
         found = [
             running_model(one.id, one.kind, sum(built["bytes"] for built in one.built), one.fingerprint)

@@ -15,9 +15,9 @@ from deployments.ingress.openai.text_answers import ChatToken, chat_tokens
 from deployments.ingress.service.catalog import ModelCard
 from deployments.records import TextChunk, TextResult, TokenText
 
-# Clients compare it with what they need: that of the Ollama whose API this is.
+# Clients compare it with the version that they need: it is that of the Ollama with this API.
 SPOKEN_VERSION: Final = "0.12.6"
-_NEVER: Final = "1970-01-01T00:00:00Z"  # nobody notes when a model came
+_NEVER: Final = "1970-01-01T00:00:00Z"  # the times of models are not recorded
 
 
 class OllamaError(Answer):
@@ -56,7 +56,7 @@ class OllamaMessage(Answer):
 
 
 class _TextLine(Answer):
-    """A piece of an answer. The last one, or the only one, says why it ended, its token counts and its times."""
+    """A piece of an answer. The last or only one has the reason of its end, its token counts and its times."""
 
     model: str
     created_at: str
@@ -122,7 +122,7 @@ class TextLines:
 def _call(call: CalledTool) -> OllamaToolCall:
     try:
         arguments = json.loads(call.arguments or "{}")
-    except ValueError:  # cut off, as the reason of the end says
+    except ValueError:  # cut off, as the reason of the end shows
         arguments = {}
     function = OllamaFunction(
         index=call.index, name=call.name, arguments=arguments if isinstance(arguments, dict) else {}
@@ -150,7 +150,7 @@ def _logprobs_of(tokens: Sequence[TokenText]) -> dict[str, Any]:
 
 
 class OllamaDetails(Answer):
-    """The details of a model. Its format and its quantization are not said here; `family` is its kind."""
+    """The details of a model, without its format and quantization; `family` is its kind."""
 
     parent_model: str
     format: str
@@ -161,7 +161,7 @@ class OllamaDetails(Answer):
 
 
 class OllamaModel(Answer):
-    """A model that can be asked, or one that is in memory."""
+    """A usable model, or one that is in memory."""
 
     name: str
     model: str

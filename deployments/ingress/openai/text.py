@@ -82,7 +82,7 @@ class TextPart(ClientPart):
 
 
 class RefusalPart(ClientPart):
-    """What the assistant refused with."""
+    """The assistant's refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -108,7 +108,7 @@ class ImagePart(ClientPart):
 class ChatMessage(ClientPart):
     """One turn of a chat. A content in parts has texts, and images where the model sees.
 
-    `function_call`, and a result of the role `function`, are what came before `tool_calls` and the role `tool`.
+    `function_call`, and a result of the role `function`, are the old form of `tool_calls` and the role `tool`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -153,12 +153,12 @@ class ChatMessage(ClientPart):
 
 
 def _id_of_function(name: str) -> str:
-    """Return the id of a call by its name alone, as it was before there were several in an answer."""
+    """Return the id of a call in the old form, which has one call an answer and its name only."""
     return f"call_{name}"
 
 
 class StructuredOutputs(ClientPart):
-    """The form of an answer in vLLM's words; one of them."""
+    """The form of an answer in vLLM's fields, one of which is set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = None
@@ -168,7 +168,7 @@ class StructuredOutputs(ClientPart):
     structural_tag: dict[str, Any] | str | None = Field(None, description="text with parts of given forms")
 
     def to_record(self) -> dict[str, Any] | None:
-        """Return the record's form of the answer; None where nothing is said. Raises InvalidRequest."""
+        """Return the record's form of the answer; None if none is set. Raises InvalidRequest."""
         schema = _object_of(self.json_, "json")
         if schema is None and self.json_object:
             schema = {"type": "object"}
@@ -180,7 +180,7 @@ class StructuredOutputs(ClientPart):
 
 
 def _object_of(given: Any, field: str) -> Any:
-    """Return what may come as the text of JSON too. Raises InvalidRequest."""
+    """Return a value that may come as JSON text too. Raises InvalidRequest."""
     if not isinstance(given, str):
         return given
     try:
@@ -195,7 +195,7 @@ class AnswerFormat(ResponseFormat, extra="allow"):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]  # type: ignore[assignment]
 
     def to_record(self) -> ResponseFormat | None:
-        """Return the record's form, None of one in parts."""
+        """Return the record's form, None for one in parts."""
         if self.type == "structural_tag":
             return None
         return ResponseFormat(type=self.type, json_schema=self.json_schema, schema=self.schema_)
@@ -250,7 +250,7 @@ class TextBody(ClientPart, SamplingOptions):
 
 
 class ReasoningOptions(ClientPart, extra="ignore"):
-    """How much is thought, as gateways say it."""
+    """The amount of reasoning, under the names that gateways use."""
 
     enabled: bool | None = None
     effort: ReasoningEffort | None = None
@@ -315,18 +315,18 @@ class ChatBody(TextBody):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Return whether the answer has what was thought."""
+        """Return whether the answer shows the reasoning."""
         return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
     def echoed(self) -> str:
-        """Return the text of the last message, where the answer begins with it."""
+        """Return the text of the last message, if the answer begins with it."""
         content = self.messages[-1].content if self.echo and self.continue_final_message else ""
         return content if isinstance(content, str) else ""
 
     @property
     def has_functions(self) -> bool:
-        """Return whether functions are said, and answered, in the way before there were tools."""
+        """Return whether the request has functions in the old form, so that the answer does, too."""
         return self.functions is not None and self.tools is None
 
     def to_fields(self) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from deployments.ingress.messages.responses import Answer, TimesMs, rounded
 from deployments.records import TextChoice, TextChunk, TextResult, TokenText
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
-# The tool calls of an answer: all that the model makes, the first, or the first as it was before there were several.
+# The tool calls of an answer: all of the model's, the first, or the first in the old form.
 Calls = Literal["any", "one", "function_call"]
 
 
 class PromptTokensDetails(Answer):
-    """The tokens of the prompts that were in the KV cache already."""
+    """The prompt tokens found in the KV cache."""
 
     cached_tokens: int
 
@@ -62,7 +62,7 @@ class ChatLogprobs(Answer):
 
     @classmethod
     def of(cls, tokens: Sequence[TokenText]) -> ChatLogprobs | None:
-        """Return the log probabilities in the form of chats; None where none were asked for."""
+        """Return the log probabilities in the form of chats; None if not requested."""
         return cls(content=chat_tokens(tokens), refusal=None) if tokens else None
 
 
@@ -79,19 +79,19 @@ def _best_token(token: TokenText) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float:
-    """Return a number that JSON has: OpenAI's own for what is as good as impossible."""
+    """Return a number that JSON has: OpenAI's own value for minus infinity."""
     return -9999.0 if logprob is None else max(logprob, -9999.0)
 
 
 class TextOffset:
-    """Where in a text its next token begins. A character may be several tokens: it counts with the last of them."""
+    """The offset of a text's next token in characters. A character of several tokens counts with the last of them."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         self._num_characters = 0
 
     def before(self, token: TokenText) -> int:
-        """Return where the next token begins, which is this one."""
+        """Return the offset of this token, and move on behind it."""
         offset = self._num_characters
         self._num_characters += len(self._decoder.decode(token.data))
         return offset
@@ -107,7 +107,7 @@ class CompletionLogprobs(Answer):
 
     @classmethod
     def of(cls, tokens: Sequence[TokenText], offset: TextOffset) -> CompletionLogprobs | None:
-        """Return the log probabilities of a text's next tokens; None where none were asked for."""
+        """Return the log probabilities of a text's next tokens; None if not requested."""
         if not tokens:
             return None
         return cls(
@@ -149,7 +149,7 @@ class CalledToolDelta(Answer):
 
 
 class MessageBody(Answer):
-    """The message; its content is null where it is nothing but tool calls."""
+    """The message; its content is null if it has only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -235,7 +235,7 @@ class CompletionChunkChoice(Answer):
 
 
 class _TextChunk(Answer):
-    """A piece of a stream. The last one has times and warnings; token counts come in one of their own, without text."""
+    """A piece of a stream. The last one has times and warnings; token counts come in a piece without text."""
 
     id: str
     created: int
@@ -274,7 +274,7 @@ class TextForm(ABC):
 
     @abstractmethod
     def opening(self, num_choices: int) -> list[Answer]:
-        """Return the pieces of a stream that come before any text."""
+        """Return the pieces of a stream before any text."""
 
     @abstractmethod
     def piece(self, chunk: TextChunk) -> Answer:

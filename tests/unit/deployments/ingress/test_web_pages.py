@@ -18,9 +18,9 @@ from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import FOLDER, PAGES
 
 MAX_SCRIPT_BYTES = 150_000  # gzipped, of all pages
-VENDORED = {  # as npm has them
-    "htm-preact.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",  # htm/preact/standalone.module.js
-    "marked.js": "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de",  # marked/lib/marked.esm.js
+VENDORED = {  # htm/preact/standalone.module.js and marked/lib/marked.esm.js as npm has them
+    "htm-preact.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",
+    "marked.js": "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de",
 }
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 SCRIPTS = sorted(path for path in FOLDER.rglob("*.js"))
