@@ -22,7 +22,7 @@ from deployments.engines.llm.answer_grammars import LarkGrammar, call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import CalledTool, Function, whole_calls
 from deployments.engines.llm.chat_prompts import ChatOptions, render_chat
-from deployments.engines.llm.template_forms import answer_form, wants_text_arguments
+from deployments.engines.llm.template_forms import answer_form, template_forms
 from deployments.engines.records.protocol import EngineError
 
 FUNCTIONS = [
@@ -457,5 +457,6 @@ def test_a_form_is_found_where_prompts_begin_a_thought(name: str) -> None:
     """What the template writes behind a prompt then begins as a marker of calls does: with the same sign."""
     template = TEMPLATES[name] + "{% if add_generation_prompt %}<think>\n{% endif %}"
     assert answer_form(tokenizer_of(template), has_tools=True).tools is TOOL_FORMS[name]
-    wants_text = wants_text_arguments(tokenizer_of(TEMPLATES[name]))
-    assert wants_text_arguments(tokenizer_of(template)) == wants_text == (name == "deepseek-v3.1")
+    for one in (template, TEMPLATES[name]):
+        forms = template_forms(tokenizer_of(one), one)
+        assert (forms.has_text_arguments, forms.has_short_ids) == (name == "deepseek-v3.1", False)
