@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
+from deployments.engines.llm.chat import CalledName, CalledTool, FunctionName, ReasoningEffort
 from deployments.ingress.messages.answer_parts import AnswerPart, AnswerParts
 from deployments.ingress.messages.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
 from deployments.ingress.messages.responses import (
@@ -306,7 +306,7 @@ class ToolUseBlock(_MessagePart):
 
     type: Literal["tool_use"]
     id: Name
-    name: FunctionName
+    name: CalledName
     input: dict[str, Any]
 
 
