@@ -109,6 +109,11 @@ class AnswerReader:
         """Return how many calls have begun."""
         return self._calls.num_calls
 
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether what comes next belongs to a thought, if only as its end."""
+        return self._state == self._read_thought
+
     def feed(self, piece: str) -> AnswerPiece:
         """Return what is certain now."""
         self._tape.held += piece
