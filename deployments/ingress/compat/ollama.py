@@ -329,7 +329,8 @@ async def _respond(
 
     async def lines_of(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
         async for chunk in chunks:
-            yield f"{json_text(lines.piece(chunk))}\n"
+            for line in lines.pieces(chunk):
+                yield f"{json_text(line)}\n"
 
     return await stream_events(service.texts.stream_text(record), lines_of, _error_line, media_type=_LINES)
 
@@ -407,4 +408,4 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
         card = await service.listing.model(body.model_id)
         if card.endpoint not in _ENDPOINTS:
             raise InvalidRequest(f"model {card.id!r} ({card.kind}) writes no text and embeds none", "model")
-        return json_response(shown_model(card))
+        return json_response(shown_model(card, await service.listing.details(card)))
