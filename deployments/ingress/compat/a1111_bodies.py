@@ -55,9 +55,6 @@ SAMPLERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
 _NO_SAMPLERS: Final = {
     name.lower()
     for name in (
-        "DPM++ SDE",
-        "DPM++ 2S a",
-        "DPM++ 3M SDE",
         "DPM2 CFG++",
         "DPM fast",
         "DPM adaptive",
