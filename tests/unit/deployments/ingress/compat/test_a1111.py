@@ -151,6 +151,15 @@ async def test_images_from_an_image_and_a_mask(webui: Any, replicas: Replicas) -
     np.testing.assert_array_equal(inverted_.mask_image >= 128, mask == 0)
 
 
+async def test_sides_are_rounded_down_to_whole_latents(webui: Any, replicas: Replicas) -> None:
+    """The WebUI takes any size, and makes images of whole latents."""
+    await asyncio.to_thread(webui.txt2img, prompt="x", width=23, height=8)
+    image = Image.fromarray(np.full((21, 30, 3), 200, np.uint8))
+    await asyncio.to_thread(webui.img2img, images=[image], prompt="x", width=None, height=None, denoising_strength=0.5)
+    assert [(one.width, one.height) for one in replicas.requests] == [(16, 8), (24, 16)]
+    assert replicas.requests[1].init_image.shape == (16, 24, 3)
+
+
 async def test_an_image_in_another_size(webui: Any, replicas: Replicas) -> None:
     """A network that doubles, as the fakes' worker: it answers with an image of twice the size."""
     small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8))
