@@ -266,7 +266,7 @@ class StockRequest:
     (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
     steps, if the class can show any. `forward_bytes` are what methods of modules take of the device at most, by names
     as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is. `loras` are those of its
-    `adapters`, by name.
+    `adapters`, by name, and `prompters` the IP-Adapters of its `image_prompts`.
     """
 
     request_id: str
@@ -285,6 +285,8 @@ class StockRequest:
     forward_bytes: Mapping[str, int] = field(default_factory=dict)
     adapters: tuple[AdapterUse, ...] = ()
     loras: Mapping[str, LoraAdapter] = field(default_factory=dict)
+    image_prompts: tuple[ImagePromptUse, ...] = ()
+    prompters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
