@@ -45,8 +45,8 @@ class _Crowd:
     when it comes up. So each change costs O(log tenants).
     """
 
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
-        self._weight_of = weight_of
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
         self._counts: Counter[str] = Counter()
         self._longest: list[tuple[float, str]] = []  # a heap: lengths below 0
 
@@ -55,14 +55,14 @@ class _Crowd:
 
     def length(self, tenant: str, num_more: int = 0) -> float:
         """Return the number of the tenant's requests plus `more`, divided by its weight."""
-        return (self._counts[tenant] + num_more) / self._weight_of(tenant)
+        return (self._counts[tenant] + num_more) / self._config.weight_of(tenant)
 
     def add(self, tenant: str) -> None:
         """Count one more."""
         self._counts[tenant] += 1
         heapq.heappush(self._longest, (-self.length(tenant), tenant))
         if len(self._longest) > 4 * len(self._counts) + _MOST_STALE:
-            self.reweigh(self._weight_of)
+            self.reweigh(self._config)
 
     def remove(self, tenant: str) -> None:
         """Count one less."""
@@ -82,9 +82,9 @@ class _Crowd:
                 return length, tenant
         return None
 
-    def reweigh(self, weight_of: Callable[[str], float]) -> None:
-        """Use these weights from now on."""
-        self._weight_of = weight_of
+    def reweigh(self, config: AdmissionConfig) -> None:
+        """Use its weights from now on."""
+        self._config = config
         self._longest = [(-self.length(tenant), tenant) for tenant in self._counts]
         heapq.heapify(self._longest)
 
@@ -92,16 +92,15 @@ class _Crowd:
 class Lanes:
     """The waiting requests of one pool of replicas."""
 
-    def __init__(self, weight_of: Callable[[str], float], max_overtakes: int) -> None:
-        self.weight_of = weight_of
-        self.max_overtakes = max_overtakes
+    def __init__(self, config: AdmissionConfig) -> None:
+        self.config = config
         self._waiting: dict[int, Waiting] = {}
         self._returned: OrderedDict[int, Waiting] = OrderedDict()
         self._ages: OrderedDict[int, Waiting] = OrderedDict()  # by arrival
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = _Crowd(weight_of)
+        self._crowd = _Crowd(config)
         self._crowds: dict[str, _Crowd] = {}  # by model
 
     def __len__(self) -> int:
@@ -137,7 +136,7 @@ class Lanes:
         self._class(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
         self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, _Crowd(self.weight_of)).add(demand.tenant)
+        self._crowds.setdefault(demand.model, _Crowd(self.config)).add(demand.tenant)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""
@@ -164,7 +163,7 @@ class Lanes:
         for waiting in self._returned.values():
             if waiting.demand.model in open_models.names:
                 return waiting
-        if self._num_overtakes >= self.max_overtakes and self._ages:
+        if self._num_overtakes >= self.config.max_overtakes and self._ages:
             oldest = next(iter(self._ages.values()))
             if oldest.demand.model in open_models.names:
                 return oldest
@@ -179,7 +178,7 @@ class Lanes:
         It must not pass one that came back from a replica that died, nor the oldest of all after `max_overtakes`.
         """
         is_oldest = next(iter(self._ages), None) == waiting.ticket
-        if waiting.ticket in self._returned or (is_oldest and self._num_overtakes >= self.max_overtakes):
+        if waiting.ticket in self._returned or (is_oldest and self._num_overtakes >= self.config.max_overtakes):
             return None
         lines = self._class(waiting.demand.priority).lane(waiting.demand.tenant).models
         fronts = [next(iter(lines[model].values())) for model in models if model in lines]
@@ -224,7 +223,7 @@ class Lanes:
         if demand.model in self._stalled:
             before = 0.0
         turns = self._class(demand.priority)
-        return before + turns.ahead_s(demand.tenant, demand.model, self.weight_of(demand.tenant))
+        return before + turns.ahead_s(demand.tenant, demand.model, self.config.weight_of(demand.tenant))
 
     def walk(self, cost_of: Callable[[Demand], float]) -> Iterator[tuple[Waiting, float]]:
         """Yield every request with the replica seconds of work before it, costs estimated anew by `cost_of`.
@@ -250,12 +249,13 @@ class Lanes:
         for turns in self._classes.values():
             turns.set_stalled(self._stalled)
 
-    def reweigh(self) -> None:
-        """Read the weights anew."""
+    def retune(self, config: AdmissionConfig) -> None:
+        """Use other bounds and weights from now on."""
+        self.config = config
         for turns in self._classes.values():
-            turns.reweigh(self.weight_of)
+            turns.reweigh(config)
         for crowd in (self._crowd, *self._crowds.values()):
-            crowd.reweigh(self.weight_of)
+            crowd.reweigh(config)
 
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""
@@ -269,7 +269,7 @@ class Lanes:
     def _class(self, priority: int) -> TenantTurns:
         turns = self._classes.get(priority)
         if turns is None:
-            turns = self._classes[priority] = TenantTurns(self.weight_of, self._stalled)
+            turns = self._classes[priority] = TenantTurns(self.config, self._stalled)
         return turns
 
 
@@ -298,7 +298,7 @@ class Pool:
     """The waiting requests for one deployment, and its replicas, which other ingresses may share."""
 
     def __init__(self, config: AdmissionConfig, *, is_shared: bool = False) -> None:
-        self.lanes: Lanes = Lanes(config.weight_of, config.max_overtakes)
+        self.lanes = Lanes(config)
         self.slots = ReplicaSlots(is_shared=is_shared)
         self.offered = ArrivalRate()  # shares of replicas
         self.least_share = 1.0  # of a replica, taken by a request so far

@@ -197,9 +197,7 @@ class AdmissionQueue:
         """Use other bounds and weights from now on. Waiting requests stay."""
         self.config = config
         for pool in self._pools.values():
-            pool.lanes.weight_of = config.weight_of
-            pool.lanes.max_overtakes = config.max_overtakes
-            pool.lanes.reweigh()
+            pool.lanes.retune(config)
 
     def pump(self, now_s: float) -> list[Started | Refused]:
         """Return the requests that start or are refused now. Call it after every change, and at `look_again_s`."""

@@ -83,7 +83,7 @@ class SlotParts:
                 found[name] = PoolClaims(
                     {id_: replace(use, limit=owned.get(id_, NO_PART).limit) for id_, use in uses.items()},
                     tuple(
-                        SlotClaim(priority, tenant, pool.lanes.weight_of(tenant), share, (replica,))
+                        SlotClaim(priority, tenant, pool.lanes.config.weight_of(tenant), share, (replica,))
                         for (replica, priority, tenant), share in pool.slots.running_shares().items()
                     ),
                     self._waiting_claims(pool, now_s),
@@ -111,6 +111,6 @@ class SlotParts:
             if before and before.oldest_age_s > age_s:
                 found[key] = replace(before, share=share)
             else:
-                weight = pool.lanes.weight_of(demand.tenant)
+                weight = pool.lanes.config.weight_of(demand.tenant)
                 found[key] = SlotClaim(priority, demand.tenant, weight, share, names, age_s, demand.share)
         return tuple(found.values())

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Final
 
 from cluster.admission.records import Waiting
+from configs.admission import AdmissionConfig
 
 MAX_CLOCKS: Final = 1024  # of tenants without waiting requests
 FEW: Final = 16  # tenants or models: so few are all looked at
@@ -95,8 +96,8 @@ class TenantTurns:
     Models in `stalled` have no replica. A lane that waits only for such models is not busy, and its clock goes on.
     """
 
-    def __init__(self, weight_of: Callable[[str], float], stalled: Collection[str] = ()) -> None:
-        self._weight_of = weight_of
+    def __init__(self, config: AdmissionConfig, stalled: Collection[str] = ()) -> None:
+        self._config = config
         self._stalled = set(stalled)
         self._waiting: dict[str, Lane] = {}
         self._lanes: dict[str, Lane] = {}
@@ -114,7 +115,7 @@ class TenantTurns:
         """Return the lane of a tenant, which may be idle. The lanes that were idle longest are forgotten."""
         lane = self._lanes.get(tenant)
         if lane is None:
-            lane = self._lanes[tenant] = Lane(tenant, self._weight_of(tenant), self.floor_s)
+            lane = self._lanes[tenant] = Lane(tenant, self._config.weight_of(tenant), self.floor_s)
             self._idle[tenant] = None
             while len(self._idle) > MAX_CLOCKS:
                 del self._lanes[self._idle.popitem(last=False)[0]]
@@ -270,11 +271,11 @@ class TenantTurns:
                     lane.cost_s += line.cost_s
             self.cost_s += lane.cost_s
 
-    def reweigh(self, weight_of: Callable[[str], float]) -> None:
-        """Use these weights from now on."""
-        self._weight_of = weight_of
+    def reweigh(self, config: AdmissionConfig) -> None:
+        """Use its weights from now on."""
+        self._config = config
         for tenant, lane in self._lanes.items():
-            lane.weight = weight_of(tenant)
+            lane.weight = config.weight_of(tenant)
         self._weight = sum([lane.weight for lane in self._busy.values()])
 
     def _few_lanes(self, models: Collection[str]) -> Collection[Lane] | None:

@@ -2,9 +2,9 @@
 
 `web/` has the first four as browsers run them: modules without a build step, and one template of a page. Their content
 comes from the API, with the key that their user types in, so the files themselves need no key. `web/vendor` has
-htm 3.1.1 of npm with preact in it, `swagger_ui/` has swagger-ui-dist 5.35.0 of npm, both unchanged (their licences
-lie beside them). Nothing comes from another server, so the pages work without internet, and no other server learns who
-reads them.
+htm 3.1.1 of npm with preact in it and marked 18.2.1, `swagger_ui/` has swagger-ui-dist 5.35.0 of npm, all unchanged
+(their licences lie beside them). Nothing comes from another server, so the pages work without internet, and no other
+server learns who reads them.
 """
 
 from __future__ import annotations

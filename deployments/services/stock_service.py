@@ -17,7 +17,13 @@ from torch import nn
 
 from cluster.ray_seam.request_ids import part_id
 from deployments.engines.graph.workspace import LendingMemory
-from deployments.engines.records.protocol import AdapterUse, ComputationFailed, DiffusionOutput, StockRequest
+from deployments.engines.records.protocol import (
+    AdapterUse,
+    ComputationFailed,
+    DiffusionOutput,
+    ImagePromptUse,
+    StockRequest,
+)
 from deployments.engines.stock.adapted import with_side_paths
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
@@ -155,7 +161,7 @@ class StockService:
     ) -> tuple[_Made, tuple[str, ...]]:
         """Return the outcome of a request, and warnings. No lease is left after it.
 
-        `versions` are those of its LoRAs. With a LoRA that changes a text encoder, the text is encoded here.
+        `versions` are those of its adapters. A LoRA that changes a text encoder is where the text is encoded: here.
         """
 
         previews = list[int]()
@@ -167,8 +173,9 @@ class StockService:
                 on_progress(progress_of(output))
 
         cache = self._module_cache
-        names = [use.name for use in stock.adapters]
-        loras = {name: await cache.manifests.find_version(name, versions.get(name)) for name in names}
+        lora_names = [use.name for use in stock.adapters]
+        names = [*lora_names, *(use.name for use in stock.image_prompts)]
+        loras = {name: await cache.manifests.find_version(name, versions.get(name)) for name in lora_names}
         parts = [part for lora in loras.values() for part in lora.components.values()]
         changes_text = any(changes_text_encoders(part.tensors) for part in parts)
         planner, first = (None, None) if changes_text else await self._plan_text(manifest, stock)
@@ -199,7 +206,9 @@ class StockService:
                 encoded = await encoding
                 self.num_running += 1
                 try:
-                    ready = replace(encoded.request, forward_bytes=planned, loras=lease.adapters)
+                    ready = replace(
+                        encoded.request, forward_bytes=planned, loras=lease.adapters, prompters=lease.adapters
+                    )
                     output = await loop.run_request(ready, on_output)
                 finally:
                     self.num_running -= 1
@@ -307,6 +316,7 @@ def _stock_request(request: ImageRequest) -> StockRequest:
         reports_steps=request.reports_steps,
         num_previews=request.partial_images,
         adapters=tuple(AdapterUse(use.name, use.scale, use.text_scale) for use in request.lora),
+        image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
     )
 
 

@@ -181,12 +181,13 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
     choices = []
     for index in range(max(chunk.index for chunk in chunks) + 1):
         own = [chunk for chunk in chunks if chunk.index == index]
-        reasons = [chunk.finish_reason for chunk in own if chunk.finish_reason]
+        ends = [chunk for chunk in own if chunk.finish_reason]
+        reason, stopped_by = (ends[-1].finish_reason or "stop", ends[-1].stopped_by) if ends else ("stop", None)
         logprobs = tuple(token for chunk in own for token in chunk.logprobs)
         calls = whole_calls([call for chunk in own for call in chunk.tool_calls])
         text = "".join(chunk.text for chunk in own)
         reasoning = "".join(chunk.reasoning for chunk in own)
-        choices.append(TextChoice(text, reasons[-1] if reasons else "stop", logprobs, calls, reasoning))
+        choices.append(TextChoice(text, reason, logprobs, calls, reasoning, stopped_by))
     return TextResult(
         model=model,
         text=choices[0].text,
@@ -201,6 +202,8 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
         tool_calls=choices[0].tool_calls,
         reasoning=choices[0].reasoning,
         num_cached_tokens=last.num_cached_tokens,
+        num_reasoning_tokens=last.num_reasoning_tokens,
+        stopped_by=choices[0].stopped_by,
     )
 
 
@@ -228,6 +231,7 @@ class _Answer:
         self._start, self._added, self._first = start, time.perf_counter(), 0.0
         self._prompts: dict[int, TextDelta] = {}
         self._completions: dict[tuple[int, int], int] = {}
+        self._num_reasoning_tokens = 0
 
     def chunk(self, number: int, delta: TextDelta) -> TextChunk:
         """Return the next delta, of prompt `number`, as a piece of the answer."""
@@ -235,6 +239,7 @@ class _Answer:
         if is_only_echoed(self._request):  # the token after the prompt is dropped
             delta = replace(delta, text="", logprob=None, num_completion_tokens=0, finish_reason="length")
         self._prompts.setdefault(number, delta)
+        num_new = delta.num_completion_tokens - self._completions.get((number, delta.index), 0)
         self._completions[number, delta.index] = delta.num_completion_tokens
         self._num_running -= delta.is_last
         chunk = TextChunk(
@@ -245,11 +250,14 @@ class _Answer:
             index=number * self._request.n + delta.index,
             logprobs=_logprobs(self._engine, delta),
             num_cached_tokens=sum(one.num_cached_tokens for one in self._prompts.values()),
+            stopped_by=delta.stopped_by,
         )
         if delta.prompt_logprobs:
             chunk = replace(chunk, text=_prompt_text(self._engine, self._request, number) + chunk.text)
         if self._readers is not None:
-            chunk = _read(chunk, self._readers[chunk.index])
+            reader = self._readers[chunk.index]
+            self._num_reasoning_tokens += num_new if reader.is_thinking else 0
+            chunk = replace(_read(chunk, reader), num_reasoning_tokens=self._num_reasoning_tokens)
         if self._num_running:
             return chunk
         return replace(chunk, timings_ms=self._timings_ms(), switch=self._report, warnings=self._warnings)

@@ -64,6 +64,7 @@ class Draft:
     recheck: Callable[[], Manifest | None]
     relocates: bool = False
     source_mark: str = ""
+    base: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -272,6 +273,7 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
         source=draft.source,
         fingerprint=draft.fingerprint,
         source_mark=draft.source_mark,
+        base=draft.base,
         layout=layout,
         components={component.name: component for component in placed.components},
         extents=dict(sorted(placed.extents.items())),

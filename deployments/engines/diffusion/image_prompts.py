@@ -10,6 +10,7 @@ diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0`, `mode
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.prompted import ImagePrompt, PromptedLayer, PromptedSpan
 from deployments.engines.libraries.config_files import read_config
-from deployments.engines.records.protocol import DiffusionRequest, EngineError
+from deployments.engines.records.protocol import DiffusionRequest, EngineError, ImagePromptUse
 from weights.formats.ip_adapter import (
     ENCODER,
     ENCODER_CLASS,
@@ -142,17 +143,27 @@ def make_image_prompts(
 
     Raises EngineError for an unknown one or one that does not fit the denoiser.
     """
+    if request.image_prompts and not family.adapters.takes_image_prompts:
+        raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
+    return read_images(request.image_prompts, known, denoiser, with_negative=num_branches > 1)
+
+
+def read_images(
+    uses: Sequence[ImagePromptUse], known: Mapping[str, object], denoiser: Any, *, with_negative: bool
+) -> tuple[ImagePrompt, ...]:
+    """Return IP-Adapters at work, with the branch of no image in front where it is wanted. `known` has them by name.
+
+    Raises EngineError for one that is not there or does not fit the denoiser.
+    """
     prompts = []
-    for use in request.image_prompts:
+    for use in uses:
         prompter = known.get(use.name)
         if not isinstance(prompter, ImagePrompter):
             names = ", ".join(sorted(name for name, thing in known.items() if isinstance(thing, ImagePrompter)))
             raise EngineError(f"ip_adapter: {use.name!r} is no known IP-Adapter (known: {names or 'none'})")
-        if not family.adapters.takes_image_prompts:
-            raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
         layers = _prompted_layers(denoiser)
         _check_fit(use.name, prompter, layers, denoiser)
-        tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
+        tokens = prompter.tokens_of(use.image, with_negative=with_negative)
         branches = tuple(tuple(_layers(prompter, layers, one, denoiser.dtype)) for one in tokens)
         prompts.append(ImagePrompt(use.name, branches, use.scale))
     return tuple(prompts)
@@ -173,7 +184,8 @@ def blank_image_prompt(name: str, num_tokens: int, denoiser: Any, device: torch.
 def prompted_by_images(spans: Sequence[PromptedSpan]) -> Iterator[None]:
     """Within the block, add to the outputs of cross-attentions, for each span of the batch its own images.
 
-    HAZARD: hooks belong to the layers, so one thread at a time may run them; no hook is left behind in any case.
+    HAZARD: hooks belong to the layers: what other threads run of them meanwhile is left alone. No hook is left behind
+    in any case.
     """
     by_layer: dict[nn.Module, list[_Added]] = {}
     for span in spans:
@@ -202,13 +214,16 @@ class _Added(NamedTuple):
 
 
 def _hooked(attention: Any, added: Sequence[_Added]) -> list[Any]:
-    """Hook an attention to keep its queries, and to add to the input of its last product."""
-    kept: list[torch.Tensor] = []
+    """Let an attention keep its queries, and add to what goes into its last product."""
+    kept, here = list[torch.Tensor](), threading.get_ident()
 
     def keep(_: nn.Module, __: Any, query: torch.Tensor) -> None:
-        kept[:] = [query]
+        if threading.get_ident() == here:
+            kept[:] = [query]
 
     def add(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() != here:
+            return
         (query,), x = kept, args[0]
         for one in added:
             rows = _heads(query[one.start : one.stop], one.key.shape[-1])

@@ -17,6 +17,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from deployments.engines.records.protocol import EngineError
+from weights.formats.lora import without_adapter
 from weights.formats.untrusted import shown
 
 DENOISER: Final = "denoiser"
@@ -92,9 +93,21 @@ _FLUX_ENDS: Final = {
 }
 _IMAGE_QKV: Final = tuple(f"transformer_blocks.{{}}.attn.to_{one}" for one in "qkv")
 _TEXT_QKV: Final = tuple(f"transformer_blocks.{{}}.attn.add_{one}_proj" for one in "qkv")
+_FLUX_NORMS: Final = {
+    **{
+        f"double_blocks.{{}}.{stream}_attn.norm.{one}_norm": f"transformer_blocks.{{}}.attn.norm_{added}{one[0]}"
+        for stream, added in (("img", ""), ("txt", "added_"))
+        for one in ("query", "key")
+    },
+    **{
+        f"single_blocks.{{}}.norm.{one}_norm": f"single_transformer_blocks.{{}}.attn.norm_{one[0]}"
+        for one in ("query", "key")
+    },
+}
 _FLUX_SINGLE_QKV: Final = tuple(f"single_transformer_blocks.{{}}.attn.to_{one}" for one in "qkv")
 _FLUX: Final[Mapping[str, str | tuple[str, ...]]] = {
     **_FLUX_ENDS,
+    **_FLUX_NORMS,
     "double_blocks.{}.img_mod.lin": "transformer_blocks.{}.norm1.linear",
     "double_blocks.{}.txt_mod.lin": "transformer_blocks.{}.norm1_context.linear",
     "double_blocks.{}.img_attn.qkv": _IMAGE_QKV,
@@ -117,6 +130,7 @@ _FLUX: Final[Mapping[str, str | tuple[str, ...]]] = {
     "single_blocks.{}.processor.proj_lora": "single_transformer_blocks.{}.proj_out",
 }
 _FLUX_2: Final[Mapping[str, str | tuple[str, ...]]] = {
+    **_FLUX_NORMS,
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
     "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
@@ -149,6 +163,15 @@ _SD3: Final[Mapping[str, str | tuple[str, ...]]] = {
     "joint_blocks.{}.x_block.attn.qkv": _IMAGE_QKV,
     "joint_blocks.{}.context_block.attn.qkv": _TEXT_QKV,
     "joint_blocks.{}.x_block.attn2.qkv": tuple(path.replace("attn", "attn2") for path in _IMAGE_QKV),
+    **{
+        f"joint_blocks.{{}}.{block}.ln_{one}": f"transformer_blocks.{{}}.{norm}{one}"
+        for block, norm in (
+            ("x_block.attn", "attn.norm_"),
+            ("context_block.attn", "attn.norm_added_"),
+            ("x_block.attn2", "attn2.norm_"),
+        )
+        for one in "qk"
+    },
     "joint_blocks.{}.x_block.attn.proj": "transformer_blocks.{}.attn.to_out.0",
     "joint_blocks.{}.context_block.attn.proj": "transformer_blocks.{}.attn.to_add_out",
     "joint_blocks.{}.x_block.attn2.proj": "transformer_blocks.{}.attn2.to_out.0",
@@ -170,6 +193,11 @@ _Z_IMAGE: Final[Mapping[str, str | tuple[str, ...]]] = {
     },
     **{f"{block}.{{}}.attention.out": f"{block}.{{}}.attention.to_out.0" for block in _Z_IMAGE_BLOCKS},
     **{
+        f"{block}.{{}}.attention.{one}_norm": f"{block}.{{}}.attention.norm_{one}"
+        for block in _Z_IMAGE_BLOCKS
+        for one in "qk"
+    },
+    **{
         f"{block}.{{}}.attention.to.{one}": f"{block}.{{}}.attention.to_{one}"
         for block in _Z_IMAGE_BLOCKS
         for one in "qkv"
@@ -183,6 +211,7 @@ _LUMINA_2: Final[Mapping[str, str | tuple[str, ...]]] = {
     for name, path in {
         "attention.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
         "attention.out": "attn.to_out.0",
+        **{f"attention.{one}_norm": f"attn.norm_{one}" for one in "qk"},
         **{f"feed_forward.w{number}": f"feed_forward.linear_{number}" for number in (1, 2, 3)},
         "adaLN_modulation.1": "norm1.linear",
     }.items()
@@ -243,6 +272,12 @@ _HUNYUAN_VIDEO: Final[Mapping[str, str | tuple[str, ...]]] = {
     "txt_in.individual_token_refiner.blocks.{}.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
     "double_blocks.{}.img_mod.linear": "transformer_blocks.{}.norm1.linear",
     "double_blocks.{}.txt_mod.linear": "transformer_blocks.{}.norm1_context.linear",
+    **{
+        f"double_blocks.{{}}.{stream}_attn_{one}_norm": f"transformer_blocks.{{}}.attn.norm_{added}{one}"
+        for stream, added in (("img", ""), ("txt", "added_"))
+        for one in "qk"
+    },
+    **{f"single_blocks.{{}}.{one}_norm": f"single_transformer_blocks.{{}}.attn.norm_{one}" for one in "qk"},
     "double_blocks.{}.img_attn_qkv": _IMAGE_QKV,
     "double_blocks.{}.txt_attn_qkv": _TEXT_QKV,
     "double_blocks.{}.img_attn_proj": "transformer_blocks.{}.attn.to_out.0",
@@ -289,6 +324,7 @@ _LTX: Final = {
     "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
     "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
 }
+_OWN_NORM: Final = re.compile(r"\bnorm_([qk])$")
 _FIRST_PARTS: Final = {"LTXVideoTransformer3DModel": _LTX, "LTX2VideoTransformer3DModel": _LTX}
 _OF_UNETS: Final = ("UNet2DConditionModel", "UNetMotionModel")
 
@@ -304,6 +340,7 @@ def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer
         found |= _last_of_sd3(known)
     for path in paths if class_name in _FIRST_PARTS else ():
         head, dot, rest = path.partition(".")
+        rest = _OWN_NORM.sub(r"\1_norm", rest)
         found[_FIRST_PARTS[class_name].get(head, head) + dot + rest] = NamedLayer((path,))
     if class_name in _OF_UNETS:
         found |= {name: NamedLayer((path,)) for name, path in _of_latent_diffusion(paths)}
@@ -413,7 +450,7 @@ _ENDS: Final = {
     **{
         f".lora_{half}{end}": what
         for half, what in (("A", DOWN), ("B", UP))
-        for end in ("", ".weight", ".default.weight")
+        for end in ("", ".weight")
     },
     **{
         f".{name}{what}.weight": what
@@ -427,12 +464,11 @@ _ENDS: Final = {
     OF_LYCORIS: LENGTHS,
     ".lora_magnitude_vector": LENGTHS,
     ".lora_magnitude_vector.weight": LENGTHS,
-    ".lora_magnitude_vector.default.weight": LENGTHS,
     ".magnitude": LENGTHS,
     **{
         f".lora_{half}{end}": f"{what} bias"
         for half, what in (("A", DOWN), ("B", UP))
-        for end in (".bias", ".default.bias")
+        for end in (".bias",)
     },
     ".diff_b": "up bias",
     ".diff": "difference",
@@ -474,9 +510,10 @@ def part_of(name: str, beside: Container[str] = ()) -> tuple[str, str]:
     """
     if len(name) > _MAX_NAME_CHARS:
         raise EngineError(f"tensor {shown(name)} has a name of {len(name)} characters")
+    plain = without_adapter(name)
     for end in _LONGEST_FIRST:
-        if name.endswith(end) and len(name) > len(end):
-            return name.removesuffix(end), _ENDS[end]
+        if plain.endswith(end) and len(plain) > len(end):
+            return plain.removesuffix(end), _ENDS[end]
     if name.endswith(_IA3) and name.removesuffix(_IA3) + ON_INPUT in beside:
         return name.removesuffix(_IA3), "ia3"
     kind = next((kind for part, kind in _FOREIGN.items() if part in name), None)

@@ -1,4 +1,7 @@
-"""Solvers: one for every request, of a class of diffusers, with the request's schedule."""
+"""Solvers: one for every request, with the schedule that it asks for.
+
+They are of classes of diffusers, of `flow_solvers.py` and `stochastic_solvers.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
 from deployments.engines.diffusion.flow_solvers import NAMES as FLOW_NAMES
 from deployments.engines.diffusion.flow_solvers import flow_solver, is_flow
-from deployments.engines.diffusion.known_solvers import REFUSED, check_solver
+from deployments.engines.diffusion.known_solvers import check_solver
+from deployments.engines.diffusion.stochastic_solvers import SOLVERS as STOCHASTIC
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
 
@@ -25,7 +29,7 @@ Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config 
 # Solvers over a schedule of betas: each runs with the config of any other, as stock's users swap them. LCM and TCD
 # are in no class's `compatibles` in diffusers, though they read the same config; EDM is in all, and reads another one.
 _OF_BETAS: Final = frozenset(
-    {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler"} - {"EDMEulerScheduler"}
+    {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler", *STOCHASTIC} - {"EDMEulerScheduler"}
 )
 # The options of a solver's config that a request may change, with their type, range of numbers, or choices.
 _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]] = {
@@ -94,9 +98,8 @@ class SolverFactory:
         if scheduler not in (None, own):
             known = self._known_classes()
             if scheduler not in known:
-                reason = f" ({scheduler} {REFUSED[scheduler]})" if scheduler in REFUSED else ""
                 raise EngineError(
-                    f"scheduler {scheduler!r}: expected one that fits the model's{reason} (known: {', '.join(known)})"
+                    f"scheduler {scheduler!r}: expected one that fits the model's (known: {', '.join(known)})"
                 )
         elif not options:
             return copy.deepcopy(self._template)
@@ -152,10 +155,10 @@ def _step_parameters(step: Callable[..., Any]) -> frozenset[str]:
 
 
 def _solver_class(class_name: str | None) -> Any:
-    """Return a solver's class, None for an unknown name, or for a class whose packages are not installed."""
-    cls = getattr(diffusers, str(class_name), None)
+    """Return a solver's class, None for a name that is none's, or one's whose packages are not installed."""
+    cls = STOCHASTIC.get(str(class_name)) or getattr(diffusers, str(class_name), None)
     is_solver = isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)
-    return cls if is_solver and class_name not in REFUSED else None
+    return cls if is_solver else None
 
 
 def add_noise(solver: Any, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:

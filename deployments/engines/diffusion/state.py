@@ -75,8 +75,8 @@ def make_controls(
         make_batch_invariant(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
-            inputs = family.adapters.control_image(
-                net, pixels, lambda images: codec.encode(images, generator), codec.vae
+            inputs = family.adapters.control_inputs(
+                net, pixels, lambda images: family.latents.scale(codec.encode(images, generator), codec.vae)
             )
         inputs = tuple(one.to(device, denoiser.dtype) for one in inputs)
         reads_prompt = family.adapters.controls_read_prompt

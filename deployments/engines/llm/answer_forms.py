@@ -54,8 +54,9 @@ class ToolForm:
     - python: calls of functions with keywords, in a list;
     - braces: the name, and {key:value} with texts in `quote`s;
     - channels: the body of a message whose head names its recipient, and of others the channel.
-    A form that `is_bare` has no opening: the answer's first character decides whether it is calls. `signs` are texts,
-    all in a template that teaches the form without rendering calls.
+    A form that `is_bare` has no opening: the answer's first character says whether it is calls. `signs` are what a
+    template has, all of them, that teaches the form without rendering calls. A `mark` is what all its markers have,
+    which models write with bars of ASCII, with doubled ones, or in small letters, now and then.
     """
 
     syntax: Syntax
@@ -69,6 +70,7 @@ class ToolForm:
     is_array: bool = False
     is_bare: bool = False
     signs: tuple[str, ...] = ()
+    mark: str = ""
 
     @property
     def prefix(self) -> str:
@@ -142,13 +144,16 @@ _OBJECT: Final = '{"name": NAME, "arguments": '
 _PARAMETERS: Final = '{"name": NAME, "parameters": '
 
 
+_DSML: Final = "\uff5cDSML\uff5c"
+
+
 def _deepseek(*words: str) -> str:
     return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
 
 
 def _dsml(section: str, blank: str = "") -> ToolForm:
-    """Return the markup of DeepSeek since V3.2: the section around calls, and the text before each name."""
-    mark = f"\uff5cDSML\uff5c{blank}"
+    """Return the markup of DeepSeek since V3.2: the section that calls stand in, and what is before each name."""
+    mark = f"{_DSML}{blank}"
     return ToolForm(
         "tagged",
         section=(f"<{mark}{section}>\n", f"\n</{mark}{section}>"),
@@ -160,6 +165,7 @@ def _dsml(section: str, blank: str = "") -> ToolForm:
             (' string="true"', ' string="false"'),
         ),
         signs=(f"{mark}{section}",),
+        mark=_DSML,
     )
 
 

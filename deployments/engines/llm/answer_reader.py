@@ -17,6 +17,7 @@ from deployments.engines.llm.call_readers import (
     Calls,
     JsonCall,
     Markers,
+    MarkSpelling,
     TaggedCall,
     Tape,
     WholeCall,
@@ -89,6 +90,7 @@ class AnswerReader:
         self._thought = _Shown(holds_blanks=True)
         self._thought.is_inner = True
         self._tape, self._calls = Tape(), Calls(functions, max_calls)
+        self._spelling = MarkSpelling(form.tools.mark) if form.tools is not None and form.tools.mark else None
         self._call: CallReader | None = None
         self._met_in: Callable[[], bool] = self._read_start  # the state in which a possible call was met
         self._state: Callable[[], bool] = self._read_start
@@ -109,15 +111,25 @@ class AnswerReader:
         """Return the number of calls that have begun."""
         return self._calls.num_calls
 
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether the next text belongs to a thought, if only as its end."""
+        return self._state == self._read_thought
+
     def feed(self, piece: str) -> AnswerPiece:
         """Read a piece, and return the part of the answer that is certain now."""
+        self._read(piece if self._spelling is None else self._spelling.feed(piece))
+        return self._take_piece()
+
+    def _read(self, piece: str) -> None:
         self._tape.held += piece
         while self._tape.held and self._state():
             pass
-        return self._take_piece()
 
     def flush(self, *, is_cut: bool = False) -> AnswerPiece:
         """Return the text held back, at the end of the answer. `is_cut`: a limit ended the answer before its end."""
+        if self._spelling is not None:
+            self._read(self._spelling.flush())
         if not is_cut and self._state == self._read_call and self._call is not None:
             self._call.flush()
         held, self._tape.held = self._tape.held, ""

@@ -11,6 +11,7 @@ from typing import Any, Final
 _JSON_NAMES: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None}
 _MAX_DEPTH: Final = 32
 _MAX_CHARACTERS: Final = 2**18  # of a call that is read as a whole
+_DECODER: Final = json.JSONDecoder(strict=False)
 _KEY: Final = re.compile(r"([^:{}\[\],]{1,256}):")
 _SCALAR: Final = re.compile(r"[^,{}\[\]]*")
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
@@ -153,6 +154,11 @@ def _braces(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
     if text.startswith(quote, at):
         end = text.index(quote, at + len(quote))
         return text[at + len(quote) : end], end + len(quote)
+    if text[at] == '"':  # as JSON has it
+        try:
+            return _DECODER.raw_decode(text, at)
+        except ValueError:  # a quote within what is no text
+            pass
     if text[at] not in "{[":
         found = _SCALAR.match(text, at)
         assert found is not None

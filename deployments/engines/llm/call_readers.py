@@ -29,7 +29,8 @@ _FENCE: Final = "```json"
 _SAID: Final = re.compile(r'(?:string|type)="(\w+)"')  # the type of an argument
 _AS_TEXT: Final = frozenset({"string"})
 _NO_TEXT: Final = frozenset({"number", "boolean", "array", "object", "null"})
-_BESIDE: Final = "` \n\t"  # allowed between the arguments and the end of a call
+_BARS: Final = "\uff5c|"
+_BESIDE: Final = "` \n\t"  # what may stand between arguments and the end of a call
 
 Step = Literal["wait", "on", "ended", "no call"]
 
@@ -66,6 +67,35 @@ class Markers:
 @functools.lru_cache(maxsize=256)
 def markers_of(*markers: str) -> Markers:
     return Markers(markers)
+
+
+class MarkSpelling:
+    """Writes the mark of a family's markers as it is meant, whatever its bars and letters are, in text in pieces."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark, name = mark, mark.strip(_BARS)
+        self._pattern = re.compile(rf"(</?)[{_BARS}]{{1,2}}{re.escape(name)}[{_BARS}]{{1,2}}", re.IGNORECASE)
+        rest = f"[{_BARS}]?"
+        for letter in reversed(name):
+            rest = f"(?:{re.escape(letter)}{rest})?"
+        self._begun = re.compile(rf"</?(?:[{_BARS}]{{1,2}}{rest})?\Z", re.IGNORECASE)  # what may yet become one
+        self._held = ""
+
+    def feed(self, piece: str) -> str:
+        """Return the text that is certain now."""
+        text = self._held + piece
+        at = text.rfind("<")
+        size = at if at >= 0 and self._begun.match(text, at) else len(text)
+        self._held = text[size:]
+        return self._spelled(text[:size])
+
+    def flush(self) -> str:
+        """Return the text held back."""
+        held, self._held = self._held, ""
+        return self._spelled(held)
+
+    def _spelled(self, text: str) -> str:
+        return self._pattern.sub(lambda found: found[1] + self._mark, text)
 
 
 class Tape:
@@ -418,7 +448,7 @@ class WholeCall:
 
     def __init__(self, tape: Tape, calls: Calls, form: ToolForm, is_meant: Callable[[str], bool], stop: str) -> None:
         self._tape, self._calls, self._form, self._is_meant = tape, calls, form, is_meant
-        self._brackets = _Brackets((form.quote,) if form.quote else ("'", '"'), stop)
+        self._brackets = _Brackets((form.quote, '"') if form.quote else ("'", '"'), stop, only_values=bool(form.quote))
         self._state = self._read_whole
 
     def step(self) -> Step:
@@ -496,11 +526,12 @@ class _Value:
 class _Brackets:
     """Finds the end of a bracketed text that grows. Brackets within `quotes` do not count.
 
-    In a quote of one character a backslash escapes the next one. A `stop` outside of brackets is the end, too.
+    In a quote of one character a backslash takes the next one's meaning; with `only_values` it is one where a value or
+    a key begins. A `stop` outside of brackets is the end, too.
     """
 
-    def __init__(self, quotes: tuple[str, ...], stop: str) -> None:
-        self._quotes, self._stop = quotes, stop
+    def __init__(self, quotes: tuple[str, ...], stop: str, *, only_values: bool = False) -> None:
+        self._quotes, self._stop, self._only_values = quotes, stop, only_values
         self._at = self._depth = 0
         self._quote = ""
 
@@ -520,6 +551,8 @@ class _Brackets:
             if self._stop and not self._depth and text.startswith(self._stop, at):
                 return at
             opened = next((quote for quote in self._quotes if text.startswith(quote, at)), "")
+            if len(opened) == 1 and self._only_values and text[:at].rstrip()[-1:] not in ("{", "[", ",", ":"):
+                opened = ""
             self._quote = opened
             self._at += len(opened) or 1
             if character in "([{":

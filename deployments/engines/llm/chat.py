@@ -9,11 +9,20 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+CalledName = Annotated[str, Field(min_length=1, max_length=256)]  # whatever a model has written
 
 
 class NullIsDefault(BaseModel):
@@ -43,14 +52,18 @@ class _ChatPart(NullIsDefault):
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
+def _as_json_text(arguments: Any) -> Any:
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
 class FunctionCall(_ChatPart):
     """The function called by an earlier answer, by the model's own name for it; `arguments` are a JSON object as text.
 
-    They are unchanged: an answer may have ended within them.
+    They are as they came: an answer may have ended within them. An object will do.
     """
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: str = ""
+    name: CalledName
+    arguments: Annotated[str, BeforeValidator(_as_json_text)] = ""
 
     def for_template(self) -> dict[str, Any]:
         """Return the call in the form for chat templates: the arguments as an object, or as text if they are none."""

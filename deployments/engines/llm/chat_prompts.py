@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,11 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.libraries.chat_rendering import render_chat_template
-from deployments.engines.llm.template_forms import wants_text_arguments
+from deployments.engines.llm.template_forms import template_forms
 from deployments.engines.llm.tokenizer import chat_template, checked_characters
 from deployments.engines.records.protocol import EngineError
 
+_SHORT_ID: Final = re.compile("[a-zA-Z0-9]{9}")
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # The families' names of the switch of reasoning; a template ignores unknown ones.
 _SWITCHES: Final = ("enable_thinking", "thinking", "reasoning")
@@ -93,8 +95,12 @@ def render_chat(
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     name = next((found for found, source in named.items() if source == template), "default")
     chat = _in_known_words(messages, template)
-    if any("tool_calls" in message for message in chat) and wants_text_arguments(tokenizer):
-        chat = [_with_text_arguments(message) for message in chat]
+    if uses_tools:
+        forms = template_forms(tokenizer, chat_template(tokenizer, has_tools=True))
+        if forms.has_text_arguments:
+            chat = [_with_text_arguments(message) for message in chat]
+        if forms.has_short_ids:
+            chat = [_with_short_ids(message) for message in chat]
     variables = dict(options.variables)
     if options.continues or not options.opens_turn:
         variables["add_generation_prompt"] = False
@@ -105,14 +111,18 @@ def render_chat(
 def _in_known_words(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
     """Return messages with only the roles and members that a template knows.
 
-    The developer's messages become the system's if no other role is known, in one message at the beginning; thoughts
-    have two names.
+    What developers say is said by the system where no other role is known, in one message at the beginning; thoughts
+    have two names; and results have those of the functions that were called, which few clients repeat.
     """
     knows_developer = re.search(r"\bdeveloper\b", template) is not None
     has_thinking = re.search(r"\bmessage(?:\.|\[['\"])thinking\b", template) is not None
     found: list[dict[str, Any]] = []
+    called: dict[str, str] = {}  # names by ids
     for message in messages:
         message = dict(message)
+        called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and (name := called.get(message.get("tool_call_id", ""))):
+            message.setdefault("name", name)
         if message["role"] == "developer" and not knows_developer:
             message["role"] = "system"
             before = found[-1] if found else None
@@ -135,6 +145,20 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         for call in message["tool_calls"]
     ]
     return message | {"tool_calls": calls}
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    message = dict(message)
+    if "tool_calls" in message:
+        message["tool_calls"] = [call | {"id": _short_id(call["id"])} for call in message["tool_calls"]]
+    if "tool_call_id" in message:
+        message["tool_call_id"] = _short_id(message["tool_call_id"])
+    return message
+
+
+def _short_id(id_: str) -> str:
+    """Return an id of nine letters and digits: the same one for the same id, always."""
+    return id_ if _SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode(errors="replace")).hexdigest()[:9]
 
 
 def _as_text(arguments: Any) -> str:

@@ -49,6 +49,7 @@ class Completion:
     matcher: StopMatcher
     max_tokens: int
     end_token_ids: frozenset[int]
+    named_end_ids: frozenset[int]  # those of them that the request names
 
     @classmethod
     def create(
@@ -88,6 +89,7 @@ class Completion:
             matcher=StopMatcher(sampling.stop),
             max_tokens=max_tokens,
             end_token_ids=eos | frozenset(sampling.stop_token_ids),
+            named_end_ids=frozenset(sampling.stop_token_ids) - eos,
         )
 
     def advance(self, sampled: SampledToken, num_others: int) -> TextDelta:
@@ -97,10 +99,11 @@ class Completion:
         """
         token_id = sampled.token_id
         self.picker.advance(token_id)
-        finish_reason = None
+        finish_reason, stopped_by = None, None
         if token_id in self.end_token_ids:
             # The end token is counted but not shown, whether the tokenizer calls it special or not.
             text, finish_reason = self._last_text(), "stop"
+            stopped_by = token_id if token_id in self.named_end_ids else None
         else:
             text = self.matcher.feed(self.decoder.feed(token_id))
             if not self.matcher.stopped and self.picker.is_complete:
@@ -122,6 +125,7 @@ class Completion:
             num_cached_tokens=self.sequence.num_cached_tokens,
             logprob=sampled.logprob,
             prompt_logprobs=scores.tokens if scores and self.sequence.num_completion_tokens == 1 else (),
+            stopped_by=self.matcher.found or stopped_by,
         )
 
     def embedded(self) -> TextDelta:

@@ -35,16 +35,19 @@ _FUNCTION: Final = Function(
 _ARGUMENTS: Final = {"word": "fern"}
 _QUESTION: Final = {"role": "user", "content": "What is a fern?"}
 _TOOL: Final = {"type": "function", "function": _FUNCTION.model_dump(exclude_none=True)}
+_SHORT_ID: Final = "abcdef123"  # some take no other length
 _BEGUN: Final = re.compile(r"[<\[][^<>\[\]\s]*$")
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
-class _TemplateForms:
-    """A template's rules of calls: their form, and whether it takes the arguments of earlier calls as a text."""
+class TemplateForms:
+    """A template's rules of calls: their form, whether it takes the arguments of earlier ones as a text, and whether
+    it takes no ids but those of nine letters and digits."""
 
     tools: ToolForm | None
-    has_text_arguments: bool
+    has_text_arguments: bool = False
+    has_short_ids: bool = False
 
 
 def answer_form(
@@ -73,7 +76,7 @@ def answer_form(
     elif not re.search(r"\btools\b", template):
         raise EngineError("the model's chat template does not know tools")
     else:
-        tools = _forms_of(tokenizer, template).tools
+        tools = template_forms(tokenizer, template).tools
     if tools is None:
         raise EngineError(
             "the model's chat template writes tool calls in a form that is not known here; the model's "
@@ -82,33 +85,31 @@ def answer_form(
     return AnswerForm(tools, reasoning)
 
 
-def wants_text_arguments(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the template wants the arguments of earlier calls as a text, and not as an object."""
-    return _forms_of(tokenizer, chat_template(tokenizer, has_tools=True)).has_text_arguments
-
-
-def _forms_of(tokenizer: PreTrainedTokenizerBase, template: str) -> _TemplateForms:
+def template_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForms:
+    """Return a template's rules of calls."""
     special = tokenizer.special_tokens_map
     return _read_template(template, tuple((name, str(special[name])) for name in _SPECIAL if name in special))
 
 
 @lru_cache(maxsize=64)
-def _read_template(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _TemplateForms:
+def _read_template(template: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplateForms:
+    special = dict(special_tokens)
     for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-        for tools in ([_TOOL], []):  # some raise for unexpected messages
-            texts = _rendered(template, dict(special_tokens), arguments, tools)
+        for tools in ([_TOOL], []):  # some raise for what they do not expect
+            texts = _rendered(template, special, arguments, tools, _SHORT_ID)
             form = texts and next((one for one in TOOL_FORMS.values() if _is_read_back(one, *texts)), None)
             if form:
-                return _TemplateForms(form, isinstance(arguments, str))
-    return _TemplateForms(_with_signs(TOOL_FORMS, template), False)
+                has_short_ids = _rendered(template, special, arguments, tools, f"call_{_SHORT_ID}") is None
+                return TemplateForms(form, isinstance(arguments, str), has_short_ids)
+    return TemplateForms(_with_signs(TOOL_FORMS, template))
 
 
 def _rendered(
-    template: str, special_tokens: Mapping[str, str], arguments: Any, tools: Sequence[Any]
+    template: str, special_tokens: Mapping[str, str], arguments: Any, tools: Sequence[Any], id_: str
 ) -> tuple[str, str] | None:
     """Return the end of a prompt, and a call as the template writes it after that; None if it writes none."""
     call = {
-        "id": "abcdef123",  # some take no other length
+        "id": id_,
         "type": "function",
         "function": {"name": _FUNCTION.name, "arguments": arguments},
     }

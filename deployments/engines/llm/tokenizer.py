@@ -241,17 +241,22 @@ class StopMatcher:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None  # the stop string that came
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string has come."""
+        return self.found is not None
 
     def feed(self, piece: str) -> str:
         """Return the text that can be shown now; after the stop string, none."""
         if self.stopped:
             return ""
         self._held += piece
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._held[: min(found)[1]]
+            _, at, self.found = min(found)
+            return self._held[:at]
         keep = self._num_possible()
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown

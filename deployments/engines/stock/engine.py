@@ -40,6 +40,7 @@ from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, audio_channels, sample_rate
 from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
+from deployments.engines.stock.prompted import reading_images
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
 
@@ -215,8 +216,9 @@ class _Run:
             shown = {"callback_on_step_end": self._show_step}
         spans = self._adapted.spans_of(pipeline, self.request.adapters, self.request.loras)
         words = reading_words(pipeline, self.request.adapters, self.request.loras)
-        with _on_device(modules), self._turns(modules, spans), words:
-            output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown)
+        images = reading_images(pipeline, self.request.image_prompts, self.request.prompters)
+        with _on_device(modules), self._turns(modules, spans), words, images as seen:
+            output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown, **seen)
         makes = read_class(self._model.cls.__name__).makes or "images"
         made = next((output[name] for name in OUTPUTS[makes] if name in output), None)
         if makes == "audio":

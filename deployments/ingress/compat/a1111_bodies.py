@@ -41,7 +41,7 @@ LANCZOS: Final = "Lanczos"
 NONE: Final = "None"
 _LATENT: Final = "Latent"
 _MAX_PASSES: Final = 3
-_SIDE_MULTIPLE: Final = 8  # of the second pass's sides
+_SIDE_MULTIPLE: Final = 8  # of sides: others are rounded down, as the WebUI does by its latents
 Pixels = npt.NDArray[np.uint8]
 _SDE: Final = {"algorithm_type": "sde-dpmsolver++"}
 # The samplers of the WebUI: classes of diffusers, and their options.
@@ -55,9 +55,6 @@ SAMPLERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
 _NO_SAMPLERS: Final = {
     name.lower()
     for name in (
-        "DPM++ SDE",
-        "DPM++ 2S a",
-        "DPM++ 3M SDE",
         "DPM2 CFG++",
         "DPM fast",
         "DPM adaptive",
@@ -253,7 +250,7 @@ class SecondPass(NamedTuple):
         if self.width or self.height:
             scale = max(self.width / width, self.height / height)
         sides = [self.width or int(width * scale), self.height or int(height * scale)]
-        return Size(*(max(_SIDE_MULTIPLE, side // _SIDE_MULTIPLE * _SIDE_MULTIPLE) for side in sides))
+        return Size(*map(_rounded, sides))
 
 
 class ExtraImageBody(RequestModel, extra="ignore"):
@@ -452,8 +449,8 @@ class TextToImageBody(RequestModel, extra="allow"):
             "n": self.num_images,
             "num_inference_steps": self.steps,
             "guidance_scale": self.cfg_scale,
-            "width": self.width,
-            "height": self.height,
+            "width": self.width and _rounded(self.width),
+            "height": self.height and _rounded(self.height),
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "lora": loras,
         }
@@ -509,8 +506,8 @@ class ImageToImageBody(TextToImageBody):
         record, _ = super().to_record(model, limits)
         image = decode_base64_within(self.init_images[0], "init_images", limits)
         mask = None if self.mask is None else decode_base64_within(self.mask, "mask", limits)
-        width, height = self.width or image.size[0], self.height or image.size[1]
-        if width * height > limits.max_pixels:  # before any image is resized to it
+        width, height = (_rounded(one) for one in (self.width or image.size[0], self.height or image.size[1]))
+        if width * height > limits.max_pixels:  # before anything is resized to it
             text = f"size: {width}x{height}, at most {limits.max_pixels} pixels are allowed"
             raise InvalidRequest(text, "size")
         painting = paint(image, mask, width, height, self._painting)
@@ -523,6 +520,10 @@ class ImageToImageBody(TextToImageBody):
         if self.enable_hr:
             raise InvalidRequest("enable_hr: img2img has no second pass", "enable_hr")
         return None
+
+
+def _rounded(side: int) -> int:
+    return max(_SIDE_MULTIPLE, side // _SIDE_MULTIPLE * _SIDE_MULTIPLE)
 
 
 def _solver_of(sampler: str, scheduler: str | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
+from deployments.engines.llm.chat import CalledName, CalledTool, FunctionName, ReasoningEffort
 from deployments.ingress.messages.answer_parts import AnswerPart, AnswerParts
 from deployments.ingress.messages.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
 from deployments.ingress.messages.responses import (
@@ -38,7 +38,7 @@ from deployments.ingress.service.service import Service
 from deployments.records import MAX_INT32, MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, TextResult
 from deployments.records.errors import InvalidRequest
 
-StopReason = Literal["end_turn", "max_tokens", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 _STOP_REASONS: Final[dict[str, StopReason]] = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
@@ -128,7 +128,7 @@ class MessageUsage(Answer):
 
 
 class MessageAnswer(Answer):
-    """A message of the model. `stop_sequence` stays null: a stop string ends a turn like any other end."""
+    """A message of the model."""
 
     id: str
     type: Literal["message"]
@@ -136,7 +136,7 @@ class MessageAnswer(Answer):
     model: str
     content: list[AnswerBlock]
     stop_reason: StopReason | None
-    stop_sequence: None
+    stop_sequence: str | None
     usage: MessageUsage
 
 
@@ -155,14 +155,22 @@ def _whole_message(result: TextResult) -> MessageAnswer:
         content.append(TextBlockAnswer(type="text", text=result.text))
     for call in result.tool_calls:
         content.append(ToolUseAnswer(type="tool_use", id=call.id, name=call.name, input=_arguments(call)))
-    return _message(result.model, content, _STOP_REASONS.get(result.finish_reason, "end_turn"), result)
+    return _message(result.model, content, result, **_end_of(result))
+
+
+def _end_of(last: TextResult | TextChunk) -> dict[str, Any]:
+    """Return why an answer has ended: that it calls tools goes before what ended it."""
+    if isinstance(last.stopped_by, str) and last.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": last.stopped_by}
+    return {"stop_reason": _STOP_REASONS.get(last.finish_reason or "", "end_turn"), "stop_sequence": None}
 
 
 def _message(
     model: str,
     content: list[AnswerBlock],
-    stop_reason: StopReason | None,
     counts: TextResult | TextChunk,
+    stop_reason: StopReason | None = None,
+    stop_sequence: str | None = None,
 ) -> MessageAnswer:
     return MessageAnswer(
         id=f"msg_{uuid.uuid4().hex}",
@@ -171,7 +179,7 @@ def _message(
         model=model,
         content=content,
         stop_reason=stop_reason,
-        stop_sequence=None,
+        stop_sequence=stop_sequence,
         usage=MessageUsage.of(counts),
     )
 
@@ -206,7 +214,7 @@ class _MessageEvents:
         """Yield the events of a piece; the first one begins the message, and the last one ends it."""
         if not self._has_begun:
             self._has_begun = True
-            message = _message(self._model, [], None, chunk).model_dump()
+            message = _message(self._model, [], chunk).model_dump()
             message["usage"]["output_tokens"] = 0
             yield _event("message_start", message=message)
         for part in self._parts.of(chunk):
@@ -219,8 +227,7 @@ class _MessageEvents:
             if not self._num_blocks:
                 yield from self._begin({"type": "text", "text": ""})
             yield from self._close()
-            delta = {"stop_reason": _STOP_REASONS.get(chunk.finish_reason, "end_turn"), "stop_sequence": None}
-            yield _event("message_delta", delta=delta, usage=MessageUsage.of(chunk).model_dump())
+            yield _event("message_delta", delta=_end_of(chunk), usage=MessageUsage.of(chunk).model_dump())
             yield _event("message_stop")
 
     def failure(self, error: Exception) -> str:
@@ -306,7 +313,7 @@ class ToolUseBlock(_MessagePart):
 
     type: Literal["tool_use"]
     id: Name
-    name: FunctionName
+    name: CalledName
     input: dict[str, Any]
 
 

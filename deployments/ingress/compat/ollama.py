@@ -6,8 +6,6 @@ stay while there is room) is accepted and has no effect.
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final, Literal
 
@@ -18,7 +16,7 @@ from pydantic_core import to_json
 from starlette.responses import PlainTextResponse, Response
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import FunctionName, Tool
+from deployments.engines.llm.chat import CalledName, Tool
 from deployments.ingress.compat.ollama_answers import (
     SPOKEN_VERSION,
     ChatLine,
@@ -35,6 +33,7 @@ from deployments.ingress.compat.ollama_answers import (
     shown_model,
 )
 from deployments.ingress.messages.bodies import AnyTypeRoute
+from deployments.ingress.messages.call_ids import WaitingCalls
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     call_aside,
@@ -160,7 +159,7 @@ class _TextBody(_ModelBody):
 class OllamaCall(RequestModel, extra="ignore"):
     """The function of an earlier answer's call."""
 
-    name: FunctionName
+    name: CalledName
     arguments: dict[str, Any] = Field({})
 
 
@@ -192,30 +191,24 @@ class OllamaChatBody(_TextBody):
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
         messages: list[dict[str, Any]] = []
-        waiting: deque[tuple[str, str]] = deque()  # ids and names of calls without an answer
+        waiting = WaitingCalls()
         for number, turn in enumerate(self.messages):
             messages.append(_message_of(turn, number, waiting))
         given = {"messages": messages, "tools": tuple(self.tools or ())}
         return self.text_fields() | self.format_fields() | given
 
 
-def _message_of(turn: OllamaTurn, number: int, waiting: deque[tuple[str, str]]) -> dict[str, Any]:
+def _message_of(turn: OllamaTurn, number: int, waiting: WaitingCalls) -> dict[str, Any]:
     content = _with_images(turn.images, turn.content or "", f"messages.{number}.images")
     message: dict[str, Any] = {"role": turn.role, "content": content, "reasoning": turn.thinking}
     if turn.tool_calls:
-        calls = [(call.id or f"call_{number}_{place}", call) for place, call in enumerate(turn.tool_calls)]
-        waiting.clear()
-        waiting.extend((id_, call.function.name) for id_, call in calls)
-        message["tool_calls"] = [
-            {"id": id_, "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}}
-            for id_, call in calls
-        ]
+        ids = waiting.called(number, ((call.id, call.function.name) for call in turn.tool_calls))
+        calls = zip(ids, turn.tool_calls, strict=True)
+        message["tool_calls"] = [{"id": id_, "function": call.function.model_dump()} for id_, call in calls]
     if turn.role == "tool":
-        answered = next((call for call in waiting if call[1] == turn.tool_name), next(iter(waiting), None))
-        if answered:
-            waiting.remove(answered)
-        message["name"] = turn.tool_name or (answered[1] if answered else None)
-        message["tool_call_id"] = turn.tool_call_id or (answered[0] if answered else f"call_{number}")
+        answered = waiting.answered(turn.tool_call_id, turn.tool_name)
+        message["name"] = turn.tool_name or (answered.name if answered else None)
+        message["tool_call_id"] = answered.id if answered else turn.tool_call_id or f"call_{number}"
     return message
 
 
@@ -336,7 +329,8 @@ async def _respond(
 
     async def lines_of(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
         async for chunk in chunks:
-            yield f"{json_text(lines.piece(chunk))}\n"
+            for line in lines.pieces(chunk):
+                yield f"{json_text(line)}\n"
 
     return await stream_events(service.texts.stream_text(record), lines_of, _error_line, media_type=_LINES)
 
@@ -414,4 +408,4 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
         card = await service.listing.model(body.model_id)
         if card.endpoint not in _ENDPOINTS:
             raise InvalidRequest(f"model {card.id!r} ({card.kind}) writes no text and embeds none", "model")
-        return json_response(shown_model(card))
+        return json_response(shown_model(card, await service.listing.details(card)))

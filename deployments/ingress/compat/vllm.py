@@ -20,7 +20,7 @@ from deployments.ingress.kserve.tensors import server_metadata
 from deployments.ingress.messages.bodies import JsonRoute, LenientBody, warning_header
 from deployments.ingress.messages.responses import INFERENCE_ERRORS, Answer, documented, json_response
 from deployments.ingress.openai.chat_images import ChatImages
-from deployments.ingress.openai.text import ChatMessage
+from deployments.ingress.openai.text import ChatMessage, messages_of
 from deployments.ingress.service.service import Service
 from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, as_record
 from deployments.records.errors import InvalidRequest, ModelUnavailable
@@ -63,8 +63,8 @@ class TokenizeBody(LenientBody):
             raise InvalidRequest("prompt: give either prompt or messages", "prompt")
         if self.messages is None:
             return as_record(CompletionRequest, {"model": self.model, "prompt": self.prompt})
-        messages = [message.to_message(number) for number, message in enumerate(self.messages)]
-        return await images.record_of({"model": self.model, "messages": messages, "tools": tuple(self.tools or ())})
+        fields = {"model": self.model, "messages": messages_of(self.messages), "tools": tuple(self.tools or ())}
+        return await images.record_of(fields)
 
 
 class DetokenizeBody(LenientBody):

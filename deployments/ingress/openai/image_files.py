@@ -38,7 +38,10 @@ _SOFTWARE: Final = "Atelier"
 SAMPLER_NAMES: Final = {  # the WebUI's names of diffusers' classes
     "DDIMScheduler": "DDIM",
     "DDPMScheduler": "DDPM",
+    "DPMSolver2SAncestralScheduler": "DPM++ 2S a",
+    "DPMSolver3MSDEScheduler": "DPM++ 3M SDE",
     "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "DPMSolverSDEScheduler": "DPM++ SDE",
     "DPMSolverSinglestepScheduler": "DPM++ 2S",
     "EulerAncestralDiscreteScheduler": "Euler a",
     "EulerDiscreteScheduler": "Euler",

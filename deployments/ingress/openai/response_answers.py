@@ -83,7 +83,7 @@ class ResponseUsage(Answer):
             input_tokens=result.num_prompt_tokens,
             input_tokens_details=InputDetails(cached_tokens=result.num_cached_tokens, cache_write_tokens=0),
             output_tokens=result.num_completion_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            output_tokens_details=OutputDetails(reasoning_tokens=result.num_reasoning_tokens),
             total_tokens=result.num_prompt_tokens + result.num_completion_tokens,
         )
 

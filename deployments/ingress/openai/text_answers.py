@@ -26,11 +26,18 @@ class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Answer):
+    """The tokens of the texts that were thoughts."""
+
+    reasoning_tokens: int
+
+
 class TextUsage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
     @classmethod
     def of(cls, result: TextResult | TextChunk) -> TextUsage:
@@ -41,6 +48,7 @@ class TextUsage(Answer):
             completion_tokens=num_completion_tokens,
             total_tokens=num_prompt_tokens + num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=result.num_cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=result.num_reasoning_tokens),
         )
 
 
@@ -174,8 +182,11 @@ class MessageBody(Answer):
 
 
 class ChatChoice(Answer):
+    """One of the texts. `stop_reason` is what ended it of the request's `stop` and `stop_token_ids`, as vLLM has it."""
+
     index: int
     finish_reason: FinishReason
+    stop_reason: str | int | None
     logprobs: ChatLogprobs | None
     message: MessageBody
 
@@ -183,6 +194,7 @@ class ChatChoice(Answer):
 class CompletionChoice(Answer):
     index: int
     finish_reason: FinishReason
+    stop_reason: str | int | None
     logprobs: CompletionLogprobs | None
     text: str
 
@@ -223,6 +235,7 @@ class MessageDelta(Answer):
 class ChatChunkChoice(Answer):
     index: int
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
     logprobs: ChatLogprobs | None
     delta: MessageDelta
 
@@ -230,6 +243,7 @@ class ChatChunkChoice(Answer):
 class CompletionChunkChoice(Answer):
     index: int
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
     logprobs: CompletionLogprobs | None
     text: str
 
@@ -313,6 +327,7 @@ class ChatForm(TextForm):
             ChatChoice(
                 index=index,
                 finish_reason=self._reason(choice.finish_reason),
+                stop_reason=choice.stopped_by,
                 logprobs=ChatLogprobs.of(choice.logprobs),
                 message=MessageBody.of(
                     replace(choice, text=self._echo + choice.text),
@@ -346,7 +361,8 @@ class ChatForm(TextForm):
         delta = MessageDelta(**given)
         reason = None if chunk.finish_reason is None else self._reason(chunk.finish_reason)
         logprobs = ChatLogprobs.of(chunk.logprobs)
-        choice = ChatChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, delta=delta)
+        ended = {} if reason is None else {"stop_reason": chunk.stopped_by}
+        choice = ChatChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, delta=delta, **ended)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._piece_fields(chunk))
 
     def _reason(self, reason: str) -> FinishReason:
@@ -374,6 +390,7 @@ class CompletionForm(TextForm):
             CompletionChoice(
                 index=index,
                 finish_reason=cast("FinishReason", choice.finish_reason),
+                stop_reason=choice.stopped_by,
                 logprobs=CompletionLogprobs.of(choice.logprobs, TextOffset()),
                 text=choice.text,
             )
@@ -387,7 +404,10 @@ class CompletionForm(TextForm):
     def piece(self, chunk: TextChunk) -> CompletionChunk:
         reason = cast("FinishReason | None", chunk.finish_reason)
         logprobs = CompletionLogprobs.of(chunk.logprobs, self._offsets[chunk.index])
-        choice = CompletionChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, text=chunk.text)
+        ended = {} if reason is None else {"stop_reason": chunk.stopped_by}
+        choice = CompletionChunkChoice(
+            index=chunk.index, finish_reason=reason, logprobs=logprobs, text=chunk.text, **ended
+        )
         return CompletionChunk(object="text_completion", choices=[choice], **self._piece_fields(chunk))
 
     def usage(self, last: TextChunk) -> CompletionChunk:

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES, LimitsConfig
-from deployments.engines.llm.chat import FunctionName, ReasoningEffort
+from deployments.engines.llm.chat import CalledName, FunctionName, ReasoningEffort
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.messages.bodies import ClientPart, JsonRoute, LeftOut, TopP, warning_header
 from deployments.ingress.messages.responses import (
@@ -34,6 +34,7 @@ from deployments.ingress.messages.responses import (
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
 from deployments.ingress.openai.kept import StoredResponse, StoredResponses
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm, response_id_of
+from deployments.ingress.openai.text import allowed_names
 from deployments.ingress.service.service import Service
 from deployments.records import MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, UserName
 from deployments.records.errors import InvalidRequest, RequestTooLarge
@@ -69,7 +70,7 @@ class InputCall(ClientPart, extra="ignore"):
 
     type: Literal["function_call"]
     call_id: Name
-    name: FunctionName
+    name: CalledName
     arguments: str
 
 
@@ -78,7 +79,7 @@ class InputCustomCall(ClientPart, extra="ignore"):
 
     type: Literal["custom_tool_call"]
     call_id: Name
-    name: FunctionName
+    name: CalledName
     input: str
 
     @property
@@ -96,17 +97,23 @@ class InputCallOutput(ClientPart, extra="ignore"):
 
 
 class ReasoningPart(ClientPart, extra="ignore"):
-    """A piece of a thought."""
+    """A piece of a thought, or of its summary."""
 
     type: str = "reasoning_text"
     text: str = ""
 
 
 class InputReasoning(ClientPart, extra="ignore"):
-    """The model's reasoning before an earlier answer, without the part that only its own server can read."""
+    """The model's reasoning before an earlier answer, or a summary, without the part that only its server reads."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
+    summary: list[ReasoningPart] | None = None
+
+    @property
+    def text(self) -> str:
+        """The thought, or else its summary."""
+        return "".join(part.text for part in self.content or self.summary or ())
 
 
 class ItemReference(ClientPart, extra="ignore"):
@@ -251,7 +258,7 @@ def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
             if open_ is not None:
                 yield open_
                 open_ = None
-            thought += "".join(part.text for part in item.content or ())
+            thought += item.text
             continue
         if isinstance(item, OtherItem):
             continue
@@ -331,6 +338,21 @@ class NamedFunction(RequestModel):
     name: FunctionName
 
 
+class AllowedTool(RequestModel, extra="ignore"):
+    """One of the tools that may be called; those of OpenAI's servers are not there."""
+
+    type: str
+    name: Name = ""
+
+
+class AllowedTools(RequestModel):
+    """The choice of some of the tools: an answer may call one of them, or must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
 class TextFormat(ClientPart):
     """The form of the answer."""
 
@@ -367,7 +389,7 @@ class ResponsesBody(ClientPart):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     lora: Loras | None = None
     parallel_tool_calls: bool = Field(True, description="false: the first call of an answer is the only one")
@@ -417,6 +439,11 @@ class ResponsesBody(ClientPart):
         ]
         if isinstance(self.tool_choice, NamedFunction):
             given["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        elif isinstance(self.tool_choice, AllowedTools):
+            functions = (tool.name for tool in self.tool_choice.tools if tool.type == "function")
+            names = allowed_names(functions, [tool.name for tool in self.functions])
+            given["tools"] = [tool for tool in given["tools"] if tool["function"]["name"] in names]
+            given["tool_choice"] = self.tool_choice.mode
         elif self.tool_choice is not None:
             given["tool_choice"] = self.tool_choice
         return given
@@ -430,7 +457,7 @@ class ResponsesBody(ClientPart):
                 "store": is_stored,
                 "metadata": self.metadata or {},
                 "tools": [tool.model_dump(include={"type", *_FUNCTION_FIELDS}) for tool in self.functions],
-                "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+                "tool_choice": choice.model_dump() if isinstance(choice, RequestModel) else choice or "auto",
             }
         )
 

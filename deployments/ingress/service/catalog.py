@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 from ray.exceptions import RayActorError
 
-from cluster.records.errors import ModelUnknown
-from cluster.registry.actor import WeightRegistry
+from cluster.records.errors import ModelUnknown, WeightsUnavailable
+from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.engines.llm.models.stock_classes import SEEING
@@ -42,11 +42,13 @@ from deployments.records import (
     TextResult,
 )
 from deployments.records.errors import GenerationFailed, InvalidRequest, ModelUnavailable, UnknownModel
+from weights.formats.language_models import LanguageModelDetails
 from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
 from weights.programs.signature import ProgramSignature
 from weights.records.errors import listed
 
-_ANSWERING: Final = ("ready", "updating", "unloaded")  # states of usable models
+_FoundT = TypeVar("_FoundT")
+_ANSWERING: Final = ("ready", "updating", "unloaded")  # states of models that can be asked
 Endpoint = Literal["images", "larger images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
 _ENDPOINTS: Final[dict[str | None, Endpoint]] = {
     "diffusion": "images",
@@ -131,15 +133,24 @@ class Catalog:
         found = self._snapshot.find_model(id_)
         if found is not None and found.state != "registering":
             return found
+        return await self._call_registry(WeightRegistry.find_model, id_)
+
+    async def details(self, id_: str) -> LanguageModelDetails:
+        """Return the facts in a language model's files. Raises UnknownModel, ModelUnavailable."""
+        return await self._call_registry(WeightRegistry.model_details, id_)
+
+    async def _call_registry(self, method: Method[[str], _FoundT], id_: str) -> _FoundT:
+        """Call a method of the registry for a model."""
         try:
-            asked = await self._snapshot.call_registry(WeightRegistry.find_model, id_)
+            return await self._snapshot.call_registry(method, id_)
         except ModelUnknown as error:
             raise UnknownModel(str(error), "model") from None
+        except WeightsUnavailable as error:
+            raise ModelUnavailable(str(error), "model") from None
         except RayActorError:
             raise ModelUnavailable(
                 f"model {id_!r}: the directory of models is restarting; try again", "model"
             ) from None
-        return asked
 
     async def find_usable(self, id_: str, *kinds: str) -> ModelRecord:
         """Return a usable model of one of the kinds; errors name the first kind.

@@ -9,6 +9,7 @@ from cluster.admission.dispatcher import Dispatcher
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.service.catalog import Catalog, Health, ModelCard, PipelineModels, card_of
 from deployments.pipelines.pipelines import Pipelines
+from weights.formats.language_models import LanguageModelDetails
 
 
 class Listing:
@@ -47,6 +48,12 @@ class Listing:
         if await self.is_pipeline(id_):
             return self._pipeline_card(id_)
         return await asyncio.to_thread(card_of, await self._catalog.find_record(id_))
+
+    async def details(self, card: ModelCard) -> LanguageModelDetails:
+        """Return the facts in a language model's files; none for other models. Raises ModelUnavailable."""
+        if card.kind not in ("llm", "embedding") or card.state == "unavailable":
+            return LanguageModelDetails()
+        return await self._catalog.details(card.id)
 
     async def health(self) -> Health:
         """Return the health for probes, counted once for each revision of the directory, however often they ask.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the ingress has no torch
     from deployments.engines.diffusion.families.prompted import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
+EncodeImages = Callable[["torch.Tensor"], "torch.Tensor"]
 MIN_TEXT_LENGTH: Final = 16
 MAX_SIDE_PX: Final = 4096
 _PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, unless the pipeline's configs have it
@@ -428,16 +429,10 @@ class Adapters:
     # The classes of its ControlNets, each with the config keys that must equal the denoiser's.
     control_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
-    encodes_controls: ClassVar[bool] = False  # `control_image` may encode, so that the VAE is needed
+    encodes_controls: ClassVar[bool] = False  # `control_inputs` may encode, so that the VAE is needed
 
-    def control_image(
-        self,
-        net: Any,
-        pixels_B3HW: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        vae: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return images from 0 to 1 in a ControlNet's form; `encode` makes the VAE's latents of images from -1 to 1.
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
+        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes latents, as denoised, of images from -1.
 
         Raises EngineError for a size that the ControlNet cannot read.
         """

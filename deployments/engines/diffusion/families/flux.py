@@ -14,6 +14,7 @@ from deployments.engines.diffusion.families.base import (
     ControlRows,
     Defaults,
     EditDefaults,
+    EncodeImages,
     Family,
     ImageDefaults,
     ImageSize,
@@ -105,15 +106,9 @@ class FluxAdapters(Adapters):
     def __init__(self, latents: Latents) -> None:
         self._latents = latents
 
-    def control_image(
-        self,
-        net: Any,
-        pixels_B3HW: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        vae: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
         images = pixels_B3HW * 2 - 1
-        return (images if _reads_pixels(net) else self._latents.pack(self._latents.scale(encode(images), vae)),)
+        return (images if _reads_pixels(net) else self._latents.pack(encode(images)),)
 
     def num_modes(self, net: Any) -> int:
         return int(net.config.get("num_mode") or 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
@@ -18,6 +18,7 @@ from deployments.engines.diffusion.families.base import (
     ControlRows,
     Defaults,
     EditDefaults,
+    EncodeImages,
     Family,
     ImageDefaults,
     ImageSize,
@@ -125,14 +126,8 @@ class UNetAdapters(Adapters):
         T2I_ADAPTER: (),
     }
 
-    def control_image(
-        self,
-        net: Any,
-        pixels_B3HW: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        vae: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        if type(net).__name__ == T2I_ADAPTER:  # its features of an image are the same at every step
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
+        if type(net).__name__ == T2I_ADAPTER:  # what it says of an image is the same at every step
             return adapter_features(net, pixels_B3HW)
         return (pixels_B3HW,)
 
