@@ -133,7 +133,7 @@ class DamageLog:
 
     def note_damage(self, id_: str, ref: Any, where: str) -> None:
         """Log that the copy `ref` of an extent is damaged, and `where` it was found."""
-        logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
+        logger.error("extent %s was written to (%s): the next request gets a fresh copy", id_, where)
         with self._lock:
             self.num_corrupt += 1
             self._corrupt.append(id_)

@@ -155,7 +155,7 @@ class HubRepository:
 
     def _object(self, file: Any, name: str) -> RemoteObject:
         if not is_inside(name) or file.size is None or not file.blob_id:
-            raise StoreError(f"{self.url}: the hub does not say what {file.rfilename!r} is")
+            raise StoreError(f"{self.url}: the hub has no {file.rfilename!r} is")
         sha256 = file.lfs.sha256 if file.lfs else ""
         digest = ("sha256", sha256) if sha256 else ("git", file.blob_id)
         return RemoteObject(file.rfilename, name, file.size, sha256 or file.blob_id, digest)

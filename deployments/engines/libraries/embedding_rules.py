@@ -126,7 +126,7 @@ def read_prompts(folder: Path) -> Prompts:
             "characters"
         )
     if default is not None and default not in texts:
-        raise EngineError(f"{path}: default_prompt_name {default!r:.100} is none of the prompts")
+        raise EngineError(f"{path}: default_prompt_name {default!r:.100} is not one of the prompts")
     return Prompts(texts, default)
 
 

@@ -191,7 +191,7 @@ def messages_of(turns: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if message["role"] == "tool" and not message["tool_call_id"]:
             name = f"messages.{number}.tool_call_id"
-            raise InvalidRequest(f"{name}: no call waits for a result, so that it must be said", name)
+            raise InvalidRequest(f"{name}: no call waits for a result, so give it", name)
     return messages
 
 

@@ -42,7 +42,7 @@ class VisionTower:
         if self._sees_itself == "windows" and text.use_bidirectional_attention != "vision":
             self._sees_itself = ""
         if not 0 <= self.token_id < text.vocab_size:
-            raise EngineError(f"the token {self.token_id} of images is none of the vocabulary of {text.vocab_size}")
+            raise EngineError(f"the token {self.token_id} of images is not in the vocabulary of {text.vocab_size}")
 
     def sees_itself(self, window: int) -> bool:
         """Return whether the tokens of an image see each other in layers of this window, 0 for none."""
