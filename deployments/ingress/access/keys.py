@@ -50,10 +50,10 @@ class KeyEntry(BaseModel, frozen=True, extra="forbid", strict=True):
     name: ModelId
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     admin: bool = False
-    tenant: Tenant | None = Field(None, description="whose share its requests take; default: its own, by its name")
+    tenant: Tenant | None = Field(None, description="the tenant whose share its requests take; default: its own name")
     requests_per_s: RequestRate | None = None
     max_concurrent: MaxConcurrent | None = None
-    max_priority: MaxPriority | None = Field(None, description="the most urgent one that its requests may have")
+    max_priority: MaxPriority | None = Field(None, description="the most urgent priority of its requests")
     created: str | None = Field(None, description="for people; nothing depends on it")
 
     @property

@@ -137,7 +137,7 @@ class ChatMessage(ClientPart):
     tool_call_id: Name | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = None
-    reasoning_content: str | None = Field(None, description="what the assistant thought before this answer")
+    reasoning_content: str | None = Field(None, description="the assistant's reasoning before this answer")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
 
     def to_message(self, number: int, waiting: WaitingCalls) -> dict[str, Any]:

@@ -393,7 +393,7 @@ class ResponsesBody(ClientPart):
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     lora: Loras | None = None
     parallel_tool_calls: bool = Field(True, description="false: the first call of an answer is the only one")
-    previous_response_id: Name | None = Field(None, description="what was asked and answered up to there goes before")
+    previous_response_id: Name | None = Field(None, description="the conversation up to that response goes before")
     conversation: None = Field(None, description="conversations are not kept; say `previous_response_id`")
     background: Literal[False] | None = None
     store: bool = Field(True, description="the response is kept for a while, for those that follow on it")

@@ -139,7 +139,7 @@ def test_a_node_without_haproxy_is_named_where_haproxy_is_to_answer(monkeypatch:
     assert lines(Wanted(needs_haproxy=False)) == []
     (line,) = lines(Wanted())
     assert line.startswith("node 10.0.0.3 answers no HTTP: /no/such/program does not run")
-    assert line.endswith("; install what is missing there")
+    assert line.endswith("; install the missing packages there")
 
 
 class Nodes:
