@@ -27,7 +27,7 @@ from weights.memory.layer_plan import (
 from weights.records.dtypes import ITEM_BYTES
 from weights.records.errors import BudgetExceeded, WeightsError
 from weights.records.manifest import Component, ExtentRef, Manifest
-from weights.residency.sizes import Elsewhere
+from weights.residency.sizes import RemotePart
 
 # Of the budget, left for the weights of the VAE and adapters if they do not want more, and no guess of activations:
 # requests with and without adapters then have one module, instead of one each that come and go.
@@ -407,10 +407,10 @@ class LayerPlacing:
         found: dict[str, int] = {}
         for device, share in blocks.shares.items():
             refs = [component.tensors[name] for name in share.names]
-            found |= {Elsewhere(device, ref.sha256): self._memory.size_of(ref.nbytes) for ref in refs}
-            found[Elsewhere(device, memory)] = share.working_bytes
+            found |= {RemotePart(device, ref.sha256): self._memory.size_of(ref.nbytes) for ref in refs}
+            found[RemotePart(device, memory)] = share.working_bytes
         if host_bytes:
-            found[Elsewhere(HOST, memory)] = min(host_bytes, beside_adapters(self._host_bytes or 0))
+            found[RemotePart(HOST, memory)] = min(host_bytes, beside_adapters(self._host_bytes or 0))
         return found
 
 

@@ -31,27 +31,27 @@ class ForwardMemory:
         self._turns = itertools.count()
         # Memory that this budget leaves free for whoever comes first, but for what kernels keep.
         self._beside_bytes = max(0.0, space.free_bytes() - room.budget_bytes)
-        self._taken_beside: list[tuple[StorageWeakRef, int]] = []
+        self._unbudgeted: list[tuple[StorageWeakRef, int]] = []
 
     @property
     def beside_bytes(self) -> float:
-        """Memory of the device that its budget and `take_beside` leave free, as it was at the start.
+        """Memory of the device that its budget and `take_unbudgeted` leave free, as it was at the start.
 
         Forwards take it first.
         """
-        taken = [nbytes for holder, nbytes in self._taken_beside if not holder.expired()]  # type: ignore[no-untyped-call]
+        taken = [nbytes for holder, nbytes in self._unbudgeted if not holder.expired()]  # type: ignore[no-untyped-call]
         return self._beside_bytes - sum(taken)
 
-    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
-        """Count bytes as taken beside the budget for as long as `holder` lives; False where so many are not free there.
+    def take_unbudgeted(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+        """Count bytes outside of the budget as taken while `holder` lives; False if so many are not free there.
 
         Nothing is evicted for them.
         """
         with self._room.lock:
             if nbytes > self.beside_bytes - self._lent.total():
                 return False
-            others = [one for one in self._taken_beside if not one[0].expired()]  # type: ignore[no-untyped-call]
-            self._taken_beside = [*others, (StorageWeakRef(holder), nbytes)]  # type: ignore[no-untyped-call]
+            others = [one for one in self._unbudgeted if not one[0].expired()]  # type: ignore[no-untyped-call]
+            self._unbudgeted = [*others, (StorageWeakRef(holder), nbytes)]  # type: ignore[no-untyped-call]
             return True
 
     def room_bytes(self) -> float:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 Size = int | Mapping[str, int]
 
 
-class Elsewhere(str):
-    """The name of a part that is not in the table's own memory: in that of `place`, which has a budget of its own."""
+class RemotePart(str):
+    """The name of a part in the memory of another `place`, which has a budget of its own."""
 
     place: str
 
-    def __new__(cls, place: str, name: str) -> Elsewhere:
+    def __new__(cls, place: str, name: str) -> RemotePart:
         found = super().__new__(cls, f"{name} on {place}")
         found.place = place
         return found
@@ -48,7 +48,7 @@ class DistinctBytes:
             uses[part] = before + 1
             if before + base.get(part, 0):
                 continue
-            if isinstance(part, Elsewhere):
+            if isinstance(part, RemotePart):
                 self.elsewhere[part.place] += nbytes
             else:
                 self.total += nbytes
@@ -65,7 +65,7 @@ class DistinctBytes:
                 uses[part] = left
             if left + base.get(part, 0):
                 continue
-            if isinstance(part, Elsewhere):
+            if isinstance(part, RemotePart):
                 self.elsewhere[part.place] -= nbytes
             else:
                 self.total -= nbytes
@@ -85,7 +85,7 @@ def unshared(size: Size, owner: str) -> Size:
         return size
     found = DistinctBytes()
     found.add(size)
-    elsewhere: dict[str, int] = {Elsewhere(place, owner): nbytes for place, nbytes in found.elsewhere.items()}
+    elsewhere: dict[str, int] = {RemotePart(place, owner): nbytes for place, nbytes in found.elsewhere.items()}
     return {owner: found.total, **elsewhere} if elsewhere else found.total
 
 
@@ -93,7 +93,7 @@ def bytes_of(size: Size) -> int:
     """Return the bytes of a size in the table's own memory."""
     if isinstance(size, int):
         return size
-    return sum(nbytes for part, nbytes in size.items() if not isinstance(part, Elsewhere))
+    return sum(nbytes for part, nbytes in size.items() if not isinstance(part, RemotePart))
 
 
 def shown_bytes(nbytes: int) -> str:

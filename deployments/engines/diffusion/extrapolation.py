@@ -80,7 +80,7 @@ class Extrapolation:
     def _keep(self, factors: list[torch.Tensor]) -> None:
         counted = {id(factor) for factor in self._factors}
         added = [factor for factor in factors if id(factor) not in counted]
-        if all(self._workspace.take_beside(factor.untyped_storage(), factor.nbytes) for factor in added):
+        if all(self._workspace.take_unbudgeted(factor.untyped_storage(), factor.nbytes) for factor in added):
             self._factors = factors
         else:
             self._factors, self._gap = [], 1

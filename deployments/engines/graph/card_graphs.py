@@ -185,7 +185,7 @@ class CardGraphs:
         nbytes = sum(segment["total_size"] for segment in segments)
         if nbytes > self._max_bytes:
             raise NotReplayable(f"its memory would be {nbytes} bytes, and {self._max_bytes} are the most")
-        if nbytes > pool.nbytes and not self._workspace.take_beside(pool.marker, nbytes - pool.nbytes):
+        if nbytes > pool.nbytes and not self._workspace.take_unbudgeted(pool.marker, nbytes - pool.nbytes):
             raise NotReplayable(f"{nbytes} bytes are not free beside the budget of {self._device}")
         pool.nbytes = nbytes
 

@@ -20,13 +20,13 @@ class LendingMemory(Protocol):
 
     @property
     def is_lending(self) -> bool:
-        """Return whether a forward is under way that has something lent."""
+        """Return whether a running forward has lent memory."""
 
     def lend(self, nbytes: int) -> AbstractContextManager[None]:
         """Count so many bytes as a forward's within the block."""
 
-    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
-        """Count bytes beside the budget for as long as `holder` lives; False where so many are not free there."""
+    def take_unbudgeted(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+        """Count bytes outside of the budget while `holder` lives; False if so many are not free there."""
 
 
 class Footprints(Protocol):
@@ -74,9 +74,9 @@ class Workspace:
         with memory.lend(found.bytes_of(allowed)):
             yield allowed
 
-    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
-        """Count what forwards keep, for as long as `holder` lives; False where the device has no room for it."""
-        return self._memory is None or self._memory.take_beside(holder, nbytes)
+    def take_unbudgeted(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+        """Count memory that forwards keep, while `holder` lives; False if the device has no room for it."""
+        return self._memory is None or self._memory.take_unbudgeted(holder, nbytes)
 
     def _planned(self, kind: Hashable) -> tuple[LendingMemory, Footprint] | None:
         if self._memory is None or self._footprints is None:

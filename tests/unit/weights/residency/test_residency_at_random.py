@@ -17,7 +17,7 @@ from weights.residency.contents import Entry, MemoryTier
 from weights.residency.entry_table import EntryTable
 from weights.residency.policy import NEVER_USED, Popularity, class_rate, rate_class
 from weights.residency.room_plan import plan_prefetch, plan_room
-from weights.residency.sizes import Elsewhere, Size
+from weights.residency.sizes import RemotePart, Size
 
 PLAIN: dict[str, Size] = {"a": 0, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 # Modules that share tensors: a part that several have counts once.
@@ -31,11 +31,11 @@ DIVIDED: dict[str, Size] = {
 }
 # Language models whose layers are on two devices.
 SPREAD: dict[str, Size] = {
-    "a": {"a0": 10, Elsewhere("there", "a1"): 10},
-    "b": {"a0": 10, "b1": 10, Elsewhere("there", "b2"): 30},
-    "c": {"b1": 10, "c0": 20, Elsewhere("there", "b2"): 30},
+    "a": {"a0": 10, RemotePart("there", "a1"): 10},
+    "b": {"a0": 10, "b1": 10, RemotePart("there", "b2"): 30},
+    "c": {"b1": 10, "c0": 20, RemotePart("there", "b2"): 30},
     "d": {"d0": 40},
-    "e": {"d0": 40, "e1": 10, Elsewhere("there", "e2"): 50},
+    "e": {"d0": 40, "e1": 10, RemotePart("there", "e2"): 50},
     "f": {"f0": 60},
 }
 HOLDERS = "uvwxyz"
@@ -318,7 +318,7 @@ class Tier(RuleBasedStateMachine):
     def invalidate(self, key: str) -> None:
         if (known := self._current(key)) is not None:
             known.is_current = False
-            own = {Elsewhere(place, f"own {id(known)}"): distinct([known.size], place) for place in self.elsewhere}
+            own = {RemotePart(place, f"own {id(known)}"): distinct([known.size], place) for place in self.elsewhere}
             known.size = {f"own {id(known)}": known.nbytes, **own}
             self.uses[key] = known.popularity
             self.table.invalidate(known.entry)

@@ -252,7 +252,7 @@ class Beside:
         self.free_bytes = nbytes
         self._taken: list[tuple[StorageWeakRef, int]] = []
 
-    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+    def take_unbudgeted(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
         if nbytes > self.free_bytes - self.taken_bytes:
             return False
         self._taken.append((StorageWeakRef(holder), nbytes))
