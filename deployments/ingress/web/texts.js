@@ -149,6 +149,8 @@ export const texts = {
     stopComparing: "Stop comparing",
     clear: "Delete all",
     clearSure: (count) => `Delete ${count} images from this browser?`,
+    asCurl: "Copy as curl",
+    asPython: "Copy as Python",
     reuse: "Reuse parameters",
     start: "Start from this",
     enlarge: "Enlarge",
