@@ -617,8 +617,8 @@ class ClusterConfig(StrictModel):
             hosts["grpc.host"] = self.grpc.host
         return {
             key: f"other machines reach {host}, and nobody needs a key: make one with `atelier keys add NAME "
-            "--admin --file FILE` and set `access: {keys_file: FILE}`, or say --insecure "
-            "(`access: {insecure: true}`) to let everybody in"
+            "--admin --file FILE` and set `access: {keys_file: FILE}`, or pass --insecure "
+            "(`access: {insecure: true}`) to accept every caller"
             for key, host in hosts.items()
             if not is_loopback(host)
         }

@@ -220,7 +220,7 @@ class ReplicaSlots:
         replica is not believed to have at hand.
         """
         best: tuple[float, float, str] | None = None
-        for name, replica in self._replicas.items() if options.among is None else self._named(options.among):
+        for name, replica in self._replicas.items() if options.among is None else self._present(options.among):
             if not replica.has_room(demand.share):
                 continue
             if (missing_s := self._missing_s(name, replica, demand.model, options, now_s)) is None:
@@ -250,7 +250,7 @@ class ReplicaSlots:
 
     def may_take(self, model: str, options: Options, now_s: float) -> tuple[str, ...]:
         """Return the replicas on which a request would start if it had room there."""
-        among = self._replicas.items() if options.among is None else self._named(options.among)
+        among = self._replicas.items() if options.among is None else self._present(options.among)
         return tuple(
             name
             for name, replica in among
@@ -273,7 +273,7 @@ class ReplicaSlots:
         """Return whether any replica, or any of those named, could start a request of that share."""
         if among is None:
             return any(replica.has_room(share) for replica in self._replicas.values())
-        return any(replica.has_room(share) for _, replica in self._named(among))
+        return any(replica.has_room(share) for _, replica in self._present(among))
 
     def start_request(self, waiting: Waiting, where: Assignment, now_s: float, latency: BatchLatency) -> None:
         """Count a request as running on a replica, where it is expected to take `latency`."""
@@ -391,7 +391,7 @@ class ReplicaSlots:
         self._believe(self._replicas[name], ())
         del self._replicas[name]
 
-    def _named(self, names: Collection[str]) -> list[tuple[str, _Replica]]:
+    def _present(self, names: Collection[str]) -> list[tuple[str, _Replica]]:
         return [(name, self._replicas[name]) for name in names if name in self._replicas]
 
 

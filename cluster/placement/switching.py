@@ -123,7 +123,7 @@ def _follow_pins(outlook: Outlook) -> Outlook:
                 continue
             if (option := _option_for(outlook, model, worker)) is None:
                 outlook = outlook.with_notes(
-                    f"{id_} is pinned to {worker.id} and does not fit beside what must stay there"
+                    f"{id_} is pinned to {worker.id} and does not fit beside the models that must stay there"
                 )
             else:
                 outlook = outlook.after(model, option, "pinned to this worker by hand")

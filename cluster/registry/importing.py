@@ -438,8 +438,8 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
                     job.roots,
                     lambda done, total: send_report(_Report(done_bytes=done, total_bytes=total)),
                     settings.auto_dtype,
-                    _named(settings.check),
-                    _named(settings.measure),
+                    _import_function(settings.check),
+                    _import_function(settings.measure),
                 )
             answer = _Report(summary=summary)
         except MemoryError:
@@ -450,7 +450,7 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
         send_report(answer)
 
 
-def _named(path: str) -> Any:
+def _import_function(path: str) -> Any:
     """Return the function `module:function`; None for no name."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name) if module else None

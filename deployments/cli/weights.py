@@ -261,7 +261,7 @@ def index(store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
 
 @app.command()
 def compact(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would save.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the savings.")] = False,
     keep_plain: Annotated[
         bool, typer.Option("--keep-plain", help="Keep the plain bytes beside, for loads that are faster so.")
     ] = False,

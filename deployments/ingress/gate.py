@@ -61,7 +61,7 @@ _OPEN: Final = _PROBES | {"/docs", SCRIPT_PATH, STYLE_PATH, "/openapi.json"} | P
 _OF_KEYS: Final = ("/v1/", "/v2/", "/api/", "/sdapi/")
 _OF_KEYS_ALONE: Final = frozenset({"/v2", "/version", "/tokenize", "/detokenize"})
 _REFUSALS: Final = {
-    "401": "no API key, or one that does not hold",
+    "401": "no API key, or an invalid one",
     "403": "not an admin key",
     "429": "the key has used up its rate, or has as much in progress as it may",
 }

@@ -268,7 +268,7 @@ def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
         if only is None and name not in components and _needs_weights(path / name, class_name):
             raise FormatError(
                 f"{path / name}: no weights of component {name!r}, a {shown(class_name)} (a file that was not copied? "
-                "what a pipeline does without is [null, null] in its model_index.json)"
+                "a part that a pipeline lacks is [null, null] in its model_index.json)"
             )
     if only is None and not components:
         raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")

@@ -90,7 +90,7 @@ class MarkSpelling:
         return self._spelled(text[:size])
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         held, self._held = self._held, ""
         return self._spelled(held)
 
@@ -462,7 +462,7 @@ class WholeCall:
         end = self._brackets.end_of(tape.held)
         if end is None:
             return "wait"
-        found = self._found(tape.held[:end])
+        found = self._read_calls(tape.held[:end])
         if found is None or not all(self._is_meant(name) for name, _ in found):
             tape.skip(end)
             return "no call"
@@ -472,7 +472,7 @@ class WholeCall:
         tape.held, self._state = tape.held[end:], self._read_end
         return "on"
 
-    def _found(self, text: str) -> list[tuple[str, str]] | None:
+    def _read_calls(self, text: str) -> list[tuple[str, str]] | None:
         if self._form.syntax == "python":
             return python_calls(text)
         name, brace, _ = text.partition("{")

@@ -225,7 +225,7 @@ class AdmissionSlot:
         self._had_replica = False
         self._is_unable = False
 
-    def is_elsewhere(self) -> bool:
+    def note_unable(self) -> bool:
         """Note that the replica could not load the model. Return whether another one may be tried."""
         self._is_unable = self._queue.note_unable(self._ticket)
         return self._is_unable

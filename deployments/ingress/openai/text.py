@@ -83,7 +83,7 @@ class TextPart(ClientPart):
 
 
 class ThoughtPart(ClientPart):
-    """What the assistant thought, as part of its message."""
+    """The assistant's reasoning, as part of its message."""
 
     type: Literal["thinking"]
     thinking: str
@@ -137,7 +137,7 @@ class ChatMessage(ClientPart):
     tool_call_id: Name | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = None
-    reasoning_content: str | None = Field(None, description="what the assistant thought before this answer")
+    reasoning_content: str | None = Field(None, description="the assistant's reasoning before this answer")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
 
     def to_message(self, number: int, waiting: WaitingCalls) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def messages_of(turns: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if message["role"] == "tool" and not message["tool_call_id"]:
             name = f"messages.{number}.tool_call_id"
-            raise InvalidRequest(f"{name}: no call waits for a result, so that it must be said", name)
+            raise InvalidRequest(f"{name}: no call waits for a result, so give it", name)
     return messages
 
 
@@ -285,7 +285,7 @@ class TextBody(ClientPart, SamplingOptions):
 
     @field_validator("stop")
     @classmethod
-    def _few(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def _check_stops(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         stops = (value,) if isinstance(value, str) else value or ()
         if len(stops) > MAX_STOPS or any(len(stop) > 256 for stop in stops):
             raise ValueError(f"at most {MAX_STOPS} stop strings of up to 256 characters are allowed")

@@ -98,7 +98,7 @@ class _ClipBody(ClipOptions, ClientPart):
     def _from_json(cls, value: object) -> object:
         return from_form(value)
 
-    def hears(self, files: Mapping[str, Sequence[bytes]], limits: LimitsConfig) -> dict[str, Any]:
+    def audio_fields(self, files: Mapping[str, Sequence[bytes]], limits: LimitsConfig) -> dict[str, Any]:
         """Return the fields `audio` and `extra` of the record. Blocks: it reads WAV files. Raises InvalidRequest."""
         extra, found = split_extra(self.extra)
         given = [(name, AudioFile(f"audio.{name}", file)) for name, file in self.audio.items()]
@@ -125,7 +125,7 @@ class VideoBody(VideoOptions, _ClipBody):
         """Return the request with the files of its form. Blocks: it decodes images. Raises InvalidRequest."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in VideoOptions.model_fields} | sides_of(self)
         heard = {name: found for name, found in files.items() if name != _REFERENCE and all(map(is_wav, found))}
-        fields |= self.hears(heard, limits)
+        fields |= self.audio_fields(heard, limits)
         files = {name: found for name, found in files.items() if name not in heard}
         given: dict[str, Any] = {f"images.{name}": found for name, found in self.images.items()}
         given |= {name: found if len(found) > 1 else found[0] for name, found in files.items()}
@@ -148,7 +148,7 @@ class AudioBody(_ClipBody):
     def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ClipRequest:
         """Return the request with the files of its form. Blocks: it reads WAV files. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in ClipOptions.model_fields}
-        return as_record(ClipRequest, fields | self.hears(files, limits))
+        return as_record(ClipRequest, fields | self.audio_fields(files, limits))
 
 
 class VideoError(Answer):
@@ -228,7 +228,7 @@ def create_videos_router(
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         """The videos of this key, the newest first."""
-        found = await _asked(kept.page, current_tenant.get(), after, limit + 1, order)
+        found = await _call_kept(kept.page, current_tenant.get(), after, limit + 1, order)
         if found is None:
             return _not_found(after or "", "after")
         videos = [answer_of(video) for video in found[:limit]]
@@ -241,7 +241,7 @@ def create_videos_router(
     @router.get("/v1/videos/{video_id}", response_model=VideoAnswer, responses=documented(**_GONE))
     async def retrieve(video_id: str) -> Response:
         """A video's progress, and its result or error."""
-        video = await _asked(kept.find, current_tenant.get(), video_id)
+        video = await _call_kept(kept.find, current_tenant.get(), video_id)
         return _not_found(video_id) if video is None else json_response(answer_of(video))
 
     @router.get(
@@ -251,10 +251,10 @@ def create_videos_router(
     )
     async def content(video_id: str, variant: Literal["video"] = "video") -> Response:
         """The file of a completed video."""
-        video = await _asked(kept.find, current_tenant.get(), video_id)
+        video = await _call_kept(kept.find, current_tenant.get(), video_id)
         if video is None:
             return _not_found(video_id)
-        path = await _asked(kept.file_of, video) if video.status == "completed" else None
+        path = await _call_kept(kept.file_of, video) if video.status == "completed" else None
         if path is None:
             message = f"video {video_id!r} has no file: it is {video.status}"
             return failure_response(Failure(409, message, "invalid_request_error", "video_not_completed", "video_id"))
@@ -264,7 +264,7 @@ def create_videos_router(
     @router.delete("/v1/videos/{video_id}", response_model=VideoDeleted, responses=documented(**_GONE))
     async def delete(video_id: str) -> Response:
         """Delete a video; an unfinished one is stopped."""
-        if not await _asked(kept.forget, current_tenant.get(), video_id):
+        if not await _call_kept(kept.forget, current_tenant.get(), video_id):
             return _not_found(video_id)
         jobs.end_job(video_id)
         return json_response(VideoDeleted(id=video_id, object="video.deleted", deleted=True))
@@ -296,7 +296,7 @@ def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsC
     return router
 
 
-async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
+async def _call_kept(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
     """Call a method of the kept videos. Raises Overloaded when their folder cannot be used."""
     try:
         return await run_in_threadpool(method, *arguments)

@@ -54,25 +54,25 @@ def _is_lost(error: BaseException | None) -> bool:
     return error is not None and isinstance(error.__cause__, RayActorError)
 
 
-def _nowhere() -> bool:
+def _no_other_replica() -> bool:
     return False
 
 
 class _Retries:
     """The count of retries of one request. None begins after its deadline.
 
-    `is_elsewhere` notes that the replica could not load the model, and returns whether another one may.
+    `note_unable` notes that the replica could not load the model, and returns whether another one may.
     """
 
     def __init__(
         self,
         deadline: Deadline,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        is_elsewhere: Callable[[], bool] = _nowhere,
+        note_unable: Callable[[], bool] = _no_other_replica,
     ) -> None:
         self._deadline = deadline
         self._sleep = sleep
-        self._is_elsewhere = is_elsewhere
+        self._note_unable = note_unable
         self._has_moved = False
         self._num_died = self._num_missed = 0
         self.is_suspect = False
@@ -86,7 +86,7 @@ class _Retries:
         """
         if isinstance(error, CannotLoad):
             # HAZARD: note the last failure, too, or else the next request would come here again.
-            if not self._is_elsewhere() or self._has_moved or num_pieces:
+            if not self._note_unable() or self._has_moved or num_pieces:
                 raise error
             self._has_moved, self.is_suspect = True, False
             return
@@ -179,7 +179,7 @@ class RetriedCalls:
                 return self._calls.call(method, *arguments, deadline=deadline, place=slot.replica(), route=route)
 
             # The texts of a route have a replica of their own, whichever the place was.
-            result = await self.answered(send, deadline, _nowhere if route else slot.is_elsewhere)
+            result = await self.answered(send, deadline, _no_other_replica if route else slot.note_unable)
             _note_answer(slot, result)
         return result
 
@@ -201,7 +201,7 @@ class RetriedCalls:
                 await on_piece(piece)
 
         with admitted(self._queue, demand) as slot:
-            retries = _Retries(deadline, is_elsewhere=slot.is_elsewhere)
+            retries = _Retries(deadline, note_unable=slot.note_unable)
             while True:
                 try:
                     async with self._turn(retries, deadline):
@@ -236,10 +236,13 @@ class RetriedCalls:
         return Deadline(self._timeout_s)
 
     async def answered(
-        self, send: Callable[[], Awaitable[Any]], deadline: Deadline, is_elsewhere: Callable[[], bool] = _nowhere
+        self,
+        send: Callable[[], Awaitable[Any]],
+        deadline: Deadline,
+        note_unable: Callable[[], bool] = _no_other_replica,
     ) -> Any:
         """Return the result of `send`, from a second replica if need be."""
-        retries = _Retries(deadline, is_elsewhere=is_elsewhere)
+        retries = _Retries(deadline, note_unable=note_unable)
         while True:
             try:
                 async with self._turn(retries, deadline):
@@ -249,10 +252,10 @@ class RetriedCalls:
 
     def _turn(self, retries: _Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """Return the turn of a try: suspects go one at a time, all others at once."""
-        return self._alone(deadline) if retries.is_suspect else contextlib.nullcontext()
+        return self._one_suspect(deadline) if retries.is_suspect else contextlib.nullcontext()
 
     @contextlib.asynccontextmanager
-    async def _alone(self, deadline: Deadline) -> AsyncIterator[None]:
+    async def _one_suspect(self, deadline: Deadline) -> AsyncIterator[None]:
         try:
             async with deadline.bounding(), asyncio.timeout(MAX_TURN_WAIT_S):
                 await self._suspects.acquire()

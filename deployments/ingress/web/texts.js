@@ -338,7 +338,7 @@ export const texts = {
     waited: "Mean wait",
     nobodyAsked: "Nobody has asked for a model yet.",
     done: (what) => `Done: ${what}`,
-    off: "The controller is off: every worker switches to what it is asked for.",
+    off: "The controller is off: every worker switches to the model of its requests.",
     order: (what, name) => `${what} ${name}`,
   },
   recording: {

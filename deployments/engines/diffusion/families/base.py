@@ -206,9 +206,9 @@ class Defaults:
     def sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
         """Return the default width and height of a checkpoint's images in pixels, by its configs."""
         factor = int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
-        told = variant if self.reads_sample_size else {}
+        own_sizes = variant if self.reads_sample_size else {}
         width, height = (
-            min(int(told.get(name, self.sample_size)) * factor, MAX_SIDE_PX)
+            min(int(own_sizes.get(name, self.sample_size)) * factor, MAX_SIDE_PX)
             for name in ("sample_width", "sample_height")
         )
         return width, height
