@@ -489,3 +489,41 @@ def test_texts_in_plain_quotes_are_texts_in_gemma_s_calls(text: str, expected: d
     answer = f"<|tool_call>call:book{text}<tool_call|>Well."
     for pieces in ([answer], list(answer), random_cuts(answer, seeded_random())):
         assert read(form_of("gemma4"), pieces) == ("Well.", "", [("book", expected)])
+
+
+def test_values_in_tags_of_their_own_may_have_members_of_the_same_name() -> None:
+    mark = "]<]minimax[>["
+    leaf = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    parameters = {
+        "type": "object",
+        "properties": {"a": leaf, "l": {"type": "array", "items": leaf}, "s": {"type": "string"}},
+    }
+    function = Function(name="f", parameters=parameters)
+
+    def tag(name: str, inner: str) -> str:
+        return f"{mark}<{name}>{inner}{mark}</{name}>"
+
+    a = tag("a", "\n" + tag("a", "7") + tag("b", "12") + "\n")
+    items = tag("l", tag("item", tag("b", "x < y")) + tag("item", tag("a", "many")))
+    body = f"\n{a}\n{items}{tag('s', ' <b>] ')}\n{mark}</invoke>{mark}</tool_call>"
+    text = f'Ok.{mark}<tool_call>{mark}<invoke name="f">{body}'
+    expected = {"a": {"a": 7, "b": "12"}, "l": [{"b": "x < y"}, {"a": "many"}], "s": " <b>] "}
+    for pieces in ([text], list(text), random_cuts(text, seeded_random())):
+        reader = AnswerReader(AnswerForm(TOOL_FORMS["minimax-m3"]), [function])
+        read_back = [*map(reader.feed, pieces), reader.flush()]
+        (call,) = whole_calls([call for piece in read_back for call in piece.calls])
+        assert json.loads(call.arguments) == expected
+        assert "".join(piece.text for piece in read_back) == "Ok."
+    reader = AnswerReader(AnswerForm(TOOL_FORMS["minimax-m3"]), [function])
+    pieces = [reader.feed(text[: text.index("many")]), reader.flush(is_cut=True)]
+    cut = "".join(call.arguments for piece in pieces for call in piece.calls)
+    assert cut == '{"a": {"a": 7, "b": "12"}, "l": '
+    lark = LarkGrammar({})
+    grammar = LLMatcher.grammar_from_lark(lark.text(call_rule(lark, TOOL_FORMS["minimax-m3"], [function])))
+    forced = (
+        f'f">{tag("a", tag("a", "7"))}{tag("l", tag("item", tag("b", "x < y")) * 2)}{tag("s", "<b>")}{mark}</invoke>'
+    )
+    matcher = LLMatcher(_bytes(), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.try_consume_tokens(list(forced.encode())) == len(forced.encode())
+    assert matcher.is_accepting()
