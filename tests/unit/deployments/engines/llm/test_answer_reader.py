@@ -527,3 +527,55 @@ def test_values_in_tags_of_their_own_may_have_members_of_the_same_name() -> None
     assert not matcher.is_error(), matcher.get_error()
     assert matcher.try_consume_tokens(list(forced.encode())) == len(forced.encode())
     assert matcher.is_accepting()
+
+
+THINKING = [name for name, form in REASONING_FORMS.items() if name != "harmony" and form.ends_with_calls]
+
+
+def mixed(name: str, thinks: str, rng: random.Random) -> str:
+    """Return an answer of thoughts, texts and calls in any order, as a family writes them."""
+    opening, closing = (
+        f"\n{one}\n" for one in (REASONING_FORMS[thinks].openings or ("",))[:1] + REASONING_FORMS[thinks].closings[:1]
+    )
+    parts = []
+    for _ in range(rng.randint(1, 5)):
+        kind, text = rng.choice(["thought", "text", "calls"]), rng.choice([*TEXTS[1:], "I write <tool_call> and {"])
+        if name == "harmony" and kind != "calls":
+            channel = "analysis" if kind == "thought" else "final"
+            parts.append(f"<|channel|>{channel}<|message|>{text}<|end|><|start|>assistant")
+        elif kind == "calls":
+            calls = random_calls(rng)[: 1 if name == "harmony" else None]
+            parts.append(
+                written(TEMPLATES[name], calls)[1] + ("<|call|><|start|>assistant" if name == "harmony" else "")
+            )
+        else:
+            parts.append(opening + text + closing if kind == "thought" else text)
+    return "".join(parts)
+
+
+def read_raw(
+    form: AnswerForm, pieces: Sequence[str], begun: str, *, is_cut: bool
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return what is read, with the arguments of calls as they came: they may have no end."""
+    reader = AnswerReader(form, FUNCTIONS)
+    found = [reader.feed(begun), *map(reader.feed, pieces), reader.flush(is_cut=is_cut)]
+    calls = whole_calls([call for piece in found for call in piece.calls])
+    texts = "".join(piece.text for piece in found), "".join(piece.reasoning for piece in found)
+    return *texts, [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.drawn(7)
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_streamed_answers_are_the_whole_ones_wherever_they_end(name: str) -> None:
+    """Thoughts, texts and several calls in any order, ended anywhere: by the bound on tokens, or by themselves."""
+    rng = seeded_random()
+    for _ in range(25):
+        thinks = "harmony" if name == "harmony" else rng.choice(THINKING)
+        form = AnswerForm(TOOL_FORMS[name], REASONING_FORMS[thinks])
+        text = mixed(name, thinks, rng)
+        begun = "<|start|>assistant" if name == "harmony" else rng.choice(("", *REASONING_FORMS[thinks].openings[:1]))
+        for size in (len(text), rng.randrange(1, len(text) + 1), rng.randrange(1, len(text) + 1)):
+            cut, is_cut = text[:size], rng.random() < 0.5
+            whole = read_raw(form, [cut], begun, is_cut=is_cut)
+            for pieces in (list(cut), random_cuts(cut, rng), random_cuts(cut, rng)):
+                assert read_raw(form, pieces, begun, is_cut=is_cut) == whole, (thinks, begun, cut)
