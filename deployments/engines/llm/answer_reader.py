@@ -144,7 +144,7 @@ class AnswerReader:
         self._text.end()
         return self._take_piece()
 
-    def _taken(self) -> AnswerPiece:
+    def _take_piece(self) -> AnswerPiece:
         return AnswerPiece(self._text.take(), self._thought.take(), self._calls.take())
 
     # Text and reasoning
