@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from weights.formats import classifier, dense_head
 from weights.formats.control_files import CONTROL_CLASSES, control_kind, is_control_file, read_control_file, why_alone
@@ -221,14 +221,18 @@ def _is_control_class(config: Mapping[str, Any]) -> bool:
     return class_name in CONTROL_CLASSES or class_name.endswith("ControlNetModel")
 
 
+_OF_ITS_OWN: Final = ("conv_in.weight", "pos_embed.pos_embed")
+
+
 def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
     """Check that the layers that a ControlNet has in common with a denoiser, the `part`, have the shapes of that one's.
 
-    Its first layer is its own: that of an inpainting model reads more. Raises AdapterError naming the tensor.
+    Its first layer is its own, since that of an inpainting model reads more, and so is how many places it knows. Raises
+    AdapterError naming the tensor.
     """
     for name, tensor in net.components[0].tensors.items() if part.format == "safetensors" else ():
         layer = part.tensors.get(name)
-        if layer is not None and name != "conv_in.weight" and list(layer.shape) != list(tensor.shape):
+        if layer is not None and name not in _OF_ITS_OWN and list(layer.shape) != list(tensor.shape):
             given, wanted = list(tensor.shape), list(layer.shape)
             raise AdapterError(f"{net.path}: tensor {name} has shape {given}, which in {base.model!r} is {wanted}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 from configs.model import LongText, TextPadding
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, lacking_encoders
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the ingress has no torch
     from deployments.engines.diffusion.families.prompted import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
-EncodeImages = Callable[["torch.Tensor"], "torch.Tensor"]
 MIN_TEXT_LENGTH: Final = 16
 MAX_SIDE_PX: Final = 4096
 _PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, unless the pipeline's configs have it
@@ -419,6 +418,12 @@ class Steps:
         return num_inference_steps - min(int(num_inference_steps * strength), num_inference_steps)
 
 
+class EncodeImages(Protocol):
+    """Makes latents of images from -1, at the scale at which they are denoised; without the VAE's shift, if asked."""
+
+    def __call__(self, images_B3HW: torch.Tensor, *, shifts: bool = True) -> torch.Tensor: ...
+
+
 class Adapters:
     """The additions that the denoiser takes: LoRAs, ControlNets, images as prompts."""
 
@@ -429,10 +434,11 @@ class Adapters:
     # The classes of its ControlNets, each with the config keys that must equal the denoiser's.
     control_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
+    draws_controls_apart: ClassVar[bool] = False  # not from the stream that the first noise comes of
     encodes_controls: ClassVar[bool] = False  # `control_inputs` may encode, so that the VAE is needed
 
     def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
-        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes latents, as denoised, of images from -1.
+        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes latents of images from -1.
 
         Raises EngineError for a size that the ControlNet cannot read.
         """
