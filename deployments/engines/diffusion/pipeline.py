@@ -61,7 +61,7 @@ from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
-from deployments.engines.nn.lora import Batch, applied_adapters
+from deployments.engines.nn.lora import Batch, MergedLayers, applied_adapters
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
 from weights.operations.adapters import LoraAdapter, LoraPair
@@ -348,16 +348,18 @@ class DenoisePipeline:
         with adapters, images, self._modulation.given(rows.modulation):
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
-    def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
-        if self._replays is None or rows.adapters or rows.controls or rows.image_prompts:
+    def _replayed(self, merged: MergedLayers | None, rows: Rows, height: int, width: int) -> torch.Tensor:
+        """Return what `_forward` does, of layers that are the denoiser's own or `merged`. A replay is not ended."""
+        if self._replays is None:
             return self._forward(rows, height, width)
-        inputs = rows.tensors()
-        shapes = tuple((one.shape, one.dtype) for one in inputs)
-        optional = rows.pooled is None, rows.mask is None
         lengths = rows.lengths if self.family.texts.counts_tokens else ()
-        key = shapes, optional, height, width, rows.sizes, lengths, torch.get_num_threads()
-        return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
+        return self._replays.run(
+            (rows.form(), height, width, lengths, torch.get_num_threads()),
+            rows.tensors(),
+            lambda given: self._forward(rows.with_tensors(given), height, width),
+            rows.lasting_tensors(),
+            [*(control.net for control in rows.controls), *([] if merged is None else [merged])],
+        )
 
     def _predict(self, group: Sequence[Condition]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
@@ -366,7 +368,7 @@ class DenoisePipeline:
         with kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
-            forward = self._forward if first.merged or first.runs_alone else self._replayed
+            forward = self._forward if first.runs_alone else partial(self._replayed, first.merged)
             num_rows = sum(len(state.latents) for state, _ in group)
             largest = self._workspace.largest({workspace_kind(part) for part in group}, num_rows)
             with self._workspace.lend(largest, num_rows, bound) as most:
