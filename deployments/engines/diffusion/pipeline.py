@@ -70,6 +70,7 @@ Adapter = LoraAdapter | nn.Module | ImagePrompter
 # What each adapter of a request adds to its forwards, with its name: the pairs of a LoRA by module, a ControlNet, or
 # the tokens that an IP-Adapter makes of an image.
 AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | int | None]]
+PREVIEW_VAE: Final = "preview_vae"  # the name of a small VAE among the modules
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,12 @@ class DenoisePipeline:
         self._bounds = bounds
         self._workspace = workspace
         self._memory = MemoryLimits()
-        self._decoder = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
+        self._decoder = self._previewer = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
+        if PREVIEW_VAE in modules:
+            small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
+            self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
-        for name in (family.denoiser_name, "vae"):
+        for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
         config: Any = self.denoiser.config
@@ -307,11 +311,14 @@ class DenoisePipeline:
         return [outcomes[id(state)] for state in states]
 
     def decode_previews(self, states: Sequence[DenoiseState]) -> list[np.ndarray | None]:
-        """Return the images that the last step of each state expects, as `decode` does; None if they are not finite."""
+        """Return the images that the last step of each state expects, as `decode` does; None if they are not finite.
+
+        A small VAE makes them where the model has one for that.
+        """
         previews: dict[int, np.ndarray | None] = {}
         for group in grouped(states, decode_key):
             expected = [state.expected for state in group if state.expected is not None]
-            images, is_finite = self._decoder.decode_group(expected, group)
+            images, is_finite = self._previewer.decode_group(expected, group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -422,7 +429,8 @@ def create_pipeline(
     workspace: Workspace = UNBOUNDED,
     replays: Replays | None = None,
 ) -> DenoisePipeline:
-    """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`.
+    """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`, and
+    perhaps a "preview_vae".
 
     Text encoders live elsewhere. Raises EngineError for a class that no family knows.
     """
