@@ -78,6 +78,11 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
         "max_waiting max_waiting_per_model default_timeout_s priority_levels default_priority max_overtakes tenants "
         "unknown_tenants max_running_pipelines",
     ),
+    (
+        (Concern.INGRESS,),
+        "jobs",
+        "keep_s max_bytes max_jobs max_unfinished max_running max_result_bytes timeout_s max_starts",
+    ),
     ((Concern.CONTROL_PLANE,), "controller", "enabled"),
     ((Concern.LIMITS,), "controller", "policy tick_s slo_classes models"),
     ((Concern.LIMITS, Concern.NUMBER), "controller", "scaling"),  # Serve is told whether the controller scales

@@ -14,6 +14,7 @@ from configs.access import AccessConfig, is_loopback
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig, LanguageModelConfig
 from configs.http import GrpcConfig, HttpConfig
+from configs.jobs import JobsConfig
 from configs.model import (
     AdapterConfig,
     Bytes,
@@ -503,6 +504,7 @@ class ClusterConfig(StrictModel):
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()
     controller: ControllerConfig = ControllerConfig()
+    jobs: JobsConfig = JobsConfig()
     text_encoder: TextEncoderConfig = TextEncoderConfig()
     worker: WorkerConfig = WorkerConfig()
     model_roots: tuple[Root, ...] | None = Field(

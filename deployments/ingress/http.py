@@ -56,6 +56,9 @@ from deployments.ingress.gate import (
     describe_keys,
     put_gate_before_serve,
 )
+from deployments.ingress.jobs.desk import JobDesk
+from deployments.ingress.jobs.routes import create_jobs_router
+from deployments.ingress.jobs.runner import JobRunner
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
@@ -117,7 +120,7 @@ def create_http_app(
     loop of its requests, before the first one. A gate before this one has `callers` and `limiter`, too.
     """
     callers = callers or Callers(config.access, config.ingress.num_replicas)
-    statistics, repository = Statistics(), Repository(service)
+    statistics, repository, desk = Statistics(), Repository(service), JobDesk(service, config.jobs)
     inference = Inference(service, config.ingress.limits, statistics, SharedMemory(config.ingress.shared_memory))
     app = FastAPI(
         title="Atelier",
@@ -125,7 +128,7 @@ def create_http_app(
         description=_DESCRIPTION,
         docs_url=None,  # FastAPI's page comes from servers of others
         redoc_url=None,
-        lifespan=_lifespan(config, callers, inference, repository, statistics, on_start),
+        lifespan=_lifespan(config, callers, inference, repository, statistics, desk, on_start),
     )
     install_error_handlers(app)
     readers = ImageReaders()
@@ -134,6 +137,7 @@ def create_http_app(
     controller = ControllerCalls(partial(connect_controller, config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
     for router in (
+        create_jobs_router(desk),
         *_client_routers(service, config, readers, images, view),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
         create_inference_router(inference, config.ingress.limits),
@@ -253,13 +257,19 @@ def _lifespan(
     inference: Inference,
     repository: Repository,
     statistics: Statistics,
+    desk: JobDesk,
     on_start: Callable[[], None],
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Return what calls `on_start`, and runs the gRPC server beside the application."""
+    """Return what calls `on_start`, and runs jobs and the gRPC server beside the application."""
 
     @contextlib.asynccontextmanager
-    async def running(_: FastAPI) -> AsyncIterator[None]:
+    async def running(app: FastAPI) -> AsyncIterator[None]:
         on_start()
+        async with JobRunner(app, desk, callers).running(), serving_grpc():
+            yield
+
+    @contextlib.asynccontextmanager
+    async def serving_grpc() -> AsyncIterator[None]:
         if config.grpc is None:
             yield
             return
