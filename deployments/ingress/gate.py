@@ -320,9 +320,9 @@ def _asks_a_model(scope: Scope) -> bool:
 
 
 def _looks_at_jobs(scope: Scope) -> bool:
-    """Return whether a request follows a job, which is in progress itself."""
+    """Return whether a request begins or follows a job, which is in progress itself once it runs."""
     path: str = scope["path"]
-    return scope["method"] in ("GET", "DELETE") and path.startswith(JOB_PATHS) and not path.endswith("/events")
+    return path.startswith(JOB_PATHS) and not path.endswith("/events") and current_job.get() is None
 
 
 def put_gate_before_serve(

@@ -137,8 +137,7 @@ def create_http_app(
     controller = ControllerCalls(partial(connect_controller, config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
     for router in (
-        create_jobs_router(desk),
-        *_client_routers(service, config, readers, images, view),
+        *_client_routers(service, config, readers, images, view, desk),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
         create_inference_router(inference, config.ingress.limits),
         create_shared_memory_router(inference.shared_memory),
@@ -176,11 +175,13 @@ def _client_routers(
     readers: ImageReaders,
     images: ChatImages,
     view: ClusterView,
+    desk: JobDesk,
 ) -> Iterator[APIRouter]:
     """Yield the routes of people, and of programs that ask models."""
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
-    yield from _openai_routers(service, config, readers, images, view)
+    yield create_jobs_router(desk)
+    yield from _openai_routers(service, config, readers, images, view, desk)
     yield from _compat_routers(service, config, readers, images)
     yield create_live_router(view)
 
@@ -210,7 +211,7 @@ def _http_access(callers: Callers, config: ClusterConfig, http_host: str | None,
 
 
 def _openai_routers(
-    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages, view: ClusterView
+    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages, view: ClusterView, desk: JobDesk
 ) -> Iterator[APIRouter]:
     """Yield the routes under /v1."""
     links = ImageLinks(config.ingress.image_links, config.name)
@@ -218,7 +219,7 @@ def _openai_routers(
     yield create_images_router(service, links, streams, readers, config.ingress.limits)
     yield create_streams_router(streams)
     yield create_links_router(links)
-    yield create_videos_router(service, config.ingress.videos, config.name, readers, config.ingress.limits)
+    yield create_videos_router(service, desk, readers, config.ingress.limits)
     yield create_audio_router(service, readers, config.ingress.limits)
     yield create_embeddings_router(service)
     yield create_scores_router(service)

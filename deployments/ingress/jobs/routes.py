@@ -33,7 +33,8 @@ INNER: Final = "x-atelier-job-"  # of a result's headers: what an answer tells o
 _GONE: Final = {"_404": "no such job: it was deleted, has ended, or is another key's"}
 _AWAY: Final = {"_503": "no job is kept now"}
 _MAX_ENDPOINT: Final = 512
-_SHOWN: Final = "application/json"
+_JSON: Final = "application/json"
+_FACTS: Final = ("model", "prompt")  # of a body, as the lists of jobs and videos show them
 
 
 class JobBody(ClientPart):
@@ -74,6 +75,7 @@ class JobAnswerBody(Answer):
     ended_at: int | None
     expires_at: int | None
     num_starts: int
+    model: str | None
     error: JobErrorAnswer | None
     result: JobResultAnswer | None
 
@@ -114,8 +116,9 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
             request,
             body.endpoint,
             content,
-            headers={"content-type": _SHOWN},
+            headers={"content-type": _JSON},
             idempotency_key=body.idempotency_key,
+            facts={name: value for name in _FACTS if isinstance(value := body.body.get(name), str)},
         )
         return job_response(job)
 
@@ -130,7 +133,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
         """The jobs of this key, the newest first."""
         found = await desk.page(JobFilter(status, endpoint), after, limit + 1, order)
         if found is None:
-            return not_found(after or "", "after")
+            return _not_found(after or "", "after")
         jobs = [_answer_of(job) for job in found[:limit]]
         ends = (jobs[0].id, jobs[-1].id) if jobs else (None, None)
         has_more = len(found) > limit
@@ -140,7 +143,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     async def retrieve(job_id: str) -> Response:
         """A job: how far it is, and what became of it."""
         job = await desk.find(job_id)
-        return not_found(job_id) if job is None else job_response(job, 200)
+        return _not_found(job_id) if job is None else job_response(job, 200)
 
     @router.get(
         PATH + "/{job_id}/result",
@@ -151,7 +154,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     async def result(job_id: str) -> Response:
         """The answer of the job's endpoint, as it would have given it."""
         job = await desk.find(job_id)
-        return not_found(job_id) if job is None else await result_response(desk, job)
+        return _not_found(job_id) if job is None else await result_response(desk, job)
 
     @router.get(
         PATH + "/{job_id}/events",
@@ -162,7 +165,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
         """The job whenever it changes, as server-sent events, until it has ended."""
         job = await desk.find(job_id)
         if job is None:
-            return not_found(job_id)
+            return _not_found(job_id)
         changes = desk.changes(job)
         return EventStream(_events_of(changes), changes)
 
@@ -170,13 +173,13 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     async def cancel(job_id: str) -> Response:
         """End a job that has not ended; what it would have given is lost."""
         job = await desk.cancel(job_id)
-        return not_found(job_id) if job is None else job_response(job, 200)
+        return _not_found(job_id) if job is None else job_response(job, 200)
 
     @router.delete(PATH + "/{job_id}", response_model=JobDeleted, responses=documented(**_GONE, **_AWAY))
     async def delete(job_id: str) -> Response:
         """Delete a job and its result; one that runs is ended."""
         if not await desk.forget(job_id):
-            return not_found(job_id)
+            return _not_found(job_id)
         return json_response(JobDeleted(id=job_id, object="job.deleted", deleted=True))
 
     return router
@@ -187,13 +190,11 @@ def job_response(job: Job, status: int = 202) -> Response:
     return json_response(_answer_of(job), status, {"Location": f"{PATH}/{job.id}"} if status == 202 else None)
 
 
-async def result_response(desk: JobDesk, job: Job, *, what: str = "job") -> Response:
+async def result_response(desk: JobDesk, job: Job) -> Response:
     """Return the answer of a job's endpoint, or why there is none."""
     pieces = await desk.result(job) if job.answer is not None else None
     if job.answer is None or pieces is None:
-        why = f": {job.error.message}" if job.error is not None else ""
-        message = f"{what} {job.id!r} has no result: it is {job.status}{why}"
-        return failure_response(Failure(409, message, "invalid_request_error", f"{what}_not_completed", f"{what}_id"))
+        return _not_completed(job)
     response = StreamingResponse(pieces, job.answer.status)
     response.raw_headers = [
         (name.encode("latin-1"), value.encode("latin-1"))
@@ -203,10 +204,15 @@ async def result_response(desk: JobDesk, job: Job, *, what: str = "job") -> Resp
     return response
 
 
-def not_found(id_: str, param: str = "job_id", what: str = "job") -> Response:
-    """Return that there is no such job."""
-    message = f"no {what} {id_[:80]!r} is kept here for this key: they end some time after they are done"
-    return failure_response(Failure(404, message, "invalid_request_error", f"{what}_not_found", param))
+def _not_completed(job: Job) -> Response:
+    why = f": {job.error.message}" if job.error is not None else ""
+    message = f"job {job.id!r} has no result: it is {job.status}{why}"
+    return failure_response(Failure(409, message, "invalid_request_error", "job_not_completed", "job_id"))
+
+
+def _not_found(id_: str, param: str = "job_id") -> Response:
+    message = f"no job {id_[:80]!r} is kept here for this key: they end some time after they are done"
+    return failure_response(Failure(404, message, "invalid_request_error", "job_not_found", param))
 
 
 async def _events_of(changes: AsyncIterator[Job]) -> AsyncIterator[str]:
@@ -243,6 +249,7 @@ def _answer_of(job: Job) -> JobAnswerBody:
         ended_at=_whole(job.ended_s),
         expires_at=_whole(job.expires_s),
         num_starts=job.num_starts,
+        model=job.facts.get("model"),
         error=error,
         result=result,
     )
