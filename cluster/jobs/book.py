@@ -99,12 +99,11 @@ class JobBook:
                 return known
             self._check_room(new, config)
             id_ = f"{new.prefix}_{secrets.token_hex(16)}"
-            values = (id_, new.key, new.endpoint, json.dumps(new.headers), json.dumps(dict(new.facts)), new.priority)
-            values += (new.idempotency_key, digest, len(new.body), now_s)
+            texts = json.dumps(new.headers), json.dumps(dict(new.facts))
             run(
                 "INSERT INTO jobs (id, key, endpoint, headers, facts, priority, idempotency_key, digest, status,"
                 " num_starts, num_bytes, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'queued', 0, ?, ?)",
-                values,
+                (id_, new.key, new.endpoint, *texts, new.priority, new.idempotency_key, digest, len(new.body), now_s),
             )
             run("INSERT INTO bodies VALUES (?, ?)", (id_, new.body))
         job = self.find(new.key, id_, now_s)
@@ -237,6 +236,11 @@ class JobBook:
         with self._writing() as run:
             gone = run("DELETE FROM jobs WHERE expires_s < ? RETURNING id, num_starts", (now_s,)).fetchall()
         return [result_name(*row) for row in gone]
+
+    def expired(self, now_s: float) -> list[str]:
+        """Return the names of the result files whose time is over."""
+        rows = self._db.execute("SELECT id, num_starts FROM jobs WHERE expires_s < ? AND answer IS NOT NULL", (now_s,))
+        return [result_name(*row) for row in rows]
 
     def result_names(self) -> set[str]:
         """Return the names of the files that results are in."""

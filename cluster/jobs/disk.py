@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from cluster.jobs.book import JobBook, result_name
+from cluster.jobs.book import BOOK_FILE, JobBook, result_name
 from cluster.jobs.records import Job, JobAnswer, JobError, NewJob
 from cluster.jobs.results import ResultFiles
 from cluster.records.errors import JobsUnavailable
 from configs.jobs import JobsConfig
+from weights.platform.durable import allocated_bytes
 
+FOLDER: Final = "jobs"  # of a store; below it one of each cluster
 RESULTS: Final = "results"
 _R = TypeVar("_R")
 
@@ -85,3 +88,28 @@ class JobDisk:
             return work(*arguments)
         except (OSError, sqlite3.Error) as error:
             raise JobsUnavailable(f"the folder of jobs {self._folder} cannot be used now: {error}") from None
+
+
+def collect_results(store: Path, now_s: float, *, dry_run: bool = False) -> tuple[list[Path], int]:
+    """Remove the results of a store's clusters whose time is over; return their files, and the bytes of those.
+
+    The jobs of a cluster that runs are left alone: their owner does it.
+    """
+    removed: list[Path] = []
+    num_bytes = 0
+    for file in sorted(store.glob(f"{FOLDER}/*/{BOOK_FILE}")):
+        results = ResultFiles(file.parent / RESULTS)
+        try:
+            book = JobBook(file.parent, busy_s=0.0)
+        except sqlite3.OperationalError:  # it is open
+            continue
+        with contextlib.closing(book):
+            expired = book.expired(now_s)
+            gone = [*expired, *results.strays(book.result_names())]
+            paths = [path for name in gone if (path := file.parent / RESULTS / name).exists()]
+            removed += paths
+            num_bytes += sum(map(allocated_bytes, paths))
+            if not dry_run:
+                book.expire(now_s)
+                results.remove(gone)
+    return removed, num_bytes

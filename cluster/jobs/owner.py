@@ -22,7 +22,6 @@ from configs.jobs import JobsConfig
 
 logger = logging.getLogger("atelier.jobs")
 
-FOLDER: Final = "jobs"  # of the store
 _LOOK_S: Final = LOST_S / 4  # so often who waits looks for jobs whose ingress is silent
 
 
@@ -167,13 +166,17 @@ class JobOwner:
         if self._is_known:
             return
         running = await self._disk.run(lambda: self._disk.book.running())
-        if self._is_known:
+        if self._was_asked():
             return
-        self._is_known = True
         for id_, start, key in running:
             self._leases.add(id_, start, key, "", self._clocks.steady_s())
         if not self._was_restarted:
             await self._requeue([(id_, start) for id_, start, _ in running])
+
+    def _was_asked(self) -> bool:
+        """Return whether somebody else has learned meanwhile which jobs run; from now on it is known."""
+        was_known, self._is_known = self._is_known, True
+        return was_known
 
     async def _requeue_lost(self) -> None:
         """Queue the jobs again whose ingress is silent."""

@@ -24,7 +24,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import psutil
 import ray
 
-from cluster.jobs.owner import FOLDER as JOBS_FOLDER
+from cluster.jobs.disk import FOLDER as JOBS_FOLDER
 from cluster.jobs.owner import JobOwner
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question, ResidencyReport

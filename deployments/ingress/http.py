@@ -216,19 +216,19 @@ def _openai_routers(
     """Yield the routes under /v1."""
     links = ImageLinks(config.ingress.image_links, config.name)
     streams = ResumableStreams(config.ingress.image_streams, config.ingress.num_replicas)
-    yield create_images_router(service, links, streams, readers, config.ingress.limits)
+    yield create_images_router(service, links, streams, readers, config.ingress.limits, desk)
     yield create_streams_router(streams)
     yield create_links_router(links)
     yield create_videos_router(service, desk, readers, config.ingress.limits)
     yield create_audio_router(service, readers, config.ingress.limits)
     yield create_embeddings_router(service)
     yield create_scores_router(service)
-    yield create_text_router(service, images)
+    yield create_text_router(service, images, desk)
     kept = config.ingress.stored_responses
     stored = StoredResponses(kept, config.name) if kept.enabled else None
     yield create_responses_router(service, stored, config.ingress.limits, images)
     yield create_models_router(service, view.nearness)
-    yield create_pipelines_router(service, readers, config.ingress.limits)
+    yield create_pipelines_router(service, readers, config.ingress.limits, desk)
 
 
 def _compat_routers(

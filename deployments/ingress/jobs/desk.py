@@ -131,6 +131,10 @@ class JobDesk:
             raise Overloaded(str(error)) from None
 
 
-def is_for_later(background: object) -> bool:
-    """Return whether a request is to be kept as a job. The request of a job itself is not."""
-    return background is True and current_job.get() is None
+def is_for_later(background: object, *, is_stream: bool = False) -> bool:
+    """Return whether a request is to be kept as a job. The request of a job itself is not. Raises InvalidRequest."""
+    if background not in (True, "true") or current_job.get() is not None:
+        return False
+    if is_stream:
+        raise InvalidRequest("background: a stream has nobody who reads it; follow the job's events", "background")
+    return True

@@ -37,6 +37,9 @@ _JSON: Final = "application/json"
 _FACTS: Final = ("model", "prompt")  # of a body, as the lists of jobs and videos show them
 
 
+BACKGROUND: Final = "true: answer at once with a job, as of POST /v1/jobs; its result is this answer"
+
+
 class JobBody(ClientPart):
     """A request to be run in the background: its path, and its body as it would be sent there."""
 
@@ -96,6 +99,10 @@ class JobDeleted(Answer):
     id: str
     object: Literal["job.deleted"]
     deleted: Literal[True]
+
+
+# Of routes that take `background: true`.
+BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": JobAnswerBody, "description": "the job, in background"}}
 
 
 def create_jobs_router(desk: JobDesk) -> APIRouter:

@@ -13,7 +13,7 @@ from kit.clock import Clock
 from kit.waiting import until
 
 from cluster.jobs.book import BOOK_FILE, JobBook
-from cluster.jobs.disk import RESULTS
+from cluster.jobs.disk import RESULTS, collect_results
 from cluster.jobs.leases import LOST_S
 from cluster.jobs.owner import Clocks, JobOwner
 from cluster.jobs.records import JobAnswer, JobError, JobFilter, NewJob, Seen
@@ -348,6 +348,29 @@ async def test_a_damaged_book_is_set_aside(tmp_path: Path) -> None:
     owner = JobOwner(tmp_path, JobsConfig())
     assert (await owner.add_job(new())).status == "queued"
     assert len(list(tmp_path.glob(f"{BOOK_FILE}.damaged-*"))) == 1
+    owner.close()
+
+
+async def test_gc_removes_results_whose_time_is_over_unless_their_owner_does(
+    tmp_path: Path, clock: Clock, monotonic: Clock
+) -> None:
+    store, clocks = tmp_path / "store", SetClocks(clock, monotonic)
+    owner = JobOwner(store / "jobs" / "c", JobsConfig(keep_s=100.0), clocks=clocks)
+    old = await finished(owner, b"old")
+    clock.now_s += 50
+    young = await finished(owner, b"young")
+    assert collect_results(store, 2000.0) == ([], 0), "its owner has it open"
+    owner.close()
+    results = store / "jobs" / "c" / RESULTS
+    (results / "job_of_a_crash.1").write_bytes(b"x")
+    for dry_run in (True, False):
+        removed, num_bytes = collect_results(store, 1120.0, dry_run=dry_run)
+        assert {path.name for path in removed} == {f"{old}.1", "job_of_a_crash.1"}
+        assert num_bytes > 0
+        assert len(list(results.iterdir())) == (3 if dry_run else 1)
+    owner = JobOwner(store / "jobs" / "c", JobsConfig(), clocks=clocks)
+    assert await owner.read_result("mine", young, 0, 9) == b"young"
+    assert await owner.find_job("mine", old) is None
     owner.close()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from kit.drawing import seeds
 
-from cluster.jobs.disk import RESULTS
-from cluster.jobs.owner import FOLDER, Clocks, JobOwner
+from cluster.jobs.disk import FOLDER, RESULTS
+from cluster.jobs.owner import Clocks, JobOwner
 from cluster.jobs.records import JobAnswer, JobFilter, NewJob, TakenJob
 from configs.jobs import JobsConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from kit.waiting import until
-from unit.deployments.ingress.http_fakes import CHAT, CONFIG, EMBEDDING, IMAGE, Held, Replicas, problem
+from PIL import Image
+from unit.deployments.ingress.http_fakes import CHAT, COMPLETION, CONFIG, EMBEDDING, IMAGE, Held, Replicas, problem
 from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ended, ingress_over, owner_in
 
 from cluster.jobs.owner import JobOwner
@@ -186,6 +188,37 @@ async def test_an_idempotency_key_is_a_field_or_a_header(http: httpx.AsyncClient
     assert (answer.status_code, problem(answer)["param"]) == (400, "idempotency_key")
     await ended(http, first)
     assert len(replicas.requests) == 1
+
+
+@pytest.mark.parametrize(("endpoint", "body"), [(CHATS, CHAT), ("/v1/completions", COMPLETION), (IMAGES, IMAGE)])
+async def test_a_request_in_the_background_is_a_job(http: httpx.AsyncClient, endpoint: str, body: Any) -> None:
+    direct = await http.post(endpoint, json=body | {"background": False})
+    begun = await http.post(endpoint, json=body | {"background": True}, headers={"Idempotency-Key": "k"})
+    assert (direct.status_code, begun.status_code) == (200, 202)
+    job = await ended(http, begun.json()["id"])
+    assert (job["status"], job["endpoint"], job["model"]) == ("done", endpoint, body["model"])
+    result = await http.get(f"/v1/jobs/{job['id']}/result")
+    assert (result.status_code, result.json().keys()) == (200, direct.json().keys())
+    again = await http.post(endpoint, json=body | {"background": True}, headers={"Idempotency-Key": "k"})
+    assert again.json()["id"] == job["id"]
+
+
+async def test_a_form_may_be_run_in_the_background(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 8), (200, 30, 30)).save(buffer, "png")
+    fields = IMAGE | {"background": "true"}
+    begun = await http.post("/v1/images/edits", data=fields, files={"image": ("a.png", buffer.getvalue())})
+    assert begun.status_code == 202
+    assert (await ended(http, begun.json()["id"]))["status"] == "done"
+    assert replicas.requests[0].init_image[0, 0].tolist() == [200, 30, 30]
+
+
+async def test_what_cannot_run_in_the_background_is_refused_at_once(http: httpx.AsyncClient) -> None:
+    for endpoint, body in ((CHATS, CHAT), (IMAGES, IMAGE)):
+        answer = await http.post(endpoint, json=body | {"background": True, "stream": True})
+        assert (answer.status_code, problem(answer)["param"]) == (400, "background")
+        assert (await http.post(endpoint, json={"model": "flux", "background": True})).status_code == 400
+    assert (await http.get("/v1/jobs")).json()["data"] == []
 
 
 @pytest.mark.parametrize(
