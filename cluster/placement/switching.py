@@ -24,7 +24,8 @@ what is loaded is served until it is empty, unless another's queue outweighs it 
     What it runs ends in either case: until then only the slots are lost that are empty before the others. Of one that
     nobody waits for the next request comes by the rate over minutes, and no sooner than in twice the time that none has
     come. It waits for that no longer than until those that wait have waited, together, as long as those that come
-    meanwhile would wait if it switched. `throughput-first` also wants work for several times the switch's duration,
+    meanwhile would wait if it switched. For a worker that loses nothing, those that come until it is ready count as
+    well. `throughput-first` also wants work for several times the switch's duration,
     for as long as an idle worker would take for several switches.
 5.  *Bounded wait.* A model *starves* without a start of any request for `MAX_WAIT_TARGETS` times its class's target,
     and for a whole round: a turn of each model that waits, with its switch. It then goes before all that do not, and
@@ -133,13 +134,15 @@ def _follow_pins(outlook: Outlook) -> Outlook:
 @dataclass(frozen=True, slots=True)
 class _Need:
     """A model that lacks a worker. `rank` and `urgency` order needs; `wait_s` is what its last request waits if nothing
-    changes, or has waited where no worker has the model; where it starves, how long it does.
+    changes, or has waited where no worker has the model; where it starves, how long it does. `coming_s` is the work
+    that comes to each of its workers until one more could be ready.
     """
 
     rank: int
     urgency: float
     model: ModelState
     wait_s: float
+    coming_s: float = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -159,8 +162,9 @@ def _find_needs(outlook: Outlook) -> list[_Need]:
         urgency = _ended_per_s(model, _num_for_one(outlook, model), switch_s)
         if workers := serving.get(model.id):
             wait_s = min([busy_s[worker] for worker in workers]) - model.service_s
-            if wait_s > switch_s:
-                found.append(_Need(_USUAL, urgency, model, wait_s))
+            coming_s = model.rate_long * switch_s * model.service_s / len(workers)
+            if wait_s + coming_s > switch_s:
+                found.append(_Need(_USUAL, urgency, model, wait_s, coming_s))
         elif (over_s := model.unstarted_s - max(MAX_WAIT_TARGETS * model.slo.target_s, round_s)) >= 0:
             found.append(_Need(_STARVING, model.unstarted_s / model.slo.target_s, model, over_s))
         else:
@@ -339,7 +343,7 @@ def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option:
         return (
             others_s > option.harm
             if option.evict
-            else need.wait_s > (1 + EMPTY_MARGIN * policy.margin) * option.ready_s
+            else need.wait_s + need.coming_s > (1 + EMPTY_MARGIN * policy.margin) * option.ready_s
         )
     others = pushed or _expected(outlook, option)
     back_s = max([outlook.usual.seconds(each) for each in others], default=0.0)
