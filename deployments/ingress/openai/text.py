@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, StrictInt, field_validator
+from pydantic import BeforeValidator, Field, StrictInt, field_validator
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
