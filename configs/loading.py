@@ -206,7 +206,7 @@ def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
                     update={
                         "path": located(m.path),
                         "like": m.like and located(m.like),
-                        "vae": m.vae and absolute(m.vae),
+                        **{name: absolute(path) for name, path in m.own_vaes.items()},
                     }
                 )
                 for m in config.models

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, StrictInt, field_validator
 from starlette.responses import Response
 
@@ -23,6 +23,8 @@ from deployments.engines.llm.chat import (
     Tool,
     ToolChoice,
 )
+from deployments.ingress.jobs.desk import JobDesk, is_for_later
+from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, job_response
 from deployments.ingress.messages.bodies import (
     ClientPart,
     JsonRoute,
@@ -265,6 +267,7 @@ class TextBody(ClientPart, SamplingOptions):
     guided_grammar: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    background: bool | None = Field(None, description=BACKGROUND)
     user: UserName | None = None
 
     def options(self) -> dict[str, Any]:
@@ -450,24 +453,33 @@ class CompletionBody(TextBody):
 
 
 # With `stream`, chunks as server-sent events.
-_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
+_RESPONSES: Final = (
+    documented(*INFERENCE_ERRORS, _409="the idempotency key is that of another request")
+    | BEGUN
+    | {200: {"content": {"text/event-stream": {}}}}
+)
 
 
-def create_text_router(service: Service, images: ChatImages) -> APIRouter:
+def create_text_router(service: Service, images: ChatImages, desk: JobDesk) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["text"], route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=_RESPONSES)
-    async def chat(body: ChatBody) -> Response:
+    async def chat(body: ChatBody, request: Request) -> Response:
         """The next turn of a chat."""
         record = await images.record_of(body.to_fields())
+        if is_for_later(body.background, is_stream=bool(body.stream)):
+            return job_response(await desk.begin(request, {"model": body.model}))
         form = ChatForm(body.model, body.calls, shows_reasoning=body.shows_reasoning, echo=body.echoed)
         return await _respond(service, body, record, form)
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
-    async def complete(body: CompletionBody) -> Response:
+    async def complete(body: CompletionBody, request: Request) -> Response:
         """The continuation of a text."""
-        return await _respond(service, body, body.to_record(), CompletionForm(body.model))
+        record = body.to_record()
+        if is_for_later(body.background, is_stream=bool(body.stream)):
+            return job_response(await desk.begin(request, {"model": body.model}))
+        return await _respond(service, body, record, CompletionForm(body.model))
 
     return router
 

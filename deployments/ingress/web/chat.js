@@ -1,5 +1,6 @@
 // The page Chat: models that write, and models that turn texts into vectors and ranks.
 
+import { asCurl, chatAsPython } from "./as_code.js";
 import { ApiError, errorOfEvent, eventsOf, request } from "./api.js";
 import { asMarkdown, pathOf, showing, siblingsOf, titleOf, useConversations, withChange, withTurn } from "./conversations.js";
 import { base64Of, download } from "./image_files.js";
@@ -71,8 +72,17 @@ function Chat({ models }) {
   const path = pathOf(shown);
   const isOn = answering.has(shown.key);
 
+  // Return the body of a request; null, and say why, where a field of the form cannot be used.
+  const bodyFor = async (turns, goesOn = false) => {
+    try {
+      return await bodyOf(chat, turns, model, goesOn);
+    } catch (error) {
+      tell(error.message, { isError: true });
+      return null;
+    }
+  };
   // Have a turn written, or written on: the last one of the conversation, which is there already.
-  const write = async (conversation, turn, turns, goesOn = false) => {
+  const write = async (conversation, turn, body) => {
     const leaving = new AbortController();
     answering.set(conversation.key, leaving);
     const answer = { ...turn, isOn: true };
@@ -82,7 +92,7 @@ function Chat({ models }) {
     };
     show({ finish: undefined, error: undefined, firstS: undefined, tokens: undefined });
     try {
-      await readAnswer(await bodyOf(chat, turns, model, goesOn), leaving.signal, answer, show);
+      await readAnswer(body, leaving.signal, answer, show);
     } catch (error) {
       if (leaving.signal.aborted) show({ finish: "stopped" });
       else if (error instanceof ApiError || !answer.content) show({ error: error.message });
@@ -91,31 +101,46 @@ function Chat({ models }) {
     answering.delete(conversation.key);
     show({ isOn: false });
   };
-  const answer = (conversation) => {
+  // Return whether a conversation is being answered now.
+  const answer = async (conversation) => {
+    const body = await bodyFor(pathOf(conversation));
+    if (!body) return false;
     const begun = withTurn(conversation, { role: "assistant", content: "", model: chat.model, isJson: Boolean(chat.schema.trim()) }, conversation.leaf);
     change(begun, () => begun);
     choose(begun);
-    write(begun, begun.turns.at(-1), pathOf(conversation));
+    write(begun, begun.turns.at(-1), body);
+    return true;
   };
-  const say = (turn, parent) => !isOn && model && answer(withTurn(shown, turn, parent));
-  const send = () => {
+  const say = (turn, parent) => answer(withTurn(shown, turn, parent));
+  const send = async () => {
     const text = chat.draft.trim();
     if (isOn || !model || !(text || images.length)) return;
-    say({ role: "user", content: text, ...(images.length && { images }) }, path.at(-1)?.id);
+    if (!(await say({ role: "user", content: text, ...(images.length && { images }) }, path.at(-1)?.id))) return;
     set({ draft: "" });
     setImages([]);
+  };
+  const goOn = async (turn) => {
+    const body = await bodyFor(path, true);
+    if (body) write(shown, turn, body);
   };
   const act = isOn || !model ? null : {
     edit: (turn, content) => say({ ...turn, content }, turn.parent),
     again: (turn) => answer({ ...shown, leaf: turn.parent }),
-    goOn: (turn) => write(shown, turn, path, true),
+    goOn,
     giveResult: (call, content) => say({ role: "tool", tool_call_id: call.id, content }, path.at(-1)?.id),
     turnTo: (turn) => change(shown, (one) => showing(one, turn)),
+  };
+  // Copy the request that led to the answer shown last.
+  const copyAs = async (form) => {
+    const asked = await bodyFor(path.slice(0, path.findLastIndex((turn) => turn.role === "assistant")));
+    if (!asked) return;
+    const { stream, stream_options, ...body } = asked;
+    copy(form === "curl" ? asCurl("v1/chat/completions", body) : chatAsPython(body));
   };
   return html`<div class="chat">
     <div class="stack">
       <${Settings} chat=${chat} set=${set} models=${models} />
-      <${Conversations} ...${{ list, shown, choose, begin, remove, answering }} />
+      <${Conversations} ...${{ list, shown, choose, begin, remove, answering, copyAs }} />
     </div>
     <section class="panel talk" aria-label=${words.conversation}>
       <${Turns} conversation=${shown} path=${path} act=${act} />
@@ -126,13 +151,16 @@ function Chat({ models }) {
   </div>`;
 }
 
-function Conversations({ list, shown, choose, begin, remove, answering }) {
+function Conversations({ list, shown, choose, begin, remove, answering, copyAs }) {
+  const isAnswered = shown.turns.some((turn) => turn.role === "assistant");
   const ask = (one) => confirm(words.removeSure(titleOf(one))) && (answering.get(one.key)?.abort(), remove(one));
   const save = () => download(new Blob([asMarkdown(shown)], { type: "text/markdown" }), `${titleOf(shown).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40)}.md`);
   return html`<nav class="panel conversations" aria-label=${words.conversations}>
     <div class="row wrap">
       <button class="quiet" onClick=${begin}>${icon("plus")}<span>${words.clear}</span></button>
       <button class="quiet" disabled=${!shown.turns.length} onClick=${save}>${icon("download")}<span>${words.save}</span></button>
+      <button class="quiet" disabled=${!isAnswered} onClick=${() => copyAs("curl")}>${icon("copy")}<span>${texts.gallery.asCurl}</span></button>
+      <button class="quiet" disabled=${!isAnswered} onClick=${() => copyAs("python")}>${icon("copy")}<span>${texts.gallery.asPython}</span></button>
     </div>
     <ul>
       ${list.map(

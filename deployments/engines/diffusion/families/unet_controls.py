@@ -33,7 +33,8 @@ def run_controlnet(control: ControlRows, *inputs: Any, **texts: Any) -> Any:
     net, modes_B = control.net, control.modes
     if modes_B is None:
         return net(*inputs, controlnet_cond=control.images, **texts)
-    kinds = torch.nn.functional.one_hot(modes_B, net.config.num_control_type).to(control.images.dtype)
+    known = torch.arange(net.config.num_control_type, device=modes_B.device)
+    kinds = (modes_B[:, None] == known).to(control.images.dtype)  # one_hot would read the numbers
     layers = {layer: partial(_by_row, layer) for layer in net.transformer_layes}
     with replaced_forwards(layers):
         return net(*inputs, controlnet_cond=[control.images], control_type=kinds, control_type_idx=[modes_B], **texts)
