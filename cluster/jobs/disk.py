@@ -32,7 +32,7 @@ class JobDisk:
         self._results = ResultFiles(folder / RESULTS)
 
     async def run(self, work: Callable[..., _R], *arguments: Any) -> _R:
-        """Return what `work`, a method that blocks, makes of these arguments. Raises JobsUnavailable."""
+        """Return the result of `work`, a method that blocks, for these arguments. Raises JobsUnavailable."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._told, work, *arguments)
 
     @property

@@ -197,7 +197,7 @@ class JobOwner:
         return replace(job, progress=self._leases.progress(job.id))
 
     def _let_go(self, id_: str, *, is_gone: bool) -> None:
-        """Forget who runs a job, if it runs no more, and tell who watches it."""
+        """Forget the runner of a job that no longer runs, and wake its watchers."""
         self._leases.drop([id_] if is_gone else [])
         self._tell(id_)
 

@@ -97,7 +97,7 @@ class JobFilter:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What somebody knows of a job and waits for a change of."""
+    """The state of a job that a watcher has seen, and waits for a change of."""
 
     status: Status
     progress: int | None

@@ -359,7 +359,7 @@ class DenoisePipeline:
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
     def _replayed(self, merged: MergedLayers | None, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return what `_forward` does, of layers that are the denoiser's own or `merged`. A replay is not ended."""
+        """Replay `_forward`, if the layers are the denoiser's own or `merged`. A replay cannot be cancelled."""
         if self._replays is None:
             return self._forward(rows, height, width)
         lengths = rows.lengths if self.family.texts.counts_tokens else ()

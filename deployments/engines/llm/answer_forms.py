@@ -38,7 +38,7 @@ class Tags:
         return key.replace("&", "&amp;").replace('"', "&quot;") if self.escapes_keys else key
 
     def closing(self, key: str) -> str:
-        """Return what is behind the value of a key."""
+        """Return the tag after the value of a key."""
         return self.value[1].replace("KEY", key) if self.nested else self.value[1]
 
     def read_key(self, text: str) -> str:

@@ -159,7 +159,7 @@ def _tagged(grammar: LarkGrammar, form: ToolForm, root: Mapping[str, Any]) -> st
 
 
 def _nested(grammar: LarkGrammar, mark: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
-    """Return what writes a value whose objects and arrays stand in tags of their members."""
+    """Return the rule for a value whose objects and arrays stand in tags of their members."""
     if depth > _MAX_DEPTH:
         raise EngineError("the schema is nested too deeply")
 

@@ -108,12 +108,12 @@ def _members(text: str, mark: str) -> list[tuple[str, str]]:
 
 @functools.cache
 def nested_tags(mark: str) -> re.Pattern[str]:
-    """Return what finds tags that begin with a mark: a slash, if one ends, and its name."""
+    """Return the pattern of tags that begin with a mark: a slash, for an end, and the name."""
     return re.compile(re.escape(mark) + r"<(/?)([^<>]{1,256})>")
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """Return what a schema refers to; {} where that is none."""
+    """Return the target of a schema's reference; {} if there is none."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):

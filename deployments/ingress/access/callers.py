@@ -68,9 +68,9 @@ class Callers:
         return self._caller(entry)
 
     def named(self, name: str) -> Caller | None:
-        """Return who asks by the key of that name, as jobs do later, None where nobody needs a key.
+        """Return the caller of the key of that name, for jobs, which run later; None where no key is needed.
 
-        Raises NotAuthenticated when there is none any more.
+        Raises NotAuthenticated when the key is gone.
         """
         if self._file is None:
             return None

@@ -109,7 +109,7 @@ class ControlRows:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return what it reads, and its scales."""
+        """Return the net's inputs and its scales."""
         return [*self.inputs, *(one for one in (self.scales, self.prompts, self.pooled, self.modes) if one is not None)]
 
     def with_tensors(self, tensors: Iterator[torch.Tensor]) -> ControlRows:
