@@ -1,1 +1,1 @@
-"""Jobs: requests that are kept until their results are there, and the results."""
+"""Jobs: requests that are kept until they have results, and the results."""

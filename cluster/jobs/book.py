@@ -1,10 +1,10 @@
-"""The book of jobs: what is to be done, by whom it was begun, and what became of it. SQLite, without a clock or Ray.
+"""The book of jobs: their requests, their starts and their ends. SQLite, without a clock or Ray.
 
     queued -> running -> done | failed       running -> queued, when its ingress has died
     queued or running -> cancelled
 
 Every change is one transaction, on the disk when its method returns. One process has the book open: others find it
-locked. A job ends once: what a start that nobody waits for any more has to say changes nothing.
+locked. A job ends once: the end of an abandoned start changes nothing.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class JobBook:
         return job
 
     def find(self, key: str, id_: str, now_s: float) -> Job | None:
-        """Return a job of a key; None when its time is over, or it never was."""
+        """Return a job of a key; None for an expired or unknown one."""
         rows = self._db.execute(
             "SELECT * FROM jobs WHERE id = ? AND key = ? AND (expires_s IS NULL OR expires_s >= ?)",
             (id_, key, now_s),
@@ -121,7 +121,7 @@ class JobBook:
     def page(
         self, key: str, wanted: JobFilter, after: str | None, limit: int, order: Order, now_s: float
     ) -> list[Job] | None:
-        """Return up to `limit` jobs of a key by their age, those that come after one; None where that is not there."""
+        """Return up to `limit` jobs of a key by age, after the given one; None if that is unknown."""
         place = _FIRST[order]
         if after is not None:
             found = self._db.execute("SELECT number FROM jobs WHERE id = ? AND key = ?", (after, key)).fetchall()
@@ -132,7 +132,7 @@ class JobBook:
         return [_job_of(row) for row in self._db.execute(_PAGE[order], values)]
 
     def cancel(self, key: str, id_: str, keep_s: float, now_s: float) -> Job | None:
-        """End a job that has not ended, and return it as it is then; None where there is none."""
+        """End an unfinished job, and return its new state; None for an unknown one."""
         with self._writing() as run:
             run(
                 "UPDATE jobs SET status = 'cancelled', ended_s = ?, expires_s = ?, num_bytes = 0"
@@ -143,7 +143,7 @@ class JobBook:
         return self.find(key, id_, now_s)
 
     def forget(self, key: str, id_: str) -> str | None:
-        """Remove a job, and return the name of its result file; None where there was no job."""
+        """Remove a job, and return the name of its result file; None for an unknown job."""
         with self._writing() as run:
             gone = run("DELETE FROM jobs WHERE id = ? AND key = ? RETURNING id, num_starts", (id_, key)).fetchall()
             for id_, _ in gone:
@@ -153,9 +153,9 @@ class JobBook:
     # what ingresses do
 
     def take(self, count: int, held: Mapping[str, int], max_of_key: int, now_s: float) -> list[TakenJob]:
-        """Begin up to `count` queued jobs: the most urgent, of who has the fewest running, the oldest.
+        """Begin up to `count` queued jobs: the most urgent, of the key with the fewest running, the oldest.
 
-        `held` are those that the asker has by key, which are at most `max_of_key`.
+        `held` are the caller's running jobs by key, at most `max_of_key` each.
         """
         taken: list[TakenJob] = []
         own = Counter(held)
@@ -179,7 +179,7 @@ class JobBook:
         return taken
 
     def is_wanted(self, id_: str, start: int) -> Literal["open", "done", "gone"]:
-        """Return whether a start's result is waited for, is here already, or is nobody's any more."""
+        """Return whether a start's result is wanted, is here already, or is no longer wanted."""
         found = self._db.execute("SELECT num_starts, status, ended_s FROM jobs WHERE id = ?", (id_,)).fetchall()
         if not found or found[0][0] != start:
             return "gone"
@@ -187,7 +187,7 @@ class JobBook:
         return "open" if ended_s is None else "done" if status in ("done", "failed") else "gone"
 
     def end(self, id_: str, start: int, end: JobAnswer | JobError, num_bytes: int, keep_s: float, now_s: float) -> bool:
-        """End a job with its answer, or without one. Return whether anybody wanted it of this start."""
+        """End a job with its answer, or without one. Return whether this start's answer was wanted."""
         status: Status = "done" if isinstance(end, JobAnswer) and end.is_good else "failed"
         answer = json.dumps([end.status, end.headers]) if isinstance(end, JobAnswer) else None
         said = end.error if isinstance(end, JobAnswer) else end
@@ -200,11 +200,11 @@ class JobBook:
         return bool(ended)
 
     def running(self) -> list[tuple[str, int, str]]:
-        """Return id, start and key of the jobs that somebody has begun."""
+        """Return id, start and key of the running jobs."""
         return [tuple(row) for row in self._db.execute("SELECT id, num_starts, key FROM jobs WHERE status = 'running'")]
 
     def requeue(self, lost: Collection[tuple[str, int]], config: JobsConfig, now_s: float) -> None:
-        """Queue jobs again whose ingress has died; one that has been begun as often as it may be has failed."""
+        """Queue jobs of a dead ingress again; a job without further starts has failed."""
         for id_, start in lost:
             if start < config.max_starts:
                 with self._writing() as run:
@@ -219,7 +219,7 @@ class JobBook:
     # room
 
     def sweep(self, config: JobsConfig, now_s: float) -> list[str]:
-        """Remove ended jobs whose time is over, and those that are too many or too large; return their result files."""
+        """Remove expired ended jobs, and surplus ones; return their result files."""
         gone = self.expire(now_s)
         ((count, total),) = self._db.execute("SELECT COUNT(*), SUM(num_bytes) FROM jobs").fetchall()
         if count <= config.max_jobs and (total or 0) <= config.max_bytes:
@@ -243,7 +243,7 @@ class JobBook:
         return [result_name(*row) for row in rows]
 
     def result_names(self) -> set[str]:
-        """Return the names of the files that results are in."""
+        """Return the names of all result files."""
         rows = self._db.execute("SELECT id, num_starts FROM jobs WHERE answer IS NOT NULL")
         return {result_name(*row) for row in rows}
 
@@ -258,7 +258,7 @@ class JobBook:
         return _job_of(rows[0])
 
     def _check_room(self, new: NewJob, config: JobsConfig) -> None:
-        """Raise JobsFull where the job has no room beside the unfinished ones."""
+        """Raise JobsFull if the job has no room beside the unfinished ones."""
         ((count, total),) = self._db.execute(
             "SELECT COUNT(*) FILTER (WHERE key = ?), SUM(num_bytes) FROM jobs WHERE ended_s IS NULL", (new.key,)
         ).fetchall()
@@ -269,7 +269,7 @@ class JobBook:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Any]:
-        """Yield `execute` of a transaction, which holds wholly or not at all."""
+        """Yield `execute` of a transaction, which is atomic."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db.execute
@@ -302,7 +302,7 @@ def _digest_of(new: NewJob) -> bytes:
 def _next_turn(
     waiting: Sequence[tuple[int, str, int]], running: Mapping[str, int], held: Mapping[str, int], max_of_key: int
 ) -> int | None:
-    """Return the number of the job whose turn it is, of the first ones of each key and priority; None for none."""
+    """Return the number of the next job, among the first ones of each key and priority; None for none."""
     may = [(priority, running[key], number) for priority, key, number in waiting if held[key] < max_of_key]
     return min(may)[2] if may else None
 
@@ -322,7 +322,7 @@ def _job_of(row: sqlite3.Row) -> Job:
 
 
 def _surplus(rows: Sequence[tuple[Any, ...]], max_bytes: int, max_jobs: int) -> list[str]:
-    """Return the ids of ended jobs that are too many or too large: the oldest of the key with the most bytes, or jobs.
+    """Return the ids of surplus ended jobs: the oldest of the key with the most bytes or jobs.
 
     `rows` begin with id, key, bytes and end, the oldest first.
     """

@@ -1,4 +1,4 @@
-"""The disk of jobs: their book and their result files, opened when they are first needed, in one thread."""
+"""The disk of jobs: their book and their result files, opened at the first use, in one thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 
 
 class JobDisk:
-    """One folder. A result is written and synced before the book says that it is there."""
+    """One folder. A result is written and synced before the book has it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,7 +37,7 @@ class JobDisk:
 
     @property
     def book(self) -> JobBook:
-        """The book, for what is run."""
+        """The book, for calls in `run`."""
         if self._opened is None:
             self._opened = JobBook(self._folder)
             self._results.remove(self._results.strays(self._opened.result_names()))
@@ -52,7 +52,7 @@ class JobDisk:
     def end(
         self, id_: str, start: int, end: JobAnswer | JobError, body: bytes, config: JobsConfig, now_s: float
     ) -> bool:
-        """Keep the end of a start, and return whether anybody wanted it. The same again changes nothing."""
+        """Keep the end of a start, and return whether it was wanted. A repeated call changes nothing."""
         if (state := self.book.is_wanted(id_, start)) != "open":
             return state == "done"
         name = result_name(id_, start)
@@ -65,7 +65,7 @@ class JobDisk:
         return True
 
     def read(self, key: str, id_: str, offset: int, num_bytes: int, now_s: float) -> bytes | None:
-        """Return a part of a job's result; None where there is none."""
+        """Return a part of a job's result; None without one."""
         job = self.book.find(key, id_, now_s)
         if job is None or job.answer is None:
             return None
@@ -91,9 +91,9 @@ class JobDisk:
 
 
 def collect_results(store: Path, now_s: float, *, dry_run: bool = False) -> tuple[list[Path], int]:
-    """Remove the results of a store's clusters whose time is over; return their files, and the bytes of those.
+    """Remove the expired results of a store's clusters; return their files, and the bytes of those.
 
-    The jobs of a cluster that runs are left alone: their owner does it.
+    The jobs of a running cluster are left to their owner.
     """
     removed: list[Path] = []
     num_bytes = 0

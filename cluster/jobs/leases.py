@@ -1,6 +1,6 @@
-"""Leases: which ingress runs which job, by a clock that nobody sets. Pure.
+"""Leases: the ingresses that run jobs, by a clock that is never set. Pure.
 
-An ingress says every moment that it still runs its jobs. Those of one that says nothing for `LOST_S` are begun again.
+An ingress sends heartbeats for its running jobs. Jobs of an ingress silent for `LOST_S` are begun again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-LOST_S: Final = 20.0  # without a word of the ingress
+LOST_S: Final = 20.0  # without a heartbeat of the ingress
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
 
     def add(self, id_: str, start: int, key: str, runner: str, now_s: float) -> None:
-        """Give a job to an ingress, "" for one that is not known yet."""
+        """Give a job to an ingress, "" for one not known yet."""
         self._leases[id_] = _Lease(start, key, runner, now_s + LOST_S)
 
     def renew(self, runner: str, progress: Mapping[str, tuple[int, int | None]], now_s: float) -> tuple[str, ...]:
-        """Take in that an ingress runs these starts of jobs, and how far they are; return those that are further."""
+        """Take in an ingress's heartbeat for these starts, with their progress; return those with new progress."""
         changed = []
         for id_, (start, percent) in progress.items():
             lease = self._leases.get(id_)
@@ -49,11 +49,11 @@ class Leases:
         return {id_: lease.start for id_, lease in self._leases.items()}
 
     def held_by(self, runner: str) -> Counter[str]:
-        """Return how many jobs an ingress has by key."""
+        """Return the numbers of an ingress's jobs by key."""
         return Counter(lease.key for lease in self._leases.values() if lease.runner == runner)
 
     def progress(self, id_: str) -> int | None:
-        """Return how far a job is, in percent."""
+        """Return the progress of a job in percent."""
         return lease.progress if (lease := self._leases.get(id_)) else None
 
     def lost(self, now_s: float) -> list[tuple[str, int]]:
@@ -61,7 +61,7 @@ class Leases:
         return [(id_, lease.start) for id_, lease in self._leases.items() if lease.until_s < now_s]
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Forget the leases of jobs that run no more."""
+        """Forget the leases of jobs that no longer run."""
         for id_ in ids:
             self._leases.pop(id_, None)
 

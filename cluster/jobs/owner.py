@@ -1,7 +1,7 @@
-"""The owner of a cluster's jobs: the one process that has their book and their result files open.
+"""The owner of a cluster's jobs: the only process with their book and their result files open.
 
-It is a part of the registry, so it is back after a crash with all that was told it: nothing is in its memory alone but
-who runs what, which the ingresses tell it again.
+It is a part of the registry, so it is back after a crash with all its jobs: its memory alone has only
+the runners of jobs, which the ingresses report again.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from configs.jobs import JobsConfig
 
 logger = logging.getLogger("atelier.jobs")
 
-_LOOK_S: Final = LOST_S / 4  # so often who waits looks for jobs whose ingress is silent
+_LOOK_S: Final = LOST_S / 4  # between two looks of waiting calls for jobs of silent ingresses
 
 
 class Clocks:
-    """The clocks of this machine: one that people read and set, and one that nobody sets."""
+    """The clocks of this machine: the wall clock, and one that is never set."""
 
     def unix_s(self) -> float:
         """Return the time since 1970."""
         return time.time()
 
     def steady_s(self) -> float:
-        """Return a time of which only differences mean something."""
+        """Return a time whose differences alone have a meaning."""
         return time.monotonic()
 
 
@@ -52,14 +52,14 @@ class JobOwner:
         was_restarted: bool = False,
         clocks: Clocks | None = None,
     ) -> None:
-        self.config = config  # another one holds from the next call on
+        self.config = config  # a new one counts from the next call on
         self._clocks = clocks or Clocks()
         self._was_restarted = was_restarted
-        self._is_known = False  # who runs what
+        self._is_known = False  # True once the runners of jobs are known
         self._disk = JobDisk(folder)
         self._leases = Leases()
         self._queued = asyncio.Event()  # replaced whenever there may be work
-        self._changed: dict[str, asyncio.Event] = {}  # of the jobs that somebody watches
+        self._changed: dict[str, asyncio.Event] = {}  # of watched jobs
 
     # clients
 
@@ -87,7 +87,7 @@ class JobOwner:
         return None if jobs is None else [self._with_progress(job) for job in jobs]
 
     async def watch_job(self, key: str, id_: str, seen: Seen | None, wait_s: float) -> Job | None:
-        """Return a job once it differs from what was seen, or as it is after `wait_s`; None where there is none."""
+        """Return a job once it differs from `seen`, or its state after `wait_s`; None for an unknown one."""
         deadline_s = self._clocks.steady_s() + wait_s
         while True:
             changed = self._changed.setdefault(id_, asyncio.Event())
@@ -101,7 +101,7 @@ class JobOwner:
             await _wait_for(changed, min(left_s, _LOOK_S))
 
     async def cancel_job(self, key: str, id_: str) -> Job | None:
-        """End a job unless it has ended, and return it; None where there is none."""
+        """End a job unless it has ended, and return it; None for an unknown one."""
         await self._know_running()
         job = await self._disk.run(lambda: self._disk.book.cancel(key, id_, self.config.keep_s, self._clocks.unix_s()))
         self._let_go(id_, is_gone=job is not None)
@@ -121,12 +121,12 @@ class JobOwner:
     # ingresses
 
     async def take_jobs(self, runner: str, count: int, max_of_key: int, wait_s: float) -> list[TakenJob]:
-        """Return jobs that the ingress `runner` is to run now, up to `count`; none after `wait_s` without work."""
+        """Return up to `count` jobs for the ingress `runner` to run now; none after `wait_s` without work."""
         deadline_s = self._clocks.steady_s() + wait_s
         while True:
             queued = self._queued
             await self._requeue_lost()
-            # Whole even where who asked leaves meanwhile: a job that is begun has a lease, which ends.
+            # It completes even if the caller leaves: a begun job has a lease, which ends.
             taken = await asyncio.shield(asyncio.ensure_future(self._take(runner, count, max_of_key)))
             left_s = deadline_s - self._clocks.steady_s()
             if taken or left_s <= 0:
@@ -142,7 +142,7 @@ class JobOwner:
         return taken
 
     async def beat_jobs(self, runner: str, progress: Mapping[str, tuple[int, int | None]]) -> list[str]:
-        """Take in that the ingress runs these starts of jobs, and how far they are. Return those that nobody wants."""
+        """Take in an ingress's heartbeat for these starts, with their progress. Return the unwanted ones."""
         await self._know_running()
         for id_ in self._leases.renew(runner, progress, self._clocks.steady_s()):
             self._tell(id_)
@@ -162,7 +162,7 @@ class JobOwner:
         self._disk.close()
 
     async def _know_running(self) -> None:
-        """Learn which jobs run. Who runs them says so again; after a new start of everything nobody does."""
+        """Learn the running jobs. Their ingresses report them again, unless the whole cluster was started anew."""
         if self._is_known:
             return
         running = await self._disk.run(lambda: self._disk.book.running())
@@ -174,12 +174,12 @@ class JobOwner:
             await self._requeue([(id_, start) for id_, start, _ in running])
 
     def _was_asked(self) -> bool:
-        """Return whether somebody else has learned meanwhile which jobs run; from now on it is known."""
+        """Return whether another call has learned the running jobs meanwhile; from now on they are known."""
         was_known, self._is_known = self._is_known, True
         return was_known
 
     async def _requeue_lost(self) -> None:
-        """Queue the jobs again whose ingress is silent."""
+        """Queue the jobs of silent ingresses again."""
         await self._know_running()
         if lost := self._leases.lost(self._clocks.steady_s()):
             await self._requeue(lost)
@@ -206,7 +206,7 @@ class JobOwner:
         self._queued = asyncio.Event()
 
     def _tell(self, id_: str) -> None:
-        """Wake all who watch a job."""
+        """Wake all watchers of a job."""
         if changed := self._changed.pop(id_, None):
             changed.set()
 

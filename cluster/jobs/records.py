@@ -13,7 +13,7 @@ Headers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A request to be kept. `key` is the name of its API key, "" without keys; `facts` are what its answers repeat.
+    """A request to keep. `key` is the name of its API key, "" without keys; its answers repeat the `facts`.
 
     A second one of a key with the same `idempotency_key` is the first.
     """
@@ -38,7 +38,7 @@ class JobError:
 
 @dataclass(frozen=True, slots=True)
 class JobAnswer:
-    """The head of an endpoint's answer; its body is the result file. `error` is what a bad one says."""
+    """The head of an endpoint's answer; its body is the result file. `error` is that of a failed one."""
 
     status: int
     headers: Headers = ()
@@ -46,13 +46,13 @@ class JobAnswer:
 
     @property
     def is_good(self) -> bool:
-        """Return whether the endpoint did what it was asked."""
+        """Return whether the endpoint succeeded."""
         return self.status < 400
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job. `num_starts` is how often it was begun, `progress` is in percent, None where nothing is known of it."""
+    """A job. `num_starts` counts its starts, `progress` is in percent, None if it is not known."""
 
     id: str
     key: str
@@ -71,13 +71,13 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether nothing happens to it any more."""
+        """Return whether the job is in a final state."""
         return self.ended_s is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TakenJob:
-    """A job that an ingress is to run. `start` tells this start from others, whose results nobody wants."""
+    """A job for an ingress to run. `start` tells this start from abandoned ones."""
 
     id: str
     start: int
@@ -89,7 +89,7 @@ class TakenJob:
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs of a key are listed; None is for all."""
+    """The filter of a key's listed jobs; None is for all."""
 
     status: Status | None = None
     endpoint: str | None = None

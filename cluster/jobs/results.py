@@ -1,4 +1,4 @@
-"""Result files: each is whole and on the disk before the book says so. Blocks; raises OSError."""
+"""Result files: each is whole and on the disk before the book has it. Blocks; raises OSError."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ResultFiles:
             return file.read(num_bytes)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; one that is not there is fine."""
+        """Remove files; a missing one is no error."""
         for name in names:
             (self._folder / name).unlink(missing_ok=True)
 
     def strays(self, known: Collection[str]) -> list[str]:
-        """Return the names of files that no job is of: a process ended between file and book."""
+        """Return the names of files without a job: a process ended between file and book."""
         with contextlib.suppress(FileNotFoundError):
             return sorted(path.name for path in self._folder.iterdir() if path.name not in known)
         return []

@@ -1,1 +1,1 @@
-"""Jobs in the ingress: begun by requests, run through the same door, and told of."""
+"""Jobs in the ingress: requests begin them, the same application runs them, and routes show them."""

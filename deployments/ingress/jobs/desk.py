@@ -1,4 +1,4 @@
-"""The desk of one ingress: requests become jobs of the key that asks, and their owner is asked for them."""
+"""The desk of one ingress: requests become jobs of the caller's key, and the jobs' owner keeps them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deployments.records.errors import Conflict, InvalidRequest, Overloaded, Que
 
 IDEMPOTENCY_KEY: Final = "idempotency-key"
 _MAX_KEY_CHARS: Final = 255
-# What a job's request has of the one that began it.
+# Headers that a job's request takes from the one that began it.
 _KEPT_HEADERS: Final = ("host", "content-type", "accept", "anthropic-version", PRIORITY, TENANT, TIMEOUT)
 _PIECE_BYTES: Final = 2**22
 _WATCH_S: Final = 15.0
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class JobDesk:
-    """The jobs of the key that the current task acts for. `changed` is set when an end of one is wanted here.
+    """The jobs of the current task's key. `changed` is set when a job should end here.
 
     All methods raise ServiceErrors: Overloaded where the folder of jobs cannot be used.
     """
@@ -42,7 +42,7 @@ class JobDesk:
         self._service = service
 
     async def begin(self, request: Request, facts: Mapping[str, Any] | None = None, prefix: str = "job") -> Job:
-        """Keep the current request, to be run as it is in the background. Raises Conflict, QueueFull."""
+        """Keep the current request, to run it unchanged in the background. Raises Conflict, QueueFull."""
         return await self.add(request, request.url.path, await request.body(), facts=facts, prefix=prefix)
 
     async def add(
@@ -92,7 +92,7 @@ class JobDesk:
         return was_there
 
     async def changes(self, job: Job) -> AsyncGenerator[Job]:
-        """Yield a job, and it again whenever it has changed or a while is over, until it has ended."""
+        """Yield a job, and again after each change or a while, until it has ended."""
         key, id_ = current_key(), job.id
         while True:
             yield job
@@ -105,7 +105,7 @@ class JobDesk:
             job = found
 
     async def result(self, job: Job) -> AsyncIterator[bytes] | None:
-        """Return the pieces of a job's result, None where there is none any more."""
+        """Return the pieces of a job's result, None if it is gone."""
         key = current_key()
         first = await self.call(WeightRegistry.read_result, key, job.id, 0, _PIECE_BYTES)
         return None if first is None else self._pieces(key, job, first)
@@ -120,7 +120,7 @@ class JobDesk:
             piece = await self.call(WeightRegistry.read_result, key, job.id, offset, _PIECE_BYTES)
 
     async def call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask the owner. Raises ServiceErrors, and RayActorError while it is gone."""
+        """Call the owner. Raises ServiceErrors, and RayActorError while it is gone."""
         try:
             return await self._service.snapshot.call_registry(method, *args, **kwargs)
         except JobConflict as error:
@@ -132,7 +132,7 @@ class JobDesk:
 
 
 def is_for_later(background: object, *, is_stream: bool = False) -> bool:
-    """Return whether a request is to be kept as a job. The request of a job itself is not. Raises InvalidRequest."""
+    """Return whether to keep a request as a job; never a job's own request. Raises InvalidRequest."""
     if background not in (True, "true") or current_job.get() is not None:
         return False
     if is_stream:

@@ -29,7 +29,7 @@ from deployments.ingress.messages.responses import (
 from deployments.records.errors import InvalidRequest
 
 PATH: Final = "/v1/jobs"
-INNER: Final = "x-atelier-job-"  # of a result's headers: what an answer tells of itself to its job alone
+INNER: Final = "x-atelier-job-"  # of a result's headers: facts of an answer for its job alone
 _GONE: Final = {"_404": "no such job: it was deleted, has ended, or is another key's"}
 _AWAY: Final = {"_503": "no job is kept now"}
 _MAX_ENDPOINT: Final = 512
@@ -41,7 +41,7 @@ BACKGROUND: Final = "true: answer at once with a job, as of POST /v1/jobs; its r
 
 
 class JobBody(ClientPart):
-    """A request to be run in the background: its path, and its body as it would be sent there."""
+    """A request to run in the background: its path, and its usual body."""
 
     endpoint: str = Field(max_length=_MAX_ENDPOINT, description="a path that takes POST, such as /v1/chat/completions")
     body: dict[str, Any]
@@ -58,7 +58,7 @@ class JobErrorAnswer(Answer):
 
 
 class JobResultAnswer(Answer):
-    """The result of a job, which `GET .../result` returns as the endpoint did."""
+    """The result of a job, which `GET .../result` returns in the endpoint's form."""
 
     status: int
     content_type: str
@@ -66,7 +66,7 @@ class JobResultAnswer(Answer):
 
 
 class JobAnswerBody(Answer):
-    """A job. `progress` is in percent where the model tells it, `num_starts` more than 1 after a crash."""
+    """A job. `progress` is in percent if the model reports it, `num_starts` more than 1 after a crash."""
 
     id: str
     object: Literal["job"]
@@ -94,7 +94,7 @@ class JobsAnswer(Answer):
 
 
 class JobDeleted(Answer):
-    """The end of a job."""
+    """The deletion of a job."""
 
     id: str
     object: Literal["job.deleted"]
@@ -116,7 +116,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
         responses=documented(400, 408, 413, 429, 503, 504, _409="the idempotency key is that of another request"),
     )
     async def create(body: JobBody, request: Request) -> Response:
-        """Begin a job: its request is run once, also when the server ends meanwhile. Ask for it by its id."""
+        """Begin a job: its request runs once, also if the server ends meanwhile. Fetch it by its id."""
         _check_endpoint(body.endpoint, request.app.routes)
         content = await call_aside(int(request.headers.get("content-length", "0")), to_json, body.body)
         job = await desk.add(
@@ -148,7 +148,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
 
     @router.get(PATH + "/{job_id}", response_model=JobAnswerBody, responses=documented(**_GONE, **_AWAY))
     async def retrieve(job_id: str) -> Response:
-        """A job: how far it is, and what became of it."""
+        """A job's progress, and its result or error."""
         job = await desk.find(job_id)
         return _not_found(job_id) if job is None else job_response(job, 200)
 
@@ -159,7 +159,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
         | {"default": {"content": {"*/*": {}}, "description": "the answer of the job's endpoint, with its status"}},
     )
     async def result(job_id: str) -> Response:
-        """The answer of the job's endpoint, as it would have given it."""
+        """The answer of the job's endpoint, unchanged."""
         job = await desk.find(job_id)
         return _not_found(job_id) if job is None else await result_response(desk, job)
 
@@ -169,7 +169,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
         responses=documented(**_GONE, **_AWAY) | {200: {"content": {"text/event-stream": {}}}},
     )
     async def events(job_id: str) -> Response:
-        """The job whenever it changes, as server-sent events, until it has ended."""
+        """The job after each change, as server-sent events, until it has ended."""
         job = await desk.find(job_id)
         if job is None:
             return _not_found(job_id)
@@ -178,13 +178,13 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
 
     @router.post(PATH + "/{job_id}/cancel", response_model=JobAnswerBody, responses=documented(**_GONE, **_AWAY))
     async def cancel(job_id: str) -> Response:
-        """End a job that has not ended; what it would have given is lost."""
+        """End an unfinished job; its result is lost."""
         job = await desk.cancel(job_id)
         return _not_found(job_id) if job is None else job_response(job, 200)
 
     @router.delete(PATH + "/{job_id}", response_model=JobDeleted, responses=documented(**_GONE, **_AWAY))
     async def delete(job_id: str) -> Response:
-        """Delete a job and its result; one that runs is ended."""
+        """Delete a job and its result; a running one is ended."""
         if not await desk.forget(job_id):
             return _not_found(job_id)
         return json_response(JobDeleted(id=job_id, object="job.deleted", deleted=True))
@@ -228,7 +228,7 @@ async def _events_of(changes: AsyncIterator[Job]) -> AsyncIterator[str]:
 
 
 def _check_endpoint(endpoint: str, routes: Iterable[BaseRoute]) -> None:
-    """Raise InvalidRequest for a path that is no model's."""
+    """Raise InvalidRequest for a path that takes no job."""
     scope = {"type": "http", "method": "POST", "path": endpoint}
     is_known = endpoint.startswith(INFERENCE_PATHS) and any(route.matches(scope)[0] == Match.FULL for route in routes)
     if not is_known or endpoint.startswith(PATH):

@@ -1,7 +1,7 @@
-"""The runner of one ingress: it takes jobs from their owner, asks the ingress's own application, and tells the answer.
+"""The runner of one ingress: it takes jobs from their owner, calls its own application, and returns the answer.
 
 So a job goes the way of any request: its key's rights and limits hold, it waits in the admission queue on its terms,
-and what the endpoint answers is its result. What is refused for now (429, 503) is asked again, as long as the job's
+and the endpoint's answer is its result. A temporary refusal (429, 503) is tried again, as long as the job's
 time lasts.
 """
 
@@ -29,26 +29,26 @@ from deployments.records.errors import NotAuthenticated
 from deployments.records.tasks import shared_task
 
 BEAT_S: Final = 4.0  # well below `cluster.jobs.leases.LOST_S`
-PROGRESS_S: Final = 0.1  # between two words of progress
-TAKE_S: Final = 10.0  # that the owner is asked to wait for work
-FIRST_PAUSE_S: Final = 1.0  # before a job that was refused for now is asked for again
+PROGRESS_S: Final = 0.1  # between two reports of progress
+TAKE_S: Final = 10.0  # that the owner waits for work
+FIRST_PAUSE_S: Final = 1.0  # before the next try of a temporarily refused job
 LONGEST_PAUSE_S: Final = 30.0
-_GRACE_S: Final = 30.0  # the request itself says that its time is over, in the words of its endpoint
+_GRACE_S: Final = 30.0  # beyond the request's own time, so that its endpoint reports the timeout in its own form
 _FOR_NOW: Final = (429, 503)
 _MAX_ERROR_BYTES: Final = 2**16
-# Of an answer, what is of its connection and not of its content.
+# Headers of an answer's connection, not of its content.
 _UNKEPT: Final = frozenset({"content-length", "connection", "transfer-encoding", "date", "server", "x-request-id"})
 
 logger = logging.getLogger("atelier.ingress")
 
 
 class _TooLarge(Exception):
-    """A result has more bytes than may be kept."""
+    """A result has too many bytes to be kept."""
 
 
 @dataclass(slots=True)
 class _Start:
-    """A start of a job that runs here."""
+    """A start of a job, running here."""
 
     job: RunningJob
     task: asyncio.Task[None]
@@ -67,7 +67,7 @@ class JobRunner:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run jobs while the context lasts. Those that run at its end are begun again elsewhere."""
+        """Run jobs while the context lasts. Jobs running at its end are begun again elsewhere."""
         tasks = [shared_task(self._take_on()), shared_task(self._beat_on())]
         try:
             yield
@@ -87,7 +87,7 @@ class JobRunner:
                 continue
             try:
                 taken = await self._desk.call(WeightRegistry.take_jobs, self._name, room, max(1, most // 2), TAKE_S)
-            except Exception as error:  # whatever it is, the next time may do better
+            except Exception as error:  # any error: the next try may succeed
                 logger.warning("no jobs can be taken now: %s", str(error).partition("\n")[0])
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -97,7 +97,7 @@ class JobRunner:
                 self._begin(job)
 
     def _begin(self, taken: TakenJob) -> None:
-        if (before := self._starts.get(taken.id)) is not None:  # the owner did not hear of it for long
+        if (before := self._starts.get(taken.id)) is not None:  # the owner had no heartbeat of it for long
             before.task.cancel()
         job = RunningJob(taken.id, taken.start, self._desk.config.timeout_s, self._desk.changed)
         start = _Start(job, shared_task(self._run(taken, job)))
@@ -111,7 +111,7 @@ class JobRunner:
         start.task.add_done_callback(forget)
 
     async def _beat_on(self) -> None:
-        """Say that the jobs run, at each change and now and then, and end those that nobody wants."""
+        """Send heartbeats of the running jobs, at each change and now and then, and end unwanted jobs."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
@@ -150,7 +150,7 @@ class JobRunner:
         await self._tell(taken, end, body, deadline_s)
 
     async def _answer_of(self, taken: TakenJob, deadline_s: float) -> tuple[JobAnswer, bytes]:
-        """Return the endpoint's answer, which is asked again while it refuses the job for now."""
+        """Return the endpoint's answer, after further tries while it refuses the job temporarily."""
         loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
         while True:
             caller = self._callers.named(taken.key)
@@ -169,7 +169,7 @@ class JobRunner:
         async def receive() -> Message:
             for part in messages:
                 return {"type": "http.request", "body": part, "more_body": False}
-            await asyncio.Event().wait()  # nobody leaves: a job that nobody wants is cancelled
+            await asyncio.Event().wait()  # the client never leaves: an unwanted job is cancelled
             raise AssertionError
 
         async def send(message: Message) -> None:
@@ -185,7 +185,7 @@ class JobRunner:
             await self._app(_scope_of(taken, caller), receive, send)
         except _TooLarge:
             raise
-        except Exception:  # the application has answered, and tells its server
+        except Exception:  # the application has answered, and raises for its server
             if len(body) > most:
                 raise _TooLarge from None
         kept = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
@@ -193,7 +193,7 @@ class JobRunner:
         return JobAnswer(status, tuple(pair for pair in kept if pair[0] not in _UNKEPT), error), bytes(body)
 
     async def _tell(self, taken: TakenJob, end: JobAnswer | JobError, body: bytes, deadline_s: float) -> None:
-        """Tell the owner of the end until it has heard. Beyond the job's time it has no room: it is begun again."""
+        """Report the end to the owner until it has it. After the job's time it has no room: it is begun again."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
