@@ -67,7 +67,7 @@ class AdaptedModules:
 def with_side_paths(planned: Mapping[str, int], components: Collection[str]) -> dict[str, int]:
     """Return `StockRequest.forward_bytes` of a request with LoRAs.
 
-    A side path takes no more than what goes into its layer and comes out of it, which the call holds as well.
+    A side path takes no more than its layer's input and output, which the call holds as well.
     """
     parts = stock_parts("", components)
     adapted = {name for one in parts for name in (one.denoiser_name, *_text_encoders(one.lora_encoders))}

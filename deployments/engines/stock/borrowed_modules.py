@@ -1,7 +1,7 @@
-"""The modules that a stock call runs, which others run between its turns: each finds them as it left them.
+"""The modules of a stock call, which other calls run between its turns: each call finds them as it left them.
 
 Pipelines put attention processors and hooks into modules, make a VAE float32 and float16 again, and some VAEs keep the
-frames before in themselves. None of that may be seen by another call, which has its turn in the middle of it.
+last frames in themselves. Another call, which has its turn in between, may see none of that.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class BorrowedModules:
-    """The changes that a call makes in modules of others, put in with each of its turns and taken out after it.
+    """The changes that a call makes in shared modules, put in with each of its turns and taken out after it.
 
-    That is: attributes of the modules and of parts whose classes set some outside `__init__`, hooks, buffers, and the
-    types of parameters. HAZARD: what is changed in place, a list in an attribute say, is changed for all.
+    These are attributes of the modules and of parts whose classes set some outside `__init__`, hooks, buffers, and the
+    types of parameters. HAZARD: a change in place, of a list in an attribute say, is a change for all calls.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -44,7 +44,7 @@ class BorrowedModules:
         self._own_weights: list[torch.Tensor] = []
 
     def take(self) -> None:
-        """Put in what the call had changed when it gave them back."""
+        """Put in the call's changes from its last turn."""
         self._before = [table.copy() if table else _EMPTY for table in self._tables]
         for number, own in self._own.items():
             _fill(self._tables[number], own)
@@ -53,7 +53,7 @@ class BorrowedModules:
                 parameter.data = own_weight
 
     def give_back(self) -> None:
-        """Make everything as it was when it was taken, and remember what was changed."""
+        """Restore the state from before the turn, and remember the changes."""
         self._own = {}
         for number, (table, before) in enumerate(zip(self._tables, self._before, strict=True)):
             if (table or before) and not _is_same(table, before):
@@ -65,7 +65,7 @@ class BorrowedModules:
             self._restore_weights()
 
     def end(self) -> None:
-        """Give them back for good: also what has become a copy of its own."""
+        """Give the modules back for good, private copies included."""
         self.give_back()
         self._restore_weights()
 
@@ -78,7 +78,7 @@ class BorrowedModules:
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the parts of a module that run one after the other, at any depth: a call may pause before each.
 
-    One that streams has none: the weights of a block are there in its own forward only.
+    A streamed module has none: the weights of a block are there in its own forward only.
     """
     if is_streamed(module):
         return
@@ -90,12 +90,12 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_same(table: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Return whether both have the same objects, in one order. Thousands are compared at each turn's end."""
+    """Return whether both have the same objects in the same order. Thousands are compared at each turn's end."""
     return len(table) == len(before) and all(map(is_, table.values(), before.values()))
 
 
 def _fill(table: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """Give a table this content. Others may read it meanwhile: what stays is there all the time."""
+    """Give a table this content. Others may read it meanwhile: unchanged entries stay all the time."""
     for name in table.keys() - content.keys():
         del table[name]
     for name, value in content.items():

@@ -1,7 +1,7 @@
 """The stock engine: the `__call__` of a pipeline of diffusers, cut into turns where it calls its next module.
 
-A turn is a denoise step, or a text's forward: what happens between two calls of the pipeline's modules. While others
-wait it is shorter, where it is longer than a step of theirs: it ends before the next block of the module.
+A turn is a denoise step, or a text's forward: the work between two calls of the pipeline's modules. While others
+wait, a turn longer than one of their steps is cut: it ends before the next block of the module.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from weights.memory.devices import host_generator
 class StockEngine:
     """An `Engine` that makes images, video or audio by a model's stock pipeline, for one request after the other.
 
-    Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
-    do with the steps of other engines. `is_wanted` tells, within a turn, whether somebody waits for its end. `memory`
-    lends what calls of modules take (`StockRequest.forward_bytes`).
+    Requests of a model do not take turns with each other: they would gain nothing, and each need memory. They
+    do with the steps of other engines. `is_wanted` tells, within a turn, whether other work waits for its end. `memory`
+    lends the memory of module calls (`StockRequest.forward_bytes`).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StockEngine:
         return bool(self._runs)
 
     def add_request(self, request: StockRequest) -> None:
-        """Take a request in. Raises EngineError for what the class cannot be called with."""
+        """Take in a request. Raises EngineError for options that the class does not take."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
         self._runs[request.request_id] = _Run(
@@ -83,17 +83,17 @@ class StockEngine:
         )
 
     def yield_device(self, others_step_s: float | None) -> None:
-        """Take in what a step of another engine takes: a turn that others wait for is no longer, but for a block."""
+        """Learn the time of another engine's step: a turn that others wait for lasts at most as long, plus a block."""
         self._others_step_s = others_step_s or 0.0
 
     def _ends_turn(self, is_block: bool) -> bool:
-        """Return whether the turn ends before the call of a module that is next, or of a block within one."""
+        """Return whether the turn ends before the next call of a module, or of a block within one."""
         if not self._is_wanted():
             return False
         return not is_block or self._clock() - self._turn_begun_s >= self._others_step_s
 
     def request_cancel(self, request_id: str) -> None:
-        """Let the request end where its pipeline calls its next module."""
+        """End the request at its pipeline's next call of a module."""
         run = self._runs.get(request_id)
         if run is not None:
             run.call.cancel()
@@ -105,7 +105,7 @@ class StockEngine:
             run.call.close()
 
     def step(self) -> list[DiffusionOutput]:
-        """Let the oldest request run to the next call of a module."""
+        """Run the oldest request to its next call of a module."""
         self.failures = {}
         self._turn_begun_s = self._clock()
         request_id, run = next(iter(self._runs.items()))
@@ -122,7 +122,7 @@ class StockEngine:
 
 
 class _Run:
-    """The call of one request, the steps that its progress bars have counted, and when they began and ended."""
+    """The call of one request, the steps counted by its progress bars, and their times."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _Run:
         self._model, self._adapted, self._clock = model, adapted, clock
         self._ends_turn = ends_turn
         self._memory = memory
-        self._is_lent = False  # what a call of a module takes, which is under way
+        self._is_lent = False  # the memory of the running module call
         self._num_told = 0
         self._preview: np.ndarray | None = None
         self._num_previews = 0
@@ -153,7 +153,7 @@ class _Run:
         self._started = self._stepped = self._ended = self._added
 
     def resume(self) -> bool:
-        """Let it run to the next call of a module; return whether it has ended."""
+        """Run to the next call of a module; return whether the call has ended."""
         if self._started == self._added:
             self._started = self._clock()
         has_ended = self.call.resume()
@@ -163,7 +163,7 @@ class _Run:
     def made(self) -> DiffusionOutput:
         """Return the result of the ended call, without its steps and times.
 
-        Raises EngineError for what the class refuses before its first step, ComputationFailed, and errors of memory.
+        Raises EngineError for a refusal before the first step, ComputationFailed, and errors of memory.
         """
         name = self._model.cls.__name__
         try:
@@ -186,7 +186,7 @@ class _Run:
 
     @property
     def has_news(self) -> bool:
-        """Return whether there is something to tell of the steps before."""
+        """Return whether there is unreported progress."""
         return self._preview is not None or (self.request.reports_steps and self.num_done > self._num_told)
 
     def take_news(self) -> list[DiffusionOutput]:
@@ -200,7 +200,7 @@ class _Run:
         return [replace(output, preview_index=index)]
 
     def note_steps(self, count: int) -> None:
-        """Count steps that were made."""
+        """Count done steps."""
         self.num_done += count
         self.num_steps = max(self.num_steps, self.num_done)
         self._stepped = self._clock()
@@ -228,7 +228,7 @@ class _Run:
         return DiffusionOutput(self.request.request_id, 0, 0, pixels)
 
     def _audio_for(self, pipeline: Any) -> dict[str, Any]:
-        """Return the request's audio as the pipeline's encoder of it takes it. Raises EngineError for too little."""
+        """Return the request's audio in the form for the pipeline's encoder. Raises EngineError for too little."""
         if not self.request.audio:
             return {}
         rate, least = sample_rate(pipeline), getattr(pipeline.vae, "hop_length", 1)
@@ -242,7 +242,7 @@ class _Run:
         return {name: one.to(weights) if isinstance(one, torch.Tensor) else one for name, one in found.items()}
 
     def _open_pipeline(self) -> Any:
-        """Return a pipeline of the request's scheduler that has its texts."""
+        """Return a pipeline with the request's scheduler and texts."""
         pipeline = self._model.create_pipeline(self.request.scheduler, self.request.scheduler_options)
         if self.request.texts is not None:
             modules = [one for one in self._model.modules.values() if isinstance(one, nn.Module)]
@@ -250,7 +250,7 @@ class _Run:
         return pipeline
 
     def _show_step(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Decode the latents after a step that has a preview. One that cannot be made is left out."""
+        """Decode the latents after a step with a preview. A preview that cannot be made is left out."""
         if step + 1 in preview_steps(self.num_steps, self.request.num_previews):
             decoder = self._open_pipeline()
             only_decodes(decoder)
@@ -270,7 +270,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _turns(self, modules: list[nn.Module], spans: list[AdaptedSpan]) -> Iterator[None]:
-        """Pause at calls of modules and of their blocks, where the turn ends. LoRAs are there in its turns alone.
+        """Pause at calls of modules and of their blocks, if the turn ends there. LoRAs are in place in its turns alone.
 
         HAZARD: other pipelines may run the same modules meanwhile. Their calls come here as well, in their threads.
         """
@@ -291,7 +291,7 @@ class _Run:
                 hook.remove()
 
     def _begin_call(self, borrowed: _Borrowed, is_block: bool, *_: Any) -> None:
-        """Let others have their turn before a module's call, if this one ends here. Raises Cancelled."""
+        """Yield the turn before a module's call, if it ends here. Raises Cancelled."""
         if not self.call.is_here:
             return
         if self.call.is_cancelled or self.has_news or self._ends_turn(is_block):
@@ -305,7 +305,7 @@ class _Run:
             borrowed.take()
 
     def _put_lenders(self, borrowed: _Borrowed) -> None:
-        """Let the methods of the modules, as this call has them, run in memory that is lent where that is planned."""
+        """Make this call's methods of modules run in lent memory, if it is planned."""
         if (memory := self._memory) is None:
             return
         for name, module in self._model.modules.items():
@@ -318,10 +318,10 @@ class _Run:
     ) -> Callable[..., Any]:
         """Return the method with its bytes lent while it runs, once forwards that pause have given back enough.
 
-        The request has its room since it was admitted. What others of this kind hold at a pause is beside that.
+        The request has its room since its admission. Memory that others of this kind hold at a pause is extra.
         """
 
-        @functools.wraps(method)  # some ask what it takes
+        @functools.wraps(method)  # some callers inspect its parameters
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.call.is_here or self._is_lent:
                 return method(*args, **kwargs)
@@ -374,7 +374,7 @@ class _Steps(tqdm):
 
 @contextlib.contextmanager
 def _on_device(modules: list[nn.Module]) -> Iterator[None]:
-    """Make the modules' device the current one of this thread, which begins with the first."""
+    """Make the modules' device the current one of this thread, which starts with the first device."""
     device = _device_of(modules)
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext():
         yield

@@ -1,8 +1,8 @@
-"""The memory that calls of a stock pipeline's modules take: its `__call__` is rehearsed over modules without weights.
+"""The memory of a stock pipeline's module calls: its `__call__` is rehearsed over modules without weights.
 
-The code between modules runs as it is, on the host and over zeros, so that every module is called with the shapes that
-it will have. A call of a module is recorded on fake tensors, once for its shapes, and answers with zeros. One that asks
-for values (the length of a text, by its mask) gets those that do not come from such zeros.
+The code between modules runs unchanged, on the host and over zeros, so that every module is called with the shapes that
+it will have. A call of a module is recorded on fake tensors, once for its shapes, and returns zeros. One that reads
+values (the length of a text, by its mask) gets those that do not come from such zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deployments.engines.stock.texts import weightless, with_own
 from weights.platform.torch_seam import TO_COPY, DispatchMode, fake_mode, is_fake, is_written_to, without_modes
 from weights.records.manifest import Component
 
-METHODS: Final = ("forward", "encode", "decode")  # of a module, that pipelines call
+METHODS: Final = ("forward", "encode", "decode")  # of modules, called by pipelines
 _HOST: Final = torch.device("cpu")  # where rehearsals run
 _LEAST_TEXT: Final = 64  # bytes
 _WORD: Final = "a "
@@ -42,8 +42,8 @@ _READ: Final = 1024  # numbers of a tensor that pipelines may read themselves: t
 _DEPTH: Final = 4  # of objects in results
 _MOST_LAYERS: Final = 128  # of a language model
 _MAX_RECORDED: Final = 256  # calls of a structure
-_MOST_VALUES: Final = 2**20  # of a tensor, that a forward may ask for
-# Attributes of tensors: of the rehearsal's, whose values nobody knows, and of fake ones, whose values somebody does.
+_MOST_VALUES: Final = 2**20  # of a tensor that a forward may read
+# Attributes of tensors: of the rehearsal's with unknown values, and of fake ones with known values.
 _MADE_UP: Final = "atelier_made_up"
 _VALUES: Final = "atelier_values"
 _BY_VALUES: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -51,7 +51,7 @@ _BY_VALUES: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynami
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A call of a module: the bytes that it takes at most at once, and the form of its result, as fake tensors."""
+    """A call of a module: its peak bytes, and the form of its result, as fake tensors."""
 
     nbytes: int
     result: Any
@@ -76,22 +76,22 @@ class CallTwin:
         self._lock = threading.Lock()
         self._recorded: dict[str, _Recorded] = {}
         self._asking: set[str] = set()  # methods whose recordings need values
-        self._bytes: dict[str, int] = {}  # of the rehearsal that runs
+        self._bytes: dict[str, int] = {}  # of the running rehearsal
         self.unplanned: dict[str, str] = {}  # why, by module and method; of `__call__` itself, by its name
 
     def plan_call(self, request: StockRequest) -> dict[str, int]:
         """Return the most bytes that each method of a module takes in the request's call, as "vae.decode".
 
-        Those that could not be recorded are not among them (`unplanned` tells why), and neither is what comes after
-        the place where a rehearsal ends for the values that it lacks. Takes up to seconds.
+        Methods that could not be recorded are missing (`unplanned` has the reasons), and so are calls after
+        the place where a rehearsal ends for lack of values. Takes up to seconds.
         """
         with self._lock:
             self._bytes = {}
             try:
                 self._rehearse(request)
             except EngineError:
-                return {}  # the call itself will say so
-            except Exception as error:  # of any class that asks for what zeros do not have
+                return {}  # the call itself will raise the error
+            except Exception as error:  # of any class that needs more than zeros
                 self.unplanned.setdefault("__call__", f"{type(error).__name__}: {error}")
             return self._bytes
 
@@ -111,7 +111,7 @@ class CallTwin:
             borrowed.end()
 
     def _stand_in(self, name: str, module: nn.Module) -> nn.Module:
-        """Return the module itself, which has its calls recorded."""
+        """Return the module itself, with its calls recorded."""
         own: dict[str, Callable[..., Any]] = {}
         for method in METHODS:
             if (stock := getattr(type(module), method, None)) is not None:
@@ -138,7 +138,7 @@ class CallTwin:
 
     def _record(self, entry: str, method: str, module: nn.Module, args: Any, kwargs: Any) -> _Recorded:
         try:
-            if entry not in self._asking:  # modules count more memory for what they cannot ask
+            if entry not in self._asking:  # modules count more memory for values that they cannot read
                 with contextlib.suppress(Exception):
                     return self._record_call(method, module, args, kwargs, knows_values=False)
             found = self._record_call(method, module, args, kwargs, knows_values=True)
@@ -158,7 +158,7 @@ class CallTwin:
 
         def call() -> Any:
             with _Arrivals((args, kwargs)), torch.set_grad_enabled(is_differentiated), values:
-                results.append(run(*args, **kwargs))  # with what is kept for its derivative
+                results.append(run(*args, **kwargs))  # with tensors kept for its derivative
             return results
 
         found = record(call, Recorder(self._device, is_fake=True), {}, mode)
@@ -173,7 +173,7 @@ class CallTwin:
 
 
 def stretched(request: StockRequest) -> StockRequest:
-    """Return the request with texts that have at least as many tokens, and are the same for many requests."""
+    """Return the request with texts of at least as many tokens that are equal for many requests."""
     texts = {name: _stretched(text) for name, text in request.fields.items() if isinstance(text, str)}
     return replace(request, seed=0, prompt=_stretched(request.prompt), fields={**request.fields, **texts}, texts=None)
 
@@ -198,10 +198,10 @@ def shape_of(request: StockRequest) -> str:
 
 
 class _HostCode(DispatchMode):
-    """Runs what a rehearsal computes on the host: marks what comes of made-up zeros, and has a stream of its own.
+    """Runs a rehearsal's computations on the host: marks results of made-up zeros, and has its own random stream.
 
-    Pipelines that forget their generator draw from the default stream, which is that of all threads: a rehearsal must
-    not change what they make.
+    Pipelines that forget their generator draw from the default stream of all threads: a rehearsal must
+    not change their results.
     """
 
     def __init__(self) -> None:
@@ -230,10 +230,10 @@ class _HostCode(DispatchMode):
 
 
 class _KnownValues(DispatchMode):
-    """Gives a recording the values that are known: of `_VALUES`, of constants, and of what is computed of these alone.
+    """Gives a recording the known values: of `_VALUES`, of constants, and of results computed from these alone.
 
-    An operation that gives a number, or as much as its values say, takes them; without them it fails as ever.
-    HAZARD: what writes unknown values through a view leaves those of the tensor itself as they were.
+    An operation whose result is a number, or has a size by its values, uses them; without them it fails as ever.
+    HAZARD: a write of unknown values through a view leaves the recorded values of the tensor itself unchanged.
     """
 
     def __torch_dispatch__(
@@ -257,7 +257,7 @@ class _KnownValues(DispatchMode):
         return made
 
     def _places(self, index: Any) -> tuple[Any, ...]:
-        """Return an index of places for each side of a mask, as the operation itself does; what is none stays."""
+        """Return an index of places for each side of a mask, as the operation itself does; others stay."""
         if index is None or index.dtype != torch.bool or not _is_known(index):
             return (index,)
         with without_modes():
@@ -300,7 +300,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 class _Arrivals(TorchFunctionMode):
     """Lets a call that moves an argument to a device make a copy of it: pipelines make some of them on the host.
 
-    In a rehearsal all are on the host, so that nobody can tell which. Most that are moved are small, times say.
+    In a rehearsal all are on the host, so these cannot be told apart. Most moved ones are small, times say.
     """
 
     def __init__(self, arguments: Any) -> None:
@@ -321,7 +321,7 @@ class _Arrivals(TorchFunctionMode):
 
 
 def _form(value: Any) -> str:
-    """Return the shapes and types of a call's arguments; numbers with a fraction, times say, are all the same."""
+    """Return the shapes and types of a call's arguments; all fractional numbers, times say, count as equal."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)}{value.dtype}{value.requires_grad}"
     if isinstance(value, list | tuple):
@@ -343,7 +343,7 @@ def _values_form(value: Any) -> str:
 
 
 def _made_up(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros like what a call of a module would have made."""
+    """Return zeros in the form of a module call's result."""
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     setattr(made, _MADE_UP, True)
     return made
@@ -367,7 +367,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: i
 
 
 class _Guess(tuple[torch.Tensor]):
-    """The result of a call that cannot be recorded, by the names that libraries have for it."""
+    """The result of a call that cannot be recorded, under the libraries' names."""
 
     __slots__ = ()
 

@@ -1,6 +1,6 @@
-"""The arguments that a request gives to the `__call__` of a pipeline class, by its parameters' names and annotations.
+"""A request's arguments for the `__call__` of a pipeline class, by its parameters' names and annotations.
 
-Fields of a request go to the parameter of their name, `extra` to the others. What a request leaves open is not given:
+Fields of a request go to the parameter of their name, `extra` to the others. Open options are not passed:
 defaults are those of the class.
 """
 
@@ -28,10 +28,10 @@ from weights.memory.devices import host_generator
 _ATOMS: Final = (bool, int, float, str, type(None))
 _CONTAINERS: Final = (list, tuple, dict)
 _NUM_IMAGES: Final = ("num_images_per_prompt", "num_images", "batch_size")
-# The engine's own: how images come back, who is told of steps, whose random stream it is.
+# The engine's own parameters: the form of images, the callback of steps, the random stream.
 _OWN: Final = frozenset({"self", "generator", "output_type", "return_dict", "callback", "callback_steps"})
 _OUTPUT_TYPE: Final = "np"  # before rounding: numbers that are not finite can be seen
-# What is an image by its name, where the annotation knows but tensors: pipelines hand it to an image processor.
+# Images by name, where the annotation has only tensors: pipelines pass them to an image processor.
 _IMAGES: Final = ("image", "mask_image", "control_image", "control_mask")
 _VIDEO: Final = "video"  # the same for frames
 # The tensors of audio, with their axes: channels and samples, some in a batch. One of them comes with its rate.
@@ -47,7 +47,7 @@ _MAX_TOKENS: Final = 4096
 
 
 class CallInputs:
-    """The parameters of a pipeline class's `__call__`, as requests can give them. Holds no request."""
+    """The parameters of a pipeline class's `__call__` for requests. Holds no request."""
 
     def __init__(self, cls: type[Any]) -> None:
         self._name = cls.__name__
@@ -70,7 +70,7 @@ class CallInputs:
     def arguments_of(self, request: StockRequest) -> dict[str, Any]:
         """Return the keyword arguments of a request.
 
-        Raises EngineError naming what the class does not take, or needs and the request lacks, and all that it takes.
+        Raises EngineError naming surplus and missing arguments, and all that the class takes.
         """
         given: dict[str, Any] = {"prompt": request.prompt} if "prompt" in self._parameters else {}
         given |= self._of_fields(request) | self._of_images(request) | self._of_extra(request.extra)
@@ -84,7 +84,7 @@ class CallInputs:
         return given
 
     def audio_of(self, request: StockRequest, rate: int | None = None, channels: int | None = None) -> dict[str, Any]:
-        """Return the arguments that are audio, at the rate and with the channels of a model; None: as they came.
+        """Return the audio arguments at the rate and with the channels of a model; None: unchanged.
 
         Raises EngineError.
         """
@@ -95,14 +95,14 @@ class CallInputs:
                 known = ", ".join(self._audio) or "none"
                 raise EngineError(f"{name}: {self._name} takes no such audio (audio that it takes: {known})")
             fitted = sound.fitted(rate or sound.rate, channels)
-            samples = torch.from_numpy(np.array(fitted.samples))  # what came may be read-only
+            samples = torch.from_numpy(np.array(fitted.samples))  # the given array may be read-only
             found[name] = samples if axes == samples.ndim else samples[None]
             if (rate_name := _AUDIO_RATES.get(name)) is not None:
                 found[rate_name] = fitted.rate
         return found
 
     def ignored(self, request: StockRequest) -> tuple[str, ...]:
-        """Return warnings about what a request always brings and this class has no use for."""
+        """Return warnings about a request's fixed fields without a use in this class."""
         vain = [("prompt", request.prompt.strip()), ("seed", "generator" not in self._parameters)]
         return tuple(
             f"{name} had no effect: {self._name} takes none"
@@ -111,7 +111,7 @@ class CallInputs:
         )
 
     def describe(self) -> str:
-        """Return all that a request can give, in words."""
+        """Return a sentence with all options of a request."""
         fields = [name for name in self._parameters if name in (*FIELDS, *self._images, *self._audio)]
         fields += ["n"] if self._num_images else []
         fields += ["seed"] if "generator" in self._parameters else []
@@ -161,7 +161,7 @@ class CallInputs:
         return found
 
     def _extras(self) -> dict[str, Any]:
-        """Return the types of the parameters that `extra` may give."""
+        """Return the types of the parameters for `extra`."""
         own = {*_OWN, *FIELDS, *([self._num_images] if self._num_images else [])}
         found = {}
         for name in self._parameters.keys() - own:
@@ -181,7 +181,7 @@ class CallInputs:
         return "" if default is inspect.Parameter.empty or default is None else f" = {default!r:.40}"
 
 
-# Fields of a request that have the name of the parameter that they are given to.
+# Fields of a request with the name of their parameter.
 FIELDS: Final = (
     "prompt",
     "negative_prompt",
@@ -198,7 +198,7 @@ FIELDS: Final = (
 
 
 def _type_hints(call: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of parameters; one that cannot be told, of a name for type checkers say, as it is written."""
+    """Return the types of parameters; an unresolvable one, a name for type checkers say, as it is written."""
     function = inspect.unwrap(call)
     found = dict(inspect.get_annotations(function))
     for name, annotation in found.items():
@@ -236,9 +236,9 @@ def _leaves(annotation: Any) -> set[Any]:
 
 
 def _plain_part(annotation: Any) -> Any:
-    """Return the part of an annotation whose values JSON has; None where that is nothing but null.
+    """Return the part of an annotation with values in JSON; None if that is only null.
 
-    What is not annotated may be anything; a tensor, a function or an image is nothing that `extra` has.
+    A parameter without annotation may have any value; a tensor, a function or an image cannot be in `extra`.
     """
     if annotation is Any or annotation is inspect.Parameter.empty:
         return Any
@@ -268,7 +268,7 @@ def _is_plain(annotation: Any) -> bool:
 
 
 def _checked(name: str, value: Any, type_: Any) -> Any:
-    """Return a value of `extra` as its parameter takes it. Raises EngineError."""
+    """Return a value of `extra` in its parameter's form. Raises EngineError."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:  # a handle may bring any object

@@ -1,6 +1,6 @@
-"""The pipeline classes of the installed diffusers, as its source tells: without importing it, which takes torch.
+"""The pipeline classes of the installed diffusers, read from its source: an import would take torch.
 
-What a class is built from and called with decides whether it can be served; the registry asks before weights are read.
+A class's components and parameters decide whether it can be served; the registry checks before weights are read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CLASS: Final = re.compile(r"^class (\w+Pipeline)\b", re.MULTILINE)
 _OUTPUT: Final = re.compile(r"Output$")
 _EXAMPLE: Final = re.compile(r">>> export_to_(?:video|gif)\([^)]*fps=(\d{1,3})\b")
 Makes = Literal["images", "video", "audio"]
-# The fields of the records that pipelines return, by what is in them. `frames` may have sound beside them.
+# The fields of pipelines' output records by medium. `frames` may have sound beside them.
 OUTPUTS: Final[Mapping[Makes, tuple[str, ...]]] = {
     "images": ("images", "image"),
     "video": ("frames", "video"),
     "audio": ("audios",),
 }
-_MODULES: Final = {"opencv": "cv2", "onnx": "onnxruntime"}  # of packages, where they are called otherwise
-# Packages that a class cannot do without although its file asks whether they are there, by what that file says.
+_MODULES: Final = {"opencv": "cv2", "onnx": "onnxruntime"}  # of packages with another name
+# Packages that a class needs although its file only checks for them, by the check's name.
 _NEEDED_ALL_THE_SAME: Final = {
     "is_cosmos_guardrail_available()": "cosmos_guardrail",
     "from .processor_omnigen import": "torchvision",
@@ -53,18 +53,18 @@ _FILES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 PROMPTED: Final = "unet"  # the component that reads images as prompts, of classes whose call has IMAGE_EMBEDS
 IMAGE_EMBEDS: Final = "ip_adapter_image_embeds"
-# Those whose calls take IMAGE_EMBEDS and hand none on, or arrange their rows otherwise than their texts.
+# Classes whose calls take IMAGE_EMBEDS and pass none on, or arrange their rows unlike their texts.
 _UNPROMPTED: Final = tuple(f"StableDiffusion{name}Pipeline" for name in ("InstructPix2Pix", "Panorama", "SAG"))
-_PLAIN_TYPES: Final = re.compile(r"\b(str|int|float|bool|Image|PipelineImageInput)\b")  # a request can bring these
+_PLAIN_TYPES: Final = re.compile(r"\b(str|int|float|bool|Image|PipelineImageInput)\b")  # types that a request can have
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSource:
-    """A pipeline class: the components that it must have, the parameters that a call needs, what a call returns.
+    """A pipeline class: its required components, the required parameters of a call, and the outputs of a call.
 
-    It is made of what is `accepted`: the components, and `options`, which are values. `needs` has annotations by name,
-    "" without one; `outputs` the first fields of the records that are returned, none where it passes on what another
-    pipeline returns. `parameters` are those of the call, `defaults` those of them that are plain values, and `fps` the
+    Its constructor takes the `accepted` components, and `options`, which are values. `needs` has annotations by name,
+    "" without one; `outputs` the first fields of the returned records, none if it passes on another
+    pipeline's record. `parameters` are those of the call, `defaults` the plain ones of their defaults, and `fps` the
     frame rate at which the class's own example writes its videos.
     """
 
@@ -85,7 +85,7 @@ class PipelineSource:
 
 
 def is_stock_class(class_name: str) -> bool:
-    """Return whether diffusers' own code runs the pipelines of a class: no family here does."""
+    """Return whether diffusers' own code runs the pipelines of a class, because no family here does."""
     return class_name not in FAMILIES
 
 
@@ -95,7 +95,7 @@ def class_names() -> list[str]:
 
 
 def knows_class(class_name: str) -> bool:
-    """Return whether diffusers has the class, and have its source at hand from then on."""
+    """Return whether diffusers has the class, and cache its source."""
     if class_name not in _class_files():
         return False
     read_class(class_name)
@@ -103,7 +103,7 @@ def knows_class(class_name: str) -> bool:
 
 
 def check_class(class_name: str) -> PipelineSource:
-    """Return the source of a pipeline class that makes images, video or audio of what a request can bring.
+    """Return the source of a pipeline class that makes images, video or audio from a request's inputs.
 
     Raises EngineError.
     """
@@ -140,9 +140,9 @@ def takes_image_prompts(class_name: str) -> bool:
 
 
 def check_parts(class_name: str, folder: Path, index: Mapping[str, object]) -> None:
-    """Check what the model_index.json of a pipeline's folder says of its components.
+    """Check the components in the model_index.json of a pipeline's folder.
 
-    Raises EngineError for one that the class needs and the index lacks, and for code that comes with a model.
+    Raises EngineError for a required component that the index lacks, and for code that comes with a model.
     """
     for name, (library, _) in parts_of(class_name, index).items():
         if library not in LIBRARIES and not is_pipeline_folder(library):
@@ -150,7 +150,7 @@ def check_parts(class_name: str, folder: Path, index: Mapping[str, object]) -> N
                 f"{folder}: its {name} is of {library!r}, code that comes with a model, which is never run"
             )
     for name in read_class(class_name).components:
-        if name == "safety_checker":  # which nobody builds
+        if name == "safety_checker":  # it is never built
             continue
         entry = index.get(name)
         if not isinstance(entry, list) or not any(entry):
@@ -187,7 +187,7 @@ def parts_of(class_name: str, index: Mapping[str, object]) -> dict[str, tuple[st
 
 @functools.cache
 def read_class(class_name: str) -> PipelineSource:
-    """Read the source of a class that diffusers has, with what it inherits. Raises KeyError for any other."""
+    """Read the source of a class of diffusers with its bases. Raises KeyError for any other."""
     bodies = list(bodies_of(class_name))
     init = next((method for body in bodies if (method := _method(body, "__init__"))), None)
     call = next((method for body in bodies if (method := _method(body, "__call__"))), None)
@@ -222,7 +222,7 @@ def _class_files() -> Mapping[str, Path]:
 
 
 def _missing_packages(class_name: str) -> list[str]:
-    """Return the packages that are not installed of those in whose absence diffusers puts a stand-in for the class."""
+    """Return the missing packages for which diffusers replaces the class by a stand-in."""
     stand_in = re.compile(rf"^class {class_name}\(.*\n    _backends = (.*)$", re.MULTILINE)
     texts = (file.read_text("utf-8") for file in sorted((library_folder("diffusers") / "utils").glob("dummy_*.py")))
     needed = list(next((ast.literal_eval(found[1]) for text in texts if (found := stand_in.search(text))), ()))

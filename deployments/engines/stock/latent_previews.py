@@ -1,6 +1,6 @@
-"""Previews of a stock pipeline: its latents after a step, decoded as the class decodes them.
+"""Previews of a stock pipeline: its latents after a step, decoded by the class itself.
 
-For that the class's own `__call__` runs once more, from those latents and with every step passed over, which is what
+For that the class's own `__call__` runs once more, from those latents and with every step skipped, which is what
 diffusers' `interrupt` does. They have the noise that later steps take away.
 """
 
@@ -16,7 +16,7 @@ _CALLBACK: Final = "callback_on_step_end"
 
 
 def shows_previews(cls: type[Any]) -> bool:
-    """Return whether a call of a class tells its latents on the way, takes latents, and can pass over its steps."""
+    """Return whether a call of a class reports its latents, takes latents, and can skip its steps."""
     parameters = inspect.signature(cls.__call__).parameters
     inputs = parameters.get(f"{_CALLBACK}_tensor_inputs")
     has_latents = inputs is not None and isinstance(inputs.default, list | tuple) and "latents" in inputs.default
@@ -24,7 +24,7 @@ def shows_previews(cls: type[Any]) -> bool:
 
 
 def only_decodes(pipeline: Any) -> None:
-    """Let a pipeline pass over its steps, and take latents as they are: its scheduler does not scale them as noise."""
+    """Make a pipeline skip its steps, and take latents unchanged: its scheduler does not scale them as noise."""
     _set_property(pipeline, "interrupt", True)
     if hasattr(pipeline.scheduler, "init_noise_sigma"):
         _set_property(pipeline.scheduler, "init_noise_sigma", 1.0)
@@ -32,7 +32,7 @@ def only_decodes(pipeline: Any) -> None:
 
 
 def decoding_arguments(arguments: Mapping[str, Any], latents: torch.Tensor, generator: Any) -> dict[str, Any]:
-    """Return the arguments of a call that decodes these latents, from those of the call that they are of."""
+    """Return the arguments of a call that decodes these latents, made from those of their own call."""
     kept = {name: value for name, value in arguments.items() if name != _CALLBACK}
     return {**kept, "latents": latents.clone(), "generator": generator}
 

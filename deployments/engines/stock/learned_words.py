@@ -1,7 +1,7 @@
 """Textual inversions on pipelines that diffusers runs: words of one request's tokenizers, and their vectors.
 
-What `load_textual_inversion` does, without a change of any weight: words get ids behind the tokenizer's own, and the
-table of the encoder is asked for none of them.
+The effect of `load_textual_inversion`, without a change of any weight: words get ids after the tokenizer's own, and the
+table of the encoder is not read for them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weights.operations.adapters import LoraAdapter
 
 @contextlib.contextmanager
 def reading_words(pipeline: Any, uses: Sequence[AdapterUse], known: Mapping[str, LoraAdapter]) -> Iterator[None]:
-    """Let a pipeline of one request read the textual inversions among its adapters within the block.
+    """Make one request's pipeline read the textual inversions among its adapters within the block.
 
-    Raises EngineError for an encoder that the pipeline has not, or that reads other vectors.
+    Raises EngineError for an encoder that the pipeline lacks, or that reads other vectors.
     """
     words = {use.name: known[use.name].words for use in uses if known[use.name].words}
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""A pipeline class of diffusers, and the parts of it that have no weights: schedulers, tokenizers, image processors.
+"""A pipeline class of diffusers, and its parts without weights: schedulers, tokenizers, image processors.
 
-Modules get what pipelines of the installed diffusers ask of them, and they do not have.
+Modules get attributes that pipelines of the installed diffusers expect of them and that they lack.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def pipeline_class(class_name: str) -> type[Any]:
 
 
 class StockModel:
-    """A pipeline class over modules that are there, and the other parts of its folder. Makes a pipeline per request.
+    """A pipeline class over given modules, and the other parts of its folder. Makes a pipeline per request.
 
-    HAZARD: a pipeline counts steps and keeps its guidance in itself, and its schedulers have a history: two requests
-    may not share one. What they share are modules, tokenizers and processors.
+    HAZARD: a pipeline keeps its steps and its guidance in itself, and its schedulers have a history: two requests
+    may not share one. They share modules, tokenizers and processors.
     """
 
     def __init__(self, class_name: str, folder: Path, modules: Mapping[str, nn.Module]) -> None:
@@ -71,23 +71,23 @@ class StockModel:
         return self.cls(**parts, **self._options)
 
     def over(self, modules: Mapping[str, nn.Module], blank: Mapping[str, nn.Module]) -> StockModel:
-        """Return the same model over these modules, and `blank` ones, which never run. What else it has is shared."""
+        """Return the same model over these modules, and `blank` ones, which never run. Its other parts are shared."""
         other = copy.copy(self)
         other.modules = dict(modules)
         other._parts = {**self._parts, **blank, **modules}
         return other
 
     def _part(self, name: str) -> Any:
-        """Return a component. None for one that the class does without."""
+        """Return a component. None for one that the class does not need."""
         if name in self.modules:
             return self.modules[name]
         entry = self._index.get(name)
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] is None:
-            return None  # `check_parts` has looked for those that must be there
+            return None  # `check_parts` has checked the required ones
         cls = component_class(str(entry[0]), str(entry[1]), self._folder / name)
         if issubclass(cls, nn.Module):
             if name in self.cls._optional_components:
-                return None  # a safety checker, say, which nobody builds
+                return None  # a safety checker, say, which is never built
             raise EngineError(f"{self._folder}: its {name}, a {cls.__name__}, has no weights")
         check_part(str(entry[0]), str(entry[1]), self._folder / name)
         # The others take no such option, and run no code of models.
@@ -131,17 +131,17 @@ def _is_scheduler(part: Any) -> bool:
     return hasattr(part, "set_timesteps") or type(part).__name__.endswith("Scheduler")
 
 
-# Options that a class reads in a part's config and no such part has. The value changes nothing: what
+# Options that a class reads in a part's config and that no such part has. The value changes nothing: what
 # ChromaInpaintPipeline makes of it, an embedding of the guidance, goes nowhere.
 _OPTIONS: Final = {"ChromaInpaintPipeline": ("transformer", {"guidance_embeds": False})}
 
 
 def _mend_parts(class_name: str, parts: dict[str, Any]) -> None:
-    """Give the modules of a pipeline what its class asks them for. Done twice, it changes nothing."""
+    """Give the modules of a pipeline the attributes that its class expects. A second call changes nothing."""
     name, options = _OPTIONS.get(class_name, ("", {}))
     if missing := {key: value for key, value in options.items() if key not in parts[name].config}:
         parts[name].register_to_config(**missing)
     for part in parts.values():
         # Once it was a part of CLIPTextModel, and `clip_skip` of many classes asks it for the norm behind the layers.
         if type(part).__name__ == "CLIPTextModel" and not hasattr(part, "text_model"):
-            vars(part)["text_model"] = part  # a part of itself would have no end
+            vars(part)["text_model"] = part  # as a submodule of itself it would recurse for ever

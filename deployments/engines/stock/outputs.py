@@ -10,13 +10,13 @@ import PIL.Image
 
 _RATES: Final = ("sampling_rate", "sample_rate")
 _CHANNELS: Final = ("audio_channels",)
-_TOLD_FIRST: Final = ("vocoder", "vae")  # of several parts that tell
+_TOLD_FIRST: Final = ("vocoder", "vae")  # the order among parts with a rate
 
 
 def as_pixels(images: Any) -> np.ndarray:
-    """Return the images that a pipeline made: uint8 (n, height, width, 3), rounded as diffusers does for PIL.
+    """Return a pipeline's images: uint8 (n, height, width, 3), rounded as diffusers does for PIL.
 
-    Raises ArithmeticError where one is not finite, ValueError for what are no images.
+    Raises ArithmeticError if one is not finite, ValueError for outputs that are no images.
     """
     found = [pixels for one in _flat(images) for pixels in _rows(one)]
     if not found:
@@ -46,7 +46,7 @@ def _rows(image: Any) -> list[np.ndarray]:
 
 
 def as_frames(videos: Any) -> np.ndarray:
-    """Return the first video that a pipeline made: uint8 (frames, height, width, 3). Raises as `as_pixels` does."""
+    """Return a pipeline's first video: uint8 (frames, height, width, 3). Raises as `as_pixels` does."""
     is_batch = isinstance(videos, np.ndarray) and videos.ndim == 5
     if isinstance(videos, list | tuple) and videos:
         is_batch = isinstance(videos[0], list | tuple) or np.ndim(videos[0]) == 4
@@ -54,9 +54,9 @@ def as_frames(videos: Any) -> np.ndarray:
 
 
 def as_samples(audios: Any) -> np.ndarray:
-    """Return the first audio that a pipeline made: float32 (channels, samples).
+    """Return a pipeline's first audio: float32 (channels, samples).
 
-    Raises ArithmeticError where a sample is not finite, ValueError for what is no audio.
+    Raises ArithmeticError if a sample is not finite, ValueError for outputs that are no audio.
     """
     first = audios[0] if isinstance(audios, list | tuple | np.ndarray) and len(audios) else None
     samples = np.asarray(getattr(first, "float", lambda: first)(), np.float32)
@@ -69,14 +69,14 @@ def as_samples(audios: Any) -> np.ndarray:
 
 
 def sample_rate(pipeline: Any) -> int:
-    """Return the samples per second of what a pipeline hears and makes, as its parts tell. Raises ValueError."""
+    """Return the sample rate of a pipeline's audio, by its parts' configs. Raises ValueError."""
     if (rate := _find_count(pipeline, _RATES)) is None:
         raise ValueError("no part of the pipeline has a sample rate")
     return rate
 
 
 def audio_channels(pipeline: Any) -> int | None:
-    """Return the channels of what a pipeline hears and makes; None where no part's config tells."""
+    """Return the channels of a pipeline's audio; None if no part's config has them."""
     return _find_count(pipeline, _CHANNELS)
 
 

@@ -1,7 +1,7 @@
-"""The default random streams as a call has them: pipelines draw from them where they forget their generator.
+"""A call's own default random streams: pipelines that forget their generator draw from the default ones.
 
-A latent of a control image, say, is sampled so. With streams of its own a request makes the same of the same seed, in
-any company.
+A latent of a control image, say, is sampled so. With its own streams a request gives the same result for a seed, in
+any batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class OwnDraws:
         self._others: _State | None = None
 
     def take(self) -> None:
-        """Go on where the call was."""
+        """Put in the call's streams."""
         self._others = self._states()
         self._set_states(self._own)
 
     def give_back(self) -> None:
-        """Let the others go on where they were."""
+        """Put back the others' streams."""
         if self._others is not None:
             self._own = self._states()
             self._set_states(self._others)

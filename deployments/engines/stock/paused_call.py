@@ -1,6 +1,6 @@
 """A call in a thread of its own that runs only while another thread waits for it: the two take turns.
 
-So code that cannot be cut into steps can be ended, and leave the device to others, at places of its own.
+So code that cannot be cut into steps can end, or leave the device to others, at its own places.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Cancelled(BaseException):
-    """Raised out of `PausedCall.pause` when nobody wants the outcome; `except Exception` does not stop it."""
+    """Raised out of `PausedCall.pause` when the outcome is unwanted; `except Exception` does not stop it."""
 
 
 class PausedCall(Generic[T]):
-    """A call that begins with the first `resume`, and gives the turn back wherever it calls `pause`.
+    """A call that begins with the first `resume`, and gives the turn back at each `pause`.
 
     `resume` and `close` are called by one thread at a time, `pause` by the call itself, `cancel` by any thread.
     """
@@ -33,11 +33,11 @@ class PausedCall(Generic[T]):
 
     @property
     def is_here(self) -> bool:
-        """Return whether it is the call that asks."""
+        """Return whether this thread is the call's own."""
         return threading.current_thread() is self._thread
 
     def resume(self) -> bool:
-        """Let it run until it pauses or ends; return whether it has ended."""
+        """Run the call until it pauses or ends; return whether it has ended."""
         if not self._is_begun:
             self._is_begun = True
             self._thread.start()
@@ -62,11 +62,11 @@ class PausedCall(Generic[T]):
         return self._outcome
 
     def cancel(self) -> None:
-        """Let it end where it would pause next."""
+        """End the call at its next pause."""
         self.is_cancelled = True
 
     def close(self) -> None:
-        """Cancel it, and wait until it has ended: as long as it takes to the place where it would pause next."""
+        """Cancel the call, and wait for its end at its next pause."""
         self.cancel()
         while self._is_begun and not self.has_ended:
             self.resume()
@@ -76,7 +76,7 @@ class PausedCall(Generic[T]):
         try:
             if not self.is_cancelled:
                 self._outcome = self._call()
-        except BaseException as error:  # also Cancelled: whoever resumes is told, and decides
+        except BaseException as error:  # also Cancelled: the resuming thread gets it, and decides
             self._error = error
         self.has_ended = True
         self._is_ours.release()

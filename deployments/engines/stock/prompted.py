@@ -1,6 +1,6 @@
 """IP-Adapters on pipelines that diffusers runs: images as prompts to the UNet of one request's call.
 
-What `load_ip_adapter` does, without a change of any module. The class itself arranges what it knows of images as it
+The effect of `load_ip_adapter`, without a change of any module. The class itself arranges its image embeddings as it
 arranges its texts, for guidance say: here that is a mark for each row, 0 for no image and 1 for the request's.
 """
 
@@ -28,7 +28,7 @@ _MARKS: Final = "image_embeds"
 def reading_images(
     pipeline: Any, uses: Sequence[ImagePromptUse], known: Mapping[str, object]
 ) -> Iterator[dict[str, Any]]:
-    """Let the UNet of a pipeline read images within the block, in this thread, and yield what the call is to be given.
+    """Make the UNet of a pipeline read images within the block, in this thread, and yield the call's arguments.
 
     Raises EngineError for an IP-Adapter that is not `known` or does not fit.
     """

@@ -1,7 +1,7 @@
-"""The parts of a pipeline class that encode its text alone, as diffusers' source tells: they run in another process.
+"""The parts of a pipeline class that only encode its text, found in diffusers' source: they run in another process.
 
-That is sure where `__call__` calls `encode_prompt` before any module runs, and that method needs nothing but its
-arguments and what the constructor made. Everywhere else the pipeline encodes its text itself.
+That is safe if `__call__` calls `encode_prompt` before any module runs, and that method needs only its
+arguments and the constructor's attributes. Otherwise the pipeline encodes its text itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENCODE: Final = "encode_prompt"
 _READ: Final = frozenset({"config", "dtype", "device"})  # of a module, without running it
 _WITHOUT_WEIGHTS: Final = re.compile(r"tokenizer|scheduler|processor|extractor|guider")
 _IMAGES: Final = re.compile(r"^(?!num_).*(image|video)")
-# Of diffusers' base classes: what is the same in every process, or only acts where LoRAs or inversions are loaded.
+# Methods of diffusers' base classes: equal in every process, or acting only with loaded LoRAs or inversions.
 _OF_BASES: Final = frozenset(
     {"_execution_device", "device", "dtype", "config", "components", "maybe_convert_prompt", "_lora_scale"}
 )
@@ -29,7 +29,7 @@ _Methods = Mapping[str, ast.FunctionDef]
 
 @functools.cache
 def text_parts(class_name: str) -> frozenset[str]:
-    """Return the components that `encode_prompt` runs and nothing else does; none where the class encodes itself.
+    """Return the components that only `encode_prompt` runs; none if the class encodes itself.
 
     Raises KeyError for a class that diffusers lacks.
     """
@@ -55,7 +55,7 @@ def text_parts(class_name: str) -> frozenset[str]:
 
 @functools.cache
 def asks_once(class_name: str) -> bool:
-    """Return whether a call of the pipeline has one text encoded, and not a second one after that."""
+    """Return whether a call of the pipeline has its text encoded once only."""
     calls = [body.body for body in bodies_of(class_name)]
     method = next(node for body in calls for node in body if getattr(node, "name", "") == "__call__")
     loops = [one for one in ast.walk(method) if isinstance(one, ast.For | ast.While)]
@@ -88,7 +88,7 @@ def _reached(methods: _Methods, first: str, without: str = "") -> list[ast.Funct
 
 
 def _used(methods: list[ast.FunctionDef], modules: set[str]) -> set[str]:
-    """Return the modules that methods do more with than to read their config or type, or to ask if they are there."""
+    """Return the modules that methods use beyond their config, their type and their presence."""
     found = set()
     for method in methods:
         parents = {child: parent for parent in ast.walk(method) for child in ast.iter_child_nodes(parent)}

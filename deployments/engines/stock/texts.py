@@ -1,6 +1,6 @@
-"""The texts of stock pipelines in another process: what a call asks `encode_prompt` for, and what that returns.
+"""The texts of stock pipelines in another process: a call's arguments of `encode_prompt`, and its results.
 
-What will be asked is found by running `__call__` over modules without weights, until it asks. Nothing is computed.
+The arguments are found by running `__call__` over modules without weights, up to that call. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NotApart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TextCall:
-    """A call of `encode_prompt`: its arguments as JSON, but for the device. `key` tells it from others of the class."""
+    """A call of `encode_prompt`: its arguments as JSON, without the device. `key` identifies it within the class."""
 
     arguments: Mapping[str, Any]
 
@@ -48,7 +48,7 @@ class TextCall:
 
 
 class _Asked(BaseException):
-    """Raised out of a call that asks for a text; `except Exception` does not stop it."""
+    """Raised out of a call that needs a text; `except Exception` does not stop it."""
 
     def __init__(self, call: TextCall) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def weightless_modules(components: Mapping[str, Component], folder: Path, device
 def weightless(component: Component, folder: Path, most_zeros: int = 0) -> nn.Module:
     """Return a module with types, shapes and config, whose tensors have no memory. Raises EngineError.
 
-    Those of at most `most_zeros` numbers have, and are zeros.
+    Tensors of at most `most_zeros` numbers have memory, and are zeros.
     """
     tensors = {}
     for name, ref in component.tensors.items():
@@ -96,16 +96,16 @@ def _refuse_to_run(*_: Any, **__: Any) -> Any:
 
 
 class TextPlanner:
-    """Finds the texts that calls of a pipeline ask for, over modules without weights. Of one model; thread-safe."""
+    """Finds the texts that a model's calls need, over modules without weights. Thread-safe."""
 
     def __init__(self, model: StockModel) -> None:
         self.model = model
         self._inputs = CallInputs(model.cls)
 
     def next_text(self, request: StockRequest, known: Texts) -> TextCall | None:
-        """Return the first text that the request's call asks for and that is not known, None where there is none.
+        """Return the first unknown text that the request's call needs, None if there is none.
 
-        Raises EngineError for what the class cannot be called with, NotApart where this cannot be found out.
+        Raises EngineError for options that the class does not take, NotApart if the text cannot be found.
         """
         if known and asks_once(self.model.cls.__name__):
             return None
@@ -141,7 +141,7 @@ def _ask(call: TextCall) -> Any:
 def tell_texts(
     pipeline: Any, texts: Texts, device: torch.device, missing: Callable[[TextCall], Any] | None = None
 ) -> None:
-    """Let a pipeline find its texts encoded. What is not among them goes to `missing`, or raises ComputationFailed."""
+    """Give a pipeline its encoded texts. Any other text goes to `missing`, or raises ComputationFailed."""
     signature = inspect.signature(getattr(type(pipeline), ENCODE))
 
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
@@ -168,8 +168,8 @@ def _call_of(arguments: Mapping[str, Any]) -> TextCall:
 class CalledEncoders:
     """`encode_prompt` of a pipeline class over its text encoders, one call at a time.
 
-    Tokenizers, and the other modules without their weights, are there from the first call on. `modules` are the
-    encoders, `components` all that has weights.
+    Tokenizers, and the other modules without weights, are loaded at the first call. `modules` are the
+    encoders, `components` all parts with weights.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ def to_tensors(result: Any) -> dict[str, torch.Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    """Return the result that `to_tensors` was given, with copies of the tensors on a device."""
+    """Undo `to_tensors`, with copies of the tensors on a device."""
 
     def value_of(form: Mapping[str, Any]) -> Any:
         ((kind, value),) = form.items()
