@@ -1,8 +1,8 @@
 """One text encoder: strings -> token ids -> embeddings, or a classifier's logits, many texts in few forwards.
 
-The two halves are apart because token ids are what an embedding cache is keyed on.
+The two halves are apart because token ids are the keys of an embedding cache.
 
-It is made of a folder in a stock layout and its tensors.
+It is built from a folder in a stock layout and its tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TextEncoder:
         scoring: ScoringRule | None = None,
         prompts: Prompts = Prompts(),  # noqa: B008  # it never changes
     ) -> None:
-        """`max_tokens` limits every text (None: what tokenizer and model allow). `pooling` makes one vector of a T5's
+        """`max_tokens` limits every text (None: the limit of tokenizer and model). `pooling` makes one vector of a T5's
         or BERT's many; a T5 without one gives no embedding. `scoring` is that of a classifier. `prompts` stand before
         texts to embed.
         """
@@ -83,7 +83,7 @@ class TextEncoder:
         self._tokenizer = TextTokenizer(tokenizer, max_tokens, position_limit(module), has_types=has_types)
         self._outputs = TextOutputs(type(module).__name__, self._family, pooling, self._tokenizer)
         self._memory = MemoryLimits()
-        self.lock = threading.Lock()  # of the module: what hooks onto it changes every forward meanwhile
+        self.lock = threading.Lock()  # of the module: hooks on it change every forward meanwhile
         self._filler = filler_id(self._family, module.config, self._tokenizer.pad_id)
         self._vocabulary_size = module.get_input_embeddings().num_embeddings  # type: ignore[operator]
 
@@ -94,7 +94,7 @@ class TextEncoder:
 
     @property
     def image_token_id(self) -> int:
-        """Return the id of the token that stands for images. Raises EngineError for an encoder that sees none."""
+        """Return the id of the image token. Raises EngineError for an encoder that sees no images."""
         found = getattr(self.module.config, "image_token_id", None)
         if not isinstance(found, int):
             raise EngineError(f"a {type(self.module).__name__} sees no images")
@@ -102,12 +102,12 @@ class TextEncoder:
 
     @property
     def max_tokens(self) -> int:
-        """Return the limit of a text for which nobody gives one."""
+        """Return the default limit of a text."""
         return self._tokenizer.max_tokens
 
     @property
     def later_stages(self) -> tuple[SentenceStage, ...]:
-        """Return the stages behind the pooling, by which others make embeddings of what `encode` gives."""
+        """Return the stages after the pooling, which turn `encode`'s outputs into embeddings elsewhere."""
         return self._pooling.later if self._pooling else ()
 
     def check_embeds(self) -> None:
@@ -117,7 +117,7 @@ class TextEncoder:
     def shortened(self, vector_D: torch.Tensor, dimensions: int) -> torch.Tensor:
         """Return the first `dimensions` of an embedding, scaled to length 1; all of them as they are.
 
-        Raises EngineError for a model that was not trained for it: there, a part of a vector means nothing.
+        Raises EngineError for a model not trained for it: part of its vector has no meaning.
         """
         check_dimensions(dimensions, len(vector_D), self.module.config)
         if dimensions == len(vector_D):
@@ -125,13 +125,13 @@ class TextEncoder:
         return torch.nn.functional.normalize(vector_D[:dimensions].float(), dim=0)
 
     def scored(self, logits_C: torch.Tensor, *, raw: bool = False) -> torch.Tensor:
-        """Return the scores of a text's logits, or these themselves. Raises EngineError for what is no classifier."""
+        """Return the scores of a text's logits, or the logits. Raises EngineError unless this is a classifier."""
         if self.scoring is None:
             raise EngineError(f"a {type(self.module).__name__} scores nothing")
         return logits_C if raw else scores_of(logits_C, self.scoring)
 
     def variant(self, text: TokenizedText) -> str:
-        """Return the name that tells encodings of the same weights and ids apart: padding, layer, or pooling."""
+        """Return the name that distinguishes encodings of the same weights and ids: padding, layer, or pooling."""
         return self._outputs.variant(text)
 
     def tokenize(
@@ -146,11 +146,11 @@ class TextEncoder:
         images: tuple[PromptImage, ...] = (),
         max_second: int | None = None,
     ) -> list[TokenizedText]:
-        """Return token ids per text, cut to `max_length` (None: the model's limit); each knows what it lost.
+        """Return token ids per text, cut to `max_length` (None: the model's limit), with the number of cut tokens.
 
-        "stock" is what diffusers' pipelines do: CLIP and T5 attend to padding up to `max_length`. "trimmed", and every
-        embedding, is the tokens alone. A language model reads texts in a `form`, which says what is padded, and sees
-        `images` in each of them, whose tokens do not count.
+        "stock" pads as diffusers' pipelines do: CLIP and T5 attend to padding up to `max_length`. "trimmed", and every
+        embedding, has the tokens alone. A language model reads texts in a `form`, which defines the padding, and sees
+        `images` in each of them; their tokens do not count.
         """
         check_choice("padding", padding, TextPadding)
         if form is not None:
@@ -179,7 +179,7 @@ class TextEncoder:
         return [replace(text, form=form, images=images, padded_length=padded_length) for text in found]
 
     def learn_words(self, vectors: Mapping[str, torch.Tensor], identity: str) -> LearnedWords | None:
-        """Return words by their vectors (N, D), which texts may then have; None of an encoder that takes none.
+        """Return words with their vectors (N, D), which texts may then contain; None for an encoder that takes none.
 
         Raises EngineError for vectors of another size than this encoder's.
         """
@@ -201,7 +201,7 @@ class TextEncoder:
     def tokenize_words(
         self, text: str, max_length: int | None, words: LearnedWords, *, layer: ClipLayer = PENULTIMATE
     ) -> TokenizedText:
-        """Return the token ids of a text that has learned words, as `tokenize` does of others."""
+        """Return the token ids of a text with learned words, as `tokenize` does for others."""
         found = self._tokenizer.tokenize_words(text, max_length, words)
         return replace(self._outputs.as_asked(found, max_length, "stock", as_embedding=False), layer=layer)
 
@@ -215,7 +215,7 @@ class TextEncoder:
         words: LearnedWords | None = None,
     ) -> list[TokenizedText]:
         """Cut the whole text into padded pieces, as `TextTokenizer.chunk`. Raises EngineError if this is no CLIP."""
-        if not self._family.is_clip:  # what reads CLIP's output takes any number of pieces
+        if not self._family.is_clip:  # readers of CLIP's output take any number of pieces
             raise EngineError(
                 f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
             )
@@ -227,7 +227,7 @@ class TextEncoder:
         ]
 
     def accept_ids(self, ids: Sequence[int]) -> TokenizedText:
-        """Accept ids that the caller made, for an embedding. Raises EngineError for what the model cannot take."""
+        """Accept the caller's own ids for an embedding. Raises EngineError for ids that the model cannot take."""
         text = TokenizedText(tuple(ids), as_embedding=True)
         self._check(text)
         return text
@@ -235,7 +235,7 @@ class TextEncoder:
     def encode(self, texts: Sequence[TokenizedText]) -> list[dict[str, torch.Tensor]]:
         """Return the embeddings of each text, without batch axis, in few forwards.
 
-        CLIP gives "pooled" (P,), with projection the projected one, and the text's layer (L, D): "hidden" where the
+        CLIP gives "pooled" (P,), with projection the projected one, and the text's layer (L, D): "hidden" if the
         final norm follows, else "penultimate". T5 gives "hidden" (L, D); sentence encoders, and all for `as_embedding`,
         "embedding" (D,), which of a classifier is its logits. L is the text's own `run_length`. Raises EngineError for
         ids that the model cannot take, ComputationFailed for numbers that are not finite.
@@ -259,8 +259,8 @@ class TextEncoder:
     ) -> list[dict[str, torch.Tensor] | Exception]:
         """Encode as `encode` does, with an error per text. A forward has as many texts as the `workspace` has room for.
 
-        Ids behind those of the vocabulary are those of `words`. Texts of a forward that failed run again one by one;
-        one that found no memory becomes smaller ones, and so do the next.
+        Ids after those of the vocabulary are those of `words`. Texts of a failed forward run again one by one;
+        one without enough memory becomes smaller ones, and so do the next.
         """
         outcomes: dict[int, dict[str, torch.Tensor] | Exception] = {}
         for index, text in enumerate(texts):
@@ -324,7 +324,7 @@ class TextEncoder:
                     module=self.module, ids_BL=ids_BL, mask_BL=mask_BL, pooling=self._pooling, **more
                 )
         wanted = {source for text in texts for source in self._outputs.sources_of(text).values()}
-        # Embeddings are cached and sent to other processes, and a card's memory is for weights.
+        # Embeddings are cached and sent to other processes, so they leave the card, whose memory is for weights.
         outputs = {name: output.cpu() for name, output in outputs.items() if name in wanted}
         if counter:
             counter.count_forward([len(text.token_ids) for text in texts], lengths)
@@ -356,7 +356,7 @@ def _seen(images: Sequence[PromptImage], device: torch.device) -> dict[str, torc
 
 @contextlib.contextmanager
 def _read_words(module: nn.Module, words: LearnedWords | None) -> Iterator[None]:
-    """Let a module's forwards read `words`' vectors at ids behind its vocabulary. Its weights stay as they are."""
+    """Make a module's forwards read `words`' vectors at ids after its vocabulary. Its weights do not change."""
     if words is None:
         yield
         return
@@ -366,23 +366,23 @@ def _read_words(module: nn.Module, words: LearnedWords | None) -> Iterator[None]
 
 
 def _takes_types(module: nn.Module) -> bool:
-    """Return whether a classifier is told which text of a pair a token is of."""
+    """Return whether a classifier takes the number of a token's text in a pair."""
     is_told = "token_type_ids" in inspect.signature(module.forward).parameters
     return is_told and getattr(module.config, "type_vocab_size", 2) > 1
 
 
 def position_limit(module: nn.Module) -> int | None:
-    """Longest text that the model has positions for; None for relative positions (T5)."""
+    """Return the longest text that the model has positions for; None for relative positions (T5)."""
     limit = getattr(module.config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
-    base = getattr(module, "base_model", module)  # of a classifier
+    base = getattr(module, "base_model", module)  # below a classifier's head
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
-    padding_index = getattr(table, "padding_idx", None)  # RoBERTa counts from behind it
+    padding_index = getattr(table, "padding_idx", None)  # RoBERTa counts from the place after it
     return limit if padding_index is None else limit - padding_index - 1
 
 
-OPTIONAL_PARTS = ("pooler",)  # of a BERT: not every checkpoint has one, and no embedding needs it
+OPTIONAL_PARTS = ("pooler",)  # of a BERT: some checkpoints lack it, and no embedding needs it
 
 
 def load_text_encoder(
@@ -399,12 +399,12 @@ def load_text_encoder(
 
     `tokenizer` is that of `tokenizer_folder`, if it was loaded before; it then belongs to this encoder alone.
 
-    Reads the sentence-transformers files if there are any: what pools a BERT, and what makes a T5 give embeddings
+    Reads the sentence-transformers files if there are any: the pooling of a BERT, or of a T5, which then embeds texts
     beside its token vectors. Raises EngineError naming the folder.
     """
     class_name = encoder_class(folder, class_name)
     module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
-    load_kernels()  # compiled now, where need be, and not while the first text waits
+    load_kernels()  # compiled now, if need be, not while the first text waits
     tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
     family = FAMILIES.get(class_name)
     if family and (family.is_clip or not (folder / "modules.json").exists()):

@@ -33,7 +33,7 @@ logger = logging.getLogger("atelier.replica")
 class EncoderTwin:
     """A text encoder of fake tensors, whose forwards are recorded as they would run on `device`.
 
-    Its module is a blank one that nobody else uses. LoRAs and learned words are left out.
+    Its module is a blank one of its own. LoRAs and learned words are left out.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class EncoderTwin:
 
 
 class TextFootprints:
-    """The footprints of an encoder's forwards by `text_kind`, recorded when they are asked for. Thread-safe."""
+    """The footprints of an encoder's forwards by `text_kind`, recorded on demand. Thread-safe."""
 
     def __init__(self, make_twin: Callable[[], EncoderTwin]) -> None:
         self._make_twin = make_twin
@@ -70,12 +70,12 @@ class TextFootprints:
         self.least_bytes = 0
 
     def learn_default(self) -> None:
-        """Learn what a text as long as the encoder reads takes: `least_bytes`. Takes up to seconds."""
+        """Learn `least_bytes`, the memory of the encoder's longest text. Takes up to seconds."""
         if not self.least_bytes and (found := self._footprint_by(lambda twin: self._recorded(twin, twin.usual_tokens))):
             self.least_bytes = found.bytes_of(1)
 
     def get(self, kind: Any) -> Footprint | None:
-        """Return the footprint of a kind; None where nothing can be recorded, as the log said."""
+        """Return the footprint of a kind; None if it cannot be recorded, as the log says."""
         _, tokens, is_padded = kind
         return self._footprint_by(partial(self._recorded if is_padded else self._between, tokens=tokens))
 

@@ -1,4 +1,4 @@
-"""The plan of forwards: texts share as few as pay off, with little padding; a counter of both. The plan is pure.
+"""The plan of forwards: texts share few forwards with little padding; and a counter of both. The plan is pure.
 
 Cost model. A forward over n texts padded to L tokens works on n * L token positions, and costs as much as
 `overhead_tokens` more positions for being a forward at all: weights are read once per forward, kernels are launched
@@ -20,7 +20,7 @@ class ForwardLimits:
     """Bounds of the forwards of a plan.
 
     `max_padding` is the share of positions that may be padding; 0 batches equal lengths only. `max_tokens` bounds the
-    positions of one forward, and with them its activations; a longer text goes alone. With 1 all do, and then outputs
+    positions of one forward, and so its activations; a longer text goes alone. With 1 every text does, and outputs
     do not depend on batch-mates in a single bit.
     """
 
@@ -39,7 +39,7 @@ DEFAULT_LIMITS = ForwardLimits()
 def plan_forwards(lengths: Sequence[int], limits: ForwardLimits = DEFAULT_LIMITS) -> tuple[tuple[int, ...], ...]:
     """Group the indices into `lengths` (tokens, each at least 1): every index in one group, short texts first.
 
-    Padding is at most `max_padding` of all positions, and never so much that one forward more would cost less.
+    Padding is at most `max_padding` of all positions, and never so much that another forward would cost less.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     # ends[k]: how many texts are at most as long as the k-th distinct length.
@@ -55,7 +55,7 @@ def _grows(lengths: Sequence[int], order: Sequence[int], place: int) -> bool:
 
 
 def _partition(lengths: Sequence[int], ends: Sequence[int], limits: ForwardLimits) -> list[tuple[int, int]]:
-    """Ranges of the ascending `lengths` with the lowest cost; a range begins and ends at 0 or one of `ends`."""
+    """Return ranges of the ascending `lengths` with the lowest cost; a range begins and ends at 0 or one of `ends`."""
     bounds = [0, *ends]
     tokens = [0, *accumulate(lengths)]
     cost, previous = [0.0], [0]
@@ -85,10 +85,10 @@ def _split(group: Sequence[int], longest: int, max_tokens: int) -> list[tuple[in
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """Counts since the start. The positions that forwards worked on are the sum of the three kinds of tokens.
+    """Counts since the start. The positions of all forwards are the sum of the three kinds of tokens.
 
     `stock_padding_tokens` is padding that stock pipelines have too, and that models attend to; `batch_padding_tokens`
-    was added to bring the texts of one forward to one length, and is masked. `max_texts` is the largest forward.
+    brings the texts of one forward to one length, and is masked. `max_texts` is the largest forward.
     """
 
     forwards: int = 0

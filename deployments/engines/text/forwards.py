@@ -1,6 +1,6 @@
 """The forward of each family of encoders, over texts of several lengths at once.
 
-Texts are padded at the end to the longest of the forward. What keeps the padding out of their outputs:
+Texts are padded at the end to the longest of the forward. The padding stays out of their outputs in these ways:
 
 - CLIP is causal, so a token never sees what comes after it; it needs no mask. Its positions count from the first
   token. It pools at the first end token: the filler must not be taken for one (`filler_id`).
@@ -10,7 +10,7 @@ Texts are padded at the end to the longest of the forward. What keeps the paddin
   that are not padding.
 
 Outputs equal those of each text alone up to rounding (measured: 2e-6 of the largest value in float32, 2 units in the
-last place in bfloat16). Bitwise equality is not to be had in a batch, not even of equal lengths: torch chooses the
+last place in bfloat16). Bitwise equality is impossible in a batch, even of equal lengths: torch chooses the
 kernel of a matrix product by its number of rows. Sources: transformers 5.23, `modeling_clip.py`, `modeling_t5.py`,
 `modeling_bert.py`, `modeling_roberta.py`.
 """
@@ -37,16 +37,16 @@ PER_TEXT = ("pooled", "embedding")  # outputs with one vector per text; the othe
 
 
 def text_kind(tokens: int, *, is_padded: bool) -> Hashable:
-    """Return the kind of forwards of texts that are so long with their padding; `is_padded`: all by a rule of stock.
+    """Return the kind of forwards of texts of a padded length; `is_padded`: padded by stock's rule.
 
-    There are few lengths that stock pads to, and each is recorded; others lie between two that are.
+    Stock pads to few lengths, and each is recorded; others are interpolated.
     """
     return "texts", tokens, is_padded
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """A family of text encoders: how one is `run`, and the names of its `outputs`, whatever it pools.
+    """A family of text encoders: its `run` function, and the names of its `outputs` for any pooling.
 
     `run` makes outputs with a leading batch axis of a module, ids, a 0/1 mask, both (B, L), and a pooling; those of
     classifiers also take `token_type_ids`.
@@ -59,14 +59,14 @@ class EncoderFamily:
 
 
 def encoder_family_of(class_name: str) -> EncoderFamily:
-    """Return the family of a class; an unknown one is taken for one that gives token vectors, as BERT does."""
+    """Return the family of a class; an unknown one counts as giving token vectors, as BERT does."""
     return FAMILIES.get(class_name, CLASSIFIERS if class_name.endswith(SUFFIX) else SENTENCES)
 
 
 def filler_id(family: EncoderFamily, config: Any, pad_id: int) -> int:
     """Return the filler of shorter texts. CLIP pools at the first end token, by old configs at the highest id.
 
-    Decoders read their scores at the last token that is no filler of their config.
+    Decoders read their scores at the last token that is not their config's filler.
     """
     if family.is_classifier:
         own: int | None = config.get_text_config().pad_token_id
@@ -97,7 +97,7 @@ def _clip_layer(module: Any, out: Any, layer: ClipLayer) -> torch.Tensor:
 
 
 def clip_layer_name(layer: ClipLayer) -> str:
-    """Return the name under which a CLIP gives a layer's vectors."""
+    """Return the name of a layer's vectors in a CLIP's outputs."""
     return f"layer -{layer.num_skipped}{' normed' * layer.is_normed}"
 
 
@@ -119,9 +119,9 @@ def _run_sentences(
 
 
 def has_bert_layers(module: Any) -> bool:
-    """Return whether `token_vectors` gives what this module does.
+    """Return whether `token_vectors` equals this module's forward.
 
-    Classes with the same parts in the same order: what they differ in, their positions, is left to stock.
+    True for classes with the same parts in the same order; stock computes their positions, in which they differ.
     """
     return has_known_layers(type(module)) and not module.config.is_decoder and attends_by_sdpa(module.config)
 
@@ -135,7 +135,7 @@ def token_vectors(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> t
     (`nn/few_rows.py`).
     """
     hidden_BLD: torch.Tensor = module.embeddings(input_ids=ids_BL)
-    # The only text of a forward has no padding; of a recorded one, nobody knows.
+    # The only text of a forward has no padding; for a recorded one this is unknown.
     is_whole = len(mask_BL) == 1 or (not is_fake(mask_BL) and bool(mask_BL.all()))
     attended_B11L = None if is_whole else mask_BL[:, None, None, :].bool()
     for layer in module.encoder.layer:
@@ -175,7 +175,7 @@ def run_layers(
 ) -> dict[str, torch.Tensor]:
     """Return hidden states (B, L, D) of a language model by `layer_name`. Its head is not computed.
 
-    `seen` are the inputs of its vision tower. Raises EngineError for a layer that it has not.
+    `seen` are the inputs of its vision tower. Raises EngineError for a missing layer.
     """
     base = getattr(module, module.base_model_prefix, module)
     options = {"output_hidden_states": True, "use_cache": False}
@@ -190,13 +190,13 @@ def layer_name(layer: int) -> str:
     return f"layer {layer}"
 
 
-# Models that mix tokens of any mask: by Fourier transforms, convolutions, hashes or landmarks. Found by running tiny
-# random models of transformers' classes alone and with padding behind them.
+# Models that mix tokens despite a mask: by Fourier transforms, convolutions, hashes or landmarks. Found by running tiny
+# random models of transformers' classes alone and with padding after them.
 _MIXING: Final = frozenset(("convbert", "fnet", "funnel", "longformer", "nystromformer", "reformer", "xlnet", "yoso"))
 
 
 def limits_of(module: Any, family: EncoderFamily, limits: ForwardLimits) -> ForwardLimits:
-    """Return limits within which the outputs of a text are its own, whatever texts share its forward."""
+    """Return limits within which a text's outputs do not depend on the texts that share its forward."""
     config = module.config
     if family.is_classifier and config.get_text_config().pad_token_id is None:
         return replace(limits, max_tokens=1)  # a decoder would not find the last token of a text before its filler

@@ -1,4 +1,4 @@
-"""The encoders, poolings and heads that are known, told without torch; `forwards.py` and its neighbours run them."""
+"""The known encoders, poolings and heads, without torch; `forwards.py` and its neighbours run them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT_READERS: Final = (
 )
 ENCODER_CLASSES: Final = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel")
 POOLINGS: Final = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-# A closed table: the stock class imports whatever name the config has, which may be anybody's code.
+# A closed table: the stock class imports any name in the config, which may be hostile code.
 ACTIVATIONS: Final = (
     "torch.nn.modules.linear.Identity",
     "torch.nn.modules.activation.Tanh",
@@ -30,7 +30,7 @@ ACTIVATIONS: Final = (
 _IDENTITY, _SIGMOID, SOFTMAX = ACTIVATIONS[0], ACTIVATIONS[-1], "softmax"
 
 
-# By model_type, those that could not be built or run.
+# Model types that could not be built or run.
 _UNSERVED: Final = {
     "ibert": "computes with integers of its own",
     "xmod": "wants the language of each text",
@@ -47,7 +47,7 @@ class ScoringRule(NamedTuple):
 def encoder_class(folder: Path, class_name: str | None) -> str:
     """Return the class of the encoder in `folder`, by default that of its config.json.
 
-    Raises EngineError for a class that gives neither token vectors nor classes, or reads something else than text.
+    Raises EngineError for a class that gives neither token vectors nor classes, or does not read text.
     """
     path = folder / "config.json"
     class_name = class_name or next(iter(read_config(path).get("architectures") or ()), "")
@@ -70,9 +70,9 @@ def encoder_class(folder: Path, class_name: str | None) -> str:
 def read_scoring_rule(folder: Path) -> ScoringRule:
     """Read the scoring rule of the classifier in `folder`. Raises EngineError, FormatError.
 
-    One class has the activation that its CrossEncoder was saved with, by default the sigmoid, as the stock class has.
-    Several have probabilities unless that names something else than the logits: each class its own where config.json
-    says that a text may be of several (`problem_type`).
+    One class has the activation saved with its CrossEncoder, by default the sigmoid, as in the stock class.
+    Several have probabilities, unless the saved activation is another one: each class its own if config.json
+    allows several classes of a text (`problem_type`).
     """
     config = read_config(folder / "config.json")
     labels = read_labels(config, folder / "config.json")
@@ -88,7 +88,7 @@ def read_scoring_rule(folder: Path) -> ScoringRule:
 
 
 def _saved_activation(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Return the dotted name that a CrossEncoder was saved with; each version of the library has a place of its own."""
+    """Return the dotted name saved with a CrossEncoder; each version of the library has its own place for it."""
     saved = folder / "config_sentence_transformers.json"
     is_read = (folder / "modules.json").exists() and saved.exists()
     named = read_config(saved).get("activation_fn") if is_read else None
@@ -98,7 +98,7 @@ def _saved_activation(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def check_head(config: DenseConfig, where: Path) -> None:
-    """Raise EngineError for a head whose activation is not known, or that reads something else than a pooled text."""
+    """Raise EngineError for a head with an unknown activation, or one that does not read a pooled text."""
     if config.activation_function not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise EngineError(f"{where}: unknown activation_function {config.activation_function!r} (known: {known})")
@@ -107,7 +107,7 @@ def check_head(config: DenseConfig, where: Path) -> None:
 
 
 def _other_input(config: Mapping[str, Any]) -> str:
-    """Name the input that a model wants beside the tokens of one text, "" for none."""
+    """Name the input that a model needs beside the tokens of one text, "" for none."""
     if not isinstance(config.get("vocab_size"), int):
         return "has no vocabulary of its own (vocab_size)"
     return "needs a second text (is_encoder_decoder)" if config.get("is_encoder_decoder") is True else ""

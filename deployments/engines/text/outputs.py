@@ -16,7 +16,7 @@ from deployments.engines.text.tokens import TextTokenizer, TokenizedText
 
 @dataclass(frozen=True, slots=True)
 class TextOutputs:
-    """Outputs of the encoder `name`. `pooling` makes one vector of many, the tokenizer says how texts are padded."""
+    """Outputs of the encoder `name`. `pooling` makes one vector of many, the tokenizer defines the padding."""
 
     name: str
     family: EncoderFamily
@@ -32,7 +32,7 @@ class TextOutputs:
     def as_asked(
         self, text: TokenizedText, max_length: int | None, padding: TextPadding, *, as_embedding: bool
     ) -> TokenizedText:
-        """Return the text padded as it is asked for, or as one to embed."""
+        """Return the text with its wanted padding, or as one to embed."""
         if as_embedding or "embedding" in self.family.outputs:
             return replace(text, as_embedding=True)
         if padding == "trimmed":
@@ -40,7 +40,7 @@ class TextOutputs:
         return replace(text, padded_length=self.tokenizer.check_length(max_length))
 
     def variant(self, text: TokenizedText) -> str:
-        """Return the name that tells encodings of the same weights and ids apart: padding, layer, or pooling."""
+        """Return the name that distinguishes encodings of the same weights and ids: padding, layer, or pooling."""
         if self.family.is_classifier:
             return f"logits:{','.join(map(str, text.type_ids))}"
         if text.form:
@@ -61,7 +61,7 @@ class TextOutputs:
         return f"{layer}stock:{text.padded_length}:{side}{self.tokenizer.pad_id}"
 
     def sources_of(self, text: TokenizedText) -> dict[str, str]:
-        """Return the names of what a text gets, and those of the family's outputs that they are made of."""
+        """Return the names of a text's outputs, and of the family's outputs that they are made of."""
         if text.form:
             return {layer_name(layer): layer_name(layer) for layer in text.form.layers}
         if text.as_embedding:
@@ -76,17 +76,17 @@ class TextOutputs:
     def of_row(
         self, text: TokenizedText, row: int, outputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor] | ComputationFailed:
-        """Return the output of the text in a row of a forward, or why there is none."""
+        """Return the output of the text in a row of a forward, or its error."""
         own = {name: _own_rows(outputs[source][row], text, source) for name, source in self.sources_of(text).items()}
         if text.form:
             own = {"hidden": torch.cat(list(own.values()), dim=-1)}
-        if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every image
+        if not all(output.isfinite().all() for output in own.values()):  # cached, they would spoil every image
             return ComputationFailed(f"the {self.name} made numbers of the text that are not finite")
         return own
 
 
 def _own_rows(output: torch.Tensor, text: TokenizedText, name: str) -> torch.Tensor:
-    """Without the filler, and in memory of its own: a view would keep the whole batch alive in a cache."""
+    """Return rows without the filler, in their own memory: a view in a cache would keep the whole batch alive."""
     is_per_token = name not in PER_TEXT
     own = output[text.num_dropped : text.run_length] if is_per_token else output
     return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()

@@ -1,8 +1,8 @@
-"""Prompts with weights, as the Stable Diffusion WebUI reads them: `(word)`, `(word:1.3)`, `[word]` and `BREAK`.
+"""Weighted prompts in the Stable Diffusion WebUI's syntax: `(word)`, `(word:1.3)`, `[word]` and `BREAK`.
 
-A bracket multiplies the weight of what is in it: round ones by 1.1 or by the number behind the colon, square ones by
-1 / 1.1. A backslash before a bracket makes it a character. `BREAK` begins a new chunk. Prompts with weights as Compel
-reads them, `word++`, `(a b)--` and `(a b)1.3`, are read by way of that. No torch.
+A bracket multiplies the weight of its contents: round ones by 1.1 or by the number after the colon, square ones by
+1 / 1.1. A backslash before a bracket makes it a character. `BREAK` begins a new chunk. Prompts in Compel's syntax,
+`word++`, `(a b)--` and `(a b)1.3`, are converted to it. No torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROUND: Final = 1.1
 MAX_WEIGHT: Final = 10.0
 _TOKENS: Final = re.compile(r"\\[()\[\]\\]|[(\[\])]|:\s*([+-]?\d{0,6}\.?\d{1,6})\s*\)|[^\\()\[\]:]+|[\\:]")
 _MARKS: Final = {"+": 1.1, "-": 0.9}
-# A character that is meant so, the end of a bracket with its weight, or a run of characters with marks behind it.
+# An escaped character, the end of a bracket with its weight, or a run of characters with marks after it.
 _COMPEL: Final = re.compile(r"\\(.)|\)(\++|-+|\d{0,6}\.?\d{1,6}(?!\w))?|([^\s()\\\[\],;:!?\"]+)|(.)", re.DOTALL)
 _COMPEL_CALL: Final = re.compile(r"\.(blend|and|swap)\s*\(")
 _BREAK: Final = re.compile(r"\s*\bBREAK\b\s*")
@@ -31,7 +31,7 @@ class WeightedText(NamedTuple):
 
 
 def parse_weights(prompt: str) -> list[list[WeightedText]]:
-    """Return the pieces of a prompt, by the chunks that BREAK parts it into. A bracket that is not closed ends with it.
+    """Return the pieces of a prompt, by its chunks between BREAKs. An unclosed bracket ends with its chunk.
 
     Raises EngineError for a weight beyond MAX_WEIGHT.
     """
@@ -55,7 +55,7 @@ def has_weights(prompt: str) -> bool:
 
 
 def plain_texts(syntax: str, *texts: str | None) -> tuple[list[str | None], bool]:
-    """Return texts of a `prompt_syntax` as encoders read them that take no weights, and whether any had one.
+    """Return texts of a `prompt_syntax` without weights, for encoders that take none, and whether any had one.
 
     Raises EngineError as `parse_weights` and `from_compel` do.
     """
@@ -67,12 +67,12 @@ def plain_texts(syntax: str, *texts: str | None) -> tuple[list[str | None], bool
 
 
 def weights_lost(class_name: str) -> str:
-    """Return the warning for weights in a prompt that a pipeline cannot heed."""
+    """Return the warning for prompt weights that a pipeline cannot apply."""
     return f"weights in the prompt had no effect: {class_name} reads it with encoders that take none"
 
 
 def from_compel(prompt: str) -> str:
-    """Return a prompt with weights as Compel reads it, as `parse_weights` does: each mark multiplies by 1.1 or 0.9.
+    """Convert a prompt in Compel's syntax to that of `parse_weights`: each mark multiplies by 1.1 or 0.9.
 
     A bracket alone weighs nothing, and one without its other half is a character. Raises EngineError for a call.
     """
@@ -105,13 +105,13 @@ def from_compel(prompt: str) -> str:
 
 
 def _factor(weight: str) -> str:
-    """Return the factor of marks, or of a number, as `parse_weights` reads it."""
+    """Return the factor of marks, or of a number, for `parse_weights`."""
     factor = _MARKS[weight[0]] ** min(len(weight), 999) if weight[:1] in _MARKS else float(weight or 1)
     return f"{min(factor, 999_999):.6f}"
 
 
 class _WeightedSpan(NamedTuple):
-    """The pieces in a bracket, to `last`, and their factor."""
+    """The pieces in a bracket, up to `last`, and their factor."""
 
     last: int
     factor: float
@@ -145,7 +145,7 @@ def _pieces(prompt: str) -> list[WeightedText]:
 
 
 def _weighted(texts: Sequence[str], spans: Mapping[int, Sequence[_WeightedSpan]]) -> list[WeightedText]:
-    """Return the texts with the product of the factors of the spans that each is in. Spans do not cross."""
+    """Return the texts with the product of the factors of their spans. Spans do not cross."""
     pieces: list[WeightedText] = []
     within: list[_WeightedSpan] = []  # with the product of all factors so far
     for number, text in enumerate(texts):

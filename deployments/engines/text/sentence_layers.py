@@ -30,7 +30,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = dict
 class Pooling:
     """Pooling of token vectors into one vector: `modes` are concatenated, `normalize` scales the result to length 1.
 
-    `later` are the stages that make the embedding of it, if there are any.
+    `later` are the stages that make the embedding from it, if there are any.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -38,7 +38,7 @@ class Pooling:
     later: tuple[SentenceStage, ...] = ()
 
     def __call__(self, hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
-        """(B, L, D) and a 0/1 mask (B, L) -> (B, D * len(modes))."""
+        """Pool (B, L, D) under a 0/1 mask (B, L): (B, D * len(modes))."""
         pooled = torch.cat([_pool(mode, hidden_BLD, mask_BL) for mode in self.modes], dim=-1)
         return torch.nn.functional.normalize(pooled, p=2, dim=-1) if self.normalize else pooled
 
@@ -52,7 +52,7 @@ def load_pooling(folder: Path) -> Pooling:
 def apply_stages(
     stages: Sequence[SentenceStage], heads: Mapping[str, DenseHead], pooled: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Apply the stages behind the pooling to vectors (D,); `heads` are the Dense layers by folder.
+    """Apply the stages after the pooling to vectors (D,); `heads` are the Dense layers by folder.
 
     Raises EngineError and ComputationFailed as `DenseHead.apply` does.
     """
@@ -73,7 +73,7 @@ def _pool(mode: str, hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.T
         return hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B]
     # Sums of half-precision vectors lose bits; the stock library adds them up in float32 as well.
     weights_BL1 = mask_BL1.float()
-    if mode == "weightedmean":  # the later a token, the more it counts
+    if mode == "weightedmean":  # later tokens count more
         weights_BL1 = weights_BL1.cumsum(dim=1) * mask_BL1
         summed_BD = (hidden_BLD * weights_BL1).sum(dim=1)
     else:
@@ -90,10 +90,10 @@ def scores_of(logits_C: torch.Tensor, rule: ScoringRule) -> torch.Tensor:
 
 
 class DenseHead:
-    """`sentence_transformers`' Dense around tensors that exist already; nothing is copied or written. Thread-safe."""
+    """`sentence_transformers`' Dense around existing tensors; nothing is copied or written. Thread-safe."""
 
     def __init__(self, config: DenseConfig, tensors: Mapping[str, torch.Tensor], where: Path) -> None:
-        """`where` is named in errors. Raises EngineError: tensors that do not fit, an activation that is not known."""
+        """`where` is named in errors. Raises EngineError for tensors that do not fit, and for unknown activations."""
         try:
             check_dense_tensors(
                 where, config, {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
@@ -109,7 +109,7 @@ class DenseHead:
         self._activation = _ACTIVATIONS[config.activation_function]
         self._use_residual = config.use_residual
         self._residual_CD = tensors.get("residual.weight")
-        # Half-precision weights are read in float32: scores of close classes differ by less than a half can hold.
+        # Half-precision weights are read in float32: scores of close classes differ by less than half precision.
         self.dtype = torch.promote_types(self._weight_CD.dtype, torch.float32)
 
     def apply(self, x_BD: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Texts -> token ids: padding as an attribute instead of as ids, truncation that says what it ignored, chunks."""
+"""Texts -> token ids: padding as an attribute instead of ids, truncation that counts its losses, chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deployments.engines.text.prompt_weights import WeightedText, parse_weights
 from weights.formats.learned_words import pattern_of
 
 TokenIds = tuple[int, ...]
-# What tokenizers without a limit of their own get: the length that the stock Flux pipeline pads T5 to.
+# The limit of tokenizers without their own: the length to which the stock Flux pipeline pads T5.
 DEFAULT_MAX_TOKENS = 512
 MAX_CHUNKS = 16  # of one text: 1,200 CLIP tokens. Each one lengthens every denoise step.
 
 
 class TextPair(NamedTuple):
-    """Two texts that a classifier reads together: a query and a document, say."""
+    """Two texts read together by a classifier: a query and a document, say."""
 
     first: str
     second: str
@@ -35,12 +35,12 @@ class TokenizedText:
     """A tokenized text: the input of an encoder, and the key of a cache.
 
     `token_ids` have the special tokens and no padding. `padded_length`: the length to which stock pipelines pad them,
-    with padding that the model attends to and that is part of the output; None runs the tokens alone.
-    `as_embedding` asks for one vector instead of one per token; `layer` says whose token vectors a CLIP gives.
-    `form` says which layers of a language model give vectors, and of which tokens; `images` are those that it sees in
+    with attended padding that is part of the output; None runs the tokens alone.
+    `as_embedding` asks for one vector instead of one per token; `layer` is the CLIP layer that gives token vectors.
+    `form` names the layers and tokens of a language model that give vectors; `images` are those that it sees in
     the text.
-    `type_ids` tell the tokens of a pair's second text from those of the first, () where the model is not told.
-    `num_ignored` tokens were cut off. `weights` are factors of the vectors of the tokens: those of the model are kept
+    `type_ids` tell the tokens of a pair's second text from those of the first, () if the model does not take them.
+    `num_ignored` tokens were cut off. `weights` are factors of the tokens' vectors: the model's vectors are cached
     without them, and no two texts differ in them alone.
     """
 
@@ -56,20 +56,20 @@ class TokenizedText:
 
     @property
     def run_length(self) -> int:
-        """Return the tokens that a forward works on for this text alone."""
+        """Return the number of positions in a forward of this text alone."""
         return max(len(self.token_ids), self.padded_length or 0)
 
     @property
     def num_dropped(self) -> int:
-        """Return the first tokens that give no vectors."""
+        """Return the number of first tokens without vectors."""
         return self.form.num_dropped if self.form else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LearnedWords:
-    """Words that a text encoder has learned vectors of: their ids, behind those of its vocabulary, and the vectors.
+    """Words with learned vectors of a text encoder: their ids, after those of its vocabulary, and the vectors.
 
-    `vectors` (N, D) are in the order of the ids. `identity` tells them from all others. `ignores_case` where the
+    `vectors` (N, D) are in the order of the ids. `identity` is unique. `ignores_case` if the
     tokenizer does.
     """
 
@@ -84,7 +84,7 @@ class LearnedWords:
         return pattern_of(self.ids, ignores_case=self.ignores_case)
 
     def ids_of(self, text: str) -> Sequence[int] | None:
-        """Return the ids of a text that is one of the words, None of any other."""
+        """Return the ids of a text that is one of the words, None for any other."""
         if text in self.ids or not self.ignores_case:
             return self.ids.get(text)
         return next((ids for word, ids in self.ids.items() if word.lower() == text.lower()), None)
@@ -96,9 +96,9 @@ class TextTokenizer:
     def __init__(
         self, tokenizer: Any, max_tokens: int | None, position_limit: int | None, *, has_types: bool = False
     ) -> None:
-        """`max_tokens` limits texts of which nobody says how long they may be; `position_limit` limits all.
+        """`max_tokens` is the default limit of texts; `position_limit` limits all.
 
-        `has_types`: the model is told which text of a pair a token is of, where the tokenizer says it.
+        `has_types`: the model takes the number of a token's text in a pair, if the tokenizer gives it.
         """
         self._tokenizer = tokenizer
         self._has_types = has_types
@@ -116,17 +116,17 @@ class TextTokenizer:
     ) -> list[TokenizedText]:
         """Tokenize, cut to `max_length` (None: the model's limit), without padding. Of a pair, the longer one is cut.
 
-        Texts or pairs, not both at once. Of the second text of a pair only `max_second` tokens are read: what is behind
-        them was not asked for, so nobody calls it ignored.
+        Texts or pairs, not both at once. Of the second text of a pair only `max_second` tokens are read: the rest
+        is not wanted, so it does not count as ignored.
         """
         length = self.check_length(max_length)
         if max_second is not None:
             texts = [self._with_short_second(text, max_second) for text in texts]
         whole = self._tokens(texts)
         long = [index for index, text in enumerate(whole) if text.run_length > length]
-        # The tokenizer itself truncates: where special tokens stay is its business.
+        # The tokenizer itself truncates: it places the special tokens.
         cut = dict(zip(long, self._tokens([texts[index] for index in long], length), strict=True))
-        if any(text.run_length > length for text in cut.values()):  # the special tokens alone are more: it does nothing
+        if any(text.run_length > length for text in cut.values()):  # the special tokens alone are more
             least = self._tokens([TextPair("", "") if isinstance(texts[long[0]], TextPair) else ""])[0].run_length
             raise EngineError(f"max_length {length}: this tokenizer cannot cut a text to fewer than {least} tokens")
         kept = [cut.get(index, text) for index, text in enumerate(whole)]
@@ -141,7 +141,7 @@ class TextTokenizer:
         return normalizer is not None and normalizer.normalize_str("A") == "a"
 
     def tokenize_words(self, text: str, max_length: int | None, words: LearnedWords) -> TokenizedText:
-        """Tokenize a text that has learned words, as `tokenize`: each becomes ids behind those of the vocabulary."""
+        """Tokenize a text with learned words, as `tokenize`: each becomes ids after those of the vocabulary."""
         room = self.check_length(max_length) - 2
         begin, end = self._tokens([""])[0].token_ids
         ids = [id_ for id_, _ in self._weighted_ids([WeightedText(text, 1.0)], words)]
@@ -150,8 +150,8 @@ class TextTokenizer:
     def chunk(self, text: str, max_length: int | None, words: LearnedWords | None = None) -> list[TokenizedText]:
         """Cut the whole text into pieces of at most `max_length` tokens, each between a begin and an end of its own.
 
-        Pieces are full but for the last, so a change at the end leaves those before it as they are. A text that fits
-        is the one piece that `tokenize` gives. Raises EngineError beyond MAX_CHUNKS pieces.
+        All pieces but the last are full, so a change at the end leaves earlier ones unchanged. A text that fits
+        is one piece, as from `tokenize`. Raises EngineError beyond MAX_CHUNKS pieces.
         """
         return self._chunks([[WeightedText(text, 1.0)]], max_length, words)
 
@@ -196,7 +196,7 @@ class TextTokenizer:
         return chunks
 
     def fill_form(self, prompt: str, form: PromptForm, images: Sequence[PromptImage] = ()) -> str:
-        """Return the text that a language model reads for a prompt, of a form that shows the images, if there are any.
+        """Return the text that a language model reads for a prompt, in a form with places for images, if there are any.
 
         Raises EngineError.
         """
@@ -217,12 +217,12 @@ class TextTokenizer:
         return text.removeprefix(begin) if adds_begin else text
 
     def pad(self, text: TokenizedText) -> TokenIds:
-        """Return the ids as a stock pipeline's tokenizer gives them."""
+        """Return the ids with a stock pipeline's padding."""
         padding = (self.pad_id,) * (text.run_length - len(text.token_ids))
         return padding + text.token_ids if self.pads_left else text.token_ids + padding
 
     def attended(self, text: TokenizedText, length: int) -> list[int]:
-        """Return 1 for each token that may be attended to, 0 up to `length`. CLIP and T5 attend to their padding."""
+        """Return 1 for each attended token, 0 up to `length`. CLIP and T5 attend to their padding."""
         num_padding = text.run_length - len(text.token_ids)
         if text.form is None or not num_padding:
             return [1] * text.run_length + [0] * (length - text.run_length)
@@ -268,7 +268,7 @@ class TextTokenizer:
         types = rows.get("token_type_ids") if self._has_types else None
         if types is None:
             return [TokenizedText(row) for row in ids]
-        # All of the first type is what a model takes for granted that is told nothing.
+        # Without types a model assumes that all tokens are of the first type.
         given_types = [tuple(row) if any(row) else () for row in types]
         return [TokenizedText(row, type_ids=row_types) for row, row_types in zip(ids, given_types, strict=True)]
 
@@ -277,7 +277,7 @@ T = TypeVar("T")
 
 
 def level_chunks(chunked: Sequence[Sequence[T]], empty: Callable[[int], T]) -> list[tuple[T, ...]]:
-    """Bring all texts to as many chunks as the longest has: `empty(index)` is one without text for text `index`.
+    """Bring all texts to the number of chunks of the longest: `empty(index)` is a chunk without text for text `index`.
 
     Classifier-free guidance runs prompt and negative prompt as rows of one batch, and SDXL joins two encoders' rows
     side by side: all four need one length.
@@ -290,7 +290,7 @@ def level_chunks(chunked: Sequence[Sequence[T]], empty: Callable[[int], T]) -> l
 
 
 def join_chunks(encodings: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
-    """Return one encoding: a layer's (L, D) of all chunks behind each other; "pooled" is the first one's."""
+    """Return one encoding: a layer's (L, D) of all chunks concatenated; "pooled" is the first one's."""
     if len(encodings) == 1:
         return encodings[0]
     names = encodings[0].keys() - {"pooled"}
@@ -299,9 +299,9 @@ def join_chunks(encodings: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str,
 
 
 def weighted(encoding: Mapping[str, torch.Tensor], text: TokenizedText) -> Mapping[str, torch.Tensor]:
-    """Return a CLIP's encoding with the vectors of its tokens times their weights, scaled so that their mean stays.
+    """Return a CLIP's encoding with its token vectors times their weights, scaled so that their mean stays.
 
-    That is what the Stable Diffusion WebUI does. Raises EngineError where no scale keeps the mean.
+    The Stable Diffusion WebUI does the same. Raises EngineError if no scale keeps the mean.
     """
     if not text.weights:
         return encoding
