@@ -30,7 +30,7 @@ MIN_GBPS: Final = 0.002  # the share that each of a few transfers gets on a slow
 
 
 class FetchFailed(PeerUnavailable):
-    """No peer is left to ask and bytes are missing. `fetched` says how each peer behaved."""
+    """No peer is left to ask and bytes are missing. `fetched` has the behaviour of each peer."""
 
     def __init__(self, message: str, fetched: FetchOutcome) -> None:
         super().__init__(message)
@@ -74,14 +74,14 @@ class PeerClient:
         does not count against the peer. HAZARD: the peer holds the slot for `server.LINGER_S` meanwhile, no longer.
         `min_gbps` raises the client's own floor for this fetch.
 
-        A peer whose bytes do not have the manifest's checksum is told, and the next one is asked for all of them. Where
-        several gave some, the last one is asked again alone: which of them is damaged is not known.
+        A peer with bytes of a wrong checksum gets a notice, and the next one is asked for all of them. If
+        several gave some, the last one is asked again alone: the damaged one is not known.
 
         Raises:
             FetchFailed: no peer is left; the message has each peer's reason.
             ExtentCorrupt: the extent is empty, and the manifest's checksum is another.
             ValueError: the place is not writable, contiguous bytes of the extent's size.
-            Exception: whatever `place` raises.
+            Exception: any error of `place`.
         """
         arriving = _Arriving(extent, place, self._range_bytes)
         min_bytes_per_s = max(min_gbps, self._min_gbps) * 1e9 / self._num_connections
@@ -124,7 +124,7 @@ class PeerClient:
         self.close()
 
     def _fetch_share(self, source: _Source, arriving: _Arriving, fetched: FetchOutcome) -> list[str]:
-        """Fetch what this peer gives of what is missing. Return the reasons why it did not give all."""
+        """Fetch missing bytes from this peer. Return the reasons why it did not give all."""
         start_s = self._clock()
         try:
             source.take_slot()
@@ -242,7 +242,7 @@ class ExtentRanges:
 
 
 class _Arriving:
-    """An extent on its way into its place, which is made once, and the peers that gave of it what is there.
+    """An extent being written into its place, which is made once, and the peers of its arrived bytes.
 
     Not thread-safe, but for its ranges.
     """
@@ -261,7 +261,7 @@ class _Arriving:
         return self._extent.nbytes if self._ranges is None else self._ranges.missing_bytes
 
     def ranges(self) -> ExtentRanges:
-        """Return the missing ranges of the extent's place. Raises what making it raises, ValueError for a bad place."""
+        """Return the missing ranges of the extent's place. Raises errors of making it, ValueError for a bad place."""
         if self._ranges is None:
             if self._view is None:
                 self._view = _writable(self._place(), self._extent)
@@ -269,12 +269,12 @@ class _Arriving:
         return self._ranges
 
     def wrong_checksum(self) -> str:
-        """Return the checksum of the bytes that arrived where it is not the manifest's, else ""."""
+        """Return the checksum of the arrived bytes if it is not the manifest's, else ""."""
         checksum = self.ranges().checksum()
         return "" if checksum == self._extent.checksum else checksum
 
     def begin_again(self) -> set[PeerAddress]:
-        """Count all bytes as missing. Return who gave those that are given up."""
+        """Count all bytes as missing. Return the peers that gave the dropped ones."""
         givers, self.givers, self._ranges = self.givers, set(), None
         return givers
 
@@ -304,7 +304,7 @@ class _Source:
         self.fetch_range(0, memoryview(b""))
 
     def doubt(self) -> None:
-        """Tell the peer that its copy is damaged. A peer that cannot be told goes on as it is."""
+        """Tell the peer that its copy is damaged. An unreachable peer is left alone."""
         request = Request(self._id, 0, 0, self._transfer, is_doubt=True)
         with contextlib.suppress(PeerUnavailable):
             self._connections.fetch_range(self.address, request, memoryview(b""), self._min_bytes_per_s, self._grace_s)
@@ -321,7 +321,7 @@ class _Source:
             raise
         if reply.status != Status.OK:
             raise PeerUnavailable(f"peer {self.address}: refuses {request}: {reply.status.name}")
-        self._loads.append(min(max(reply.load, 1), MAX_TRANSFERS))  # whatever it says
+        self._loads.append(min(max(reply.load, 1), MAX_TRANSFERS))  # any number may come
 
 
 def _writable(out: ByteArray, extent: ExtentRef) -> memoryview:

@@ -165,7 +165,7 @@ class PeerConnections:
     def fetch_range(
         self, address: PeerAddress, request: Request, out: memoryview, min_bytes_per_s: float, grace_s: float
     ) -> Reply:
-        """Fetch as `_PeerConnection.fetch_range` does, over a connection that nobody else uses meanwhile."""
+        """Fetch as `_PeerConnection.fetch_range` does, over a connection that no other caller uses meanwhile."""
         while True:
             # Terminates: _Yielded is raised only by connections that have answered before.
             with contextlib.suppress(_Yielded), self._borrow(address) as connection:

@@ -1,4 +1,4 @@
-"""The extents that a node wants and does not have yet: which is next, and where it comes from. Pure: no clock, no I/O.
+"""The extents that a node wants and lacks: the next one, and its source. Pure: no clock, no I/O.
 
 Each node fetches what peers have in an order of its own, so that nodes that start together soon have different extents
 for each other. An extent that no node has is read from storage by the node that gets the registry's claim; the others
@@ -34,7 +34,7 @@ GIVE_UP_S: Final = 120.0  # without a single extent, where only others can read
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A step: fetch the extent from peers, as `plan` says."""
+    """A step: fetch the extent from peers by `plan`."""
 
     id: str
     plan: FromPeers
@@ -88,12 +88,12 @@ class FetchQueue:
         self._offered: dict[str, Sequence[PeerOffer]] = {}
         self._mine: dict[str, None] = {}  # to read from storage
         self._waiting: dict[str, None] = {}
-        self._lost: dict[str, None] = {}  # every peer that is said to have it has failed
+        self._lost: dict[str, None] = {}  # every peer reported to have it has failed
         self._fetching: set[str] = set()
         self._reading: set[str] = set()
-        self._asked_twice: set[str] = set()  # because the first that were offered had all failed
-        self._refused_s: dict[str, float] = {}  # by id: since when peers that have it do not give it
-        self._num_at_start: dict[str, int] = {}  # of those: how many there were when it began
+        self._asked_twice: set[str] = set()  # because the first offered peers had all failed
+        self._refused_s: dict[str, float] = {}  # by id: since when its peers do not give it
+        self._num_at_start: dict[str, int] = {}  # by id: the number of transfers when it began
         self._is_asking = False
         self._has_gained = True
         self._num_in_vain = 0
@@ -139,10 +139,10 @@ class FetchQueue:
         return self._ask(now_s) or (Wait(min(step.until_s, self._ask_at_s)) if self._waiting else step)
 
     def apply_answer(self, question: Question, answer: Located | None, now_s: float) -> list[str]:
-        """Take in the answer to a question. Return the claims in it that this node has no use for any more.
+        """Take in the answer to a question. Return its claims that this node no longer needs.
 
-        None: the registry cannot be asked, so the extents are read from storage. An answer may come late: what was
-        given up or withdrawn meanwhile stays so.
+        None: the registry is away, so the extents are read from storage. An answer may come late: extents that were
+        given up or withdrawn meanwhile stay so.
         """
         self._is_asking = False
         self._num_in_vain = 0 if self._has_gained else self._num_in_vain + 1
@@ -155,7 +155,7 @@ class FetchQueue:
             self._move(asked, self._mine if self.can_read else self._waiting)
             return []
         if not self.can_read:
-            self._move(asked, self._waiting)  # those that nobody has are asked for again after a pause
+            self._move(asked, self._waiting)  # extents that no node has are asked for again after a pause
         self._move([id_ for id_ in asked if id_ in answer.claimed], self._mine)
         for id_ in asked:
             if id_ in answer.offers:
@@ -170,7 +170,7 @@ class FetchQueue:
         self._gain(id_, now_s)
 
     def end_refused_fetch(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
-        """End a fetch in which no peer gave the extent: it is still wanted."""
+        """End a fetch in which no peer gave the extent, which is still wanted."""
         self._learn(id_, fetched, now_s)
         self._refused_s.setdefault(id_, now_s)
         (self._waiting if fetched.busy else self._unknown)[id_] = None
@@ -223,7 +223,7 @@ class FetchQueue:
         return AskRegistry(Question(wanted, self._max_claims if self.can_read else 0, insist))
 
     def _starved(self, now_s: float) -> str | None:
-        """Return an extent that peers have and do not give, when nothing else arrived for too long either."""
+        """Return an extent that its peers do not give, if no other extent arrived for too long either."""
         for id_, refused_s in self._refused_s.items():
             if id_ in self._waiting:
                 is_over = now_s - max(refused_s, self._gained_s) > patience_s(self._sizes[id_], self.sources.storage)

@@ -23,14 +23,14 @@ MAX_PEERS: Final = 1024  # remembered, before those without recent measurements 
 
 
 class KnownSources:
-    """Storage's bandwidth, the records of peers, and whose copies were damaged. Not thread-safe."""
+    """Storage's bandwidth, the records of peers, and the peers with damaged copies. Not thread-safe."""
 
     def __init__(self, chance: random.Random) -> None:
         self.storage = BandwidthEstimate()
         self.peers: dict[PeerAddress, PeerRecord] = {}
         self.best_peer_gbps = 0.0  # of all that were measured
         self._chance = chance
-        # By id: until when no peer is asked for it whose copy was damaged. The other extents of that peer may be sound.
+        # By id: until when peers with a damaged copy are not asked for it. Other extents of these peers may be sound.
         self._damaged_until_s: dict[str, dict[PeerAddress, float]] = {}
 
     def choose(self, id_: str, nbytes: int, offers: Sequence[PeerOffer], num_sharing: int, now_s: float) -> Choice:
@@ -59,7 +59,7 @@ class KnownSources:
         self.storage = self.storage.observe(nbytes, seconds, num_sharing)
 
     def note_fetch(self, id_: str, fetched: FetchOutcome, num_sharing: float, now_s: float) -> None:
-        """Take in what peers did in a fetch."""
+        """Take in the peers' parts of a fetch."""
         for share in fetched.shares:
             record = self.peers.get(share.address, PeerRecord())
             self.peers[share.address] = record.observe(share.nbytes, share.seconds, max(num_sharing, share.load), now_s)

@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0
 _FULL_REPORT_S: Final = 10.0  # a registry that lost its map has it again after this
 QUIET_S: Final = 5.0  # a registry that did not answer is not asked for this long
-OPEN_WITHIN_S: Final = 5.0  # what is wanted before, such as models to preload, waits: others may be reading it
+OPEN_WITHIN_S: Final = 5.0  # earlier requests, such as models to preload, wait: other nodes may be reading them
 
 logger = logging.getLogger("atelier.peers")
 
@@ -41,7 +41,7 @@ class RegistryClient:
         return self._call("peer_secret")
 
     def locate(self, node_id: str, question: Question, load: int) -> Located:
-        """Return the nodes that have the extents; `load` is how many this node is sending to others."""
+        """Return the nodes that have the extents; `load` is the number that this node is sending."""
         return self._call("locate", node_id, question, load)
 
     def report_residency(self, node_id: str, report: ResidencyReport) -> None:
@@ -56,7 +56,7 @@ class RegistryClient:
 class PeerLink:
     """A node's peer server, its peer client, and the thread that reports to the registry.
 
-    There is no server and no client until it was started and the registry has told the secret.
+    There is no server and no client before `start` and the registry's secret.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PeerLink:
         self._thread: threading.Thread | None = None
 
     def start(self, memory: ServedMemory) -> None:
-        """Serve and report what the memory has. It is never asked from within `changed`."""
+        """Serve and report the memory's extents. The memory is never called from within `changed`."""
         self._open_by_s = self._clock() + OPEN_WITHIN_S
         self._thread = threading.Thread(target=self._report_until_closed, args=(memory,), name="peer-link", daemon=True)
         self._thread.start()
@@ -101,7 +101,7 @@ class PeerLink:
         return self._ends[0].stats().served_bytes if self._ends else 0
 
     def client(self) -> PeerClient | None:
-        """Return the client, None until the registry has told the secret."""
+        """Return the client, None before the registry's secret is here."""
         return self._ends[1] if self._ends else None
 
     def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
@@ -165,7 +165,7 @@ class PeerLink:
         return PeerServer(memory, secret, host=self._host), PeerClient(secret)
 
     def _report(self, memory: ServedMemory) -> bool:
-        """Report what is new. Return True while there are claims, which must be renewed soon."""
+        """Report changes. Return True while there are claims, which must be renewed soon."""
         with self._lock:
             changes, self._changes = self._changes, {}
             claimed = tuple(self._claimed)

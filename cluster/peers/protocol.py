@@ -10,13 +10,13 @@
 
 Requests and replies alternate until one side closes. Both sides prove that they know the cluster's secret without
 sending it (HMAC-SHA256 over both nonces). A transfer is one extent to one node, over several connections under one
-number that the client draws; the load is how many transfers a server has under way. A request may also say, without
-asking for bytes, that what came of an extent was not what it has to be: the server looks at its own copy.
+number that the client draws; the load is the number of a server's running transfers. A request may also report, without
+asking for bytes, that an extent's bytes were wrong: the server checks its own copy.
 
 HAZARD: nothing is encrypted and the bytes carry no signature of their own. This keeps strangers out, not an attacker
 who can rewrite the network's traffic.
 
-Below it are the messages between a keeper and the registry: which node has which extents. Values only.
+Below it are the messages between a keeper and the registry about the extents of nodes. Values only.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PeerAddress(NamedTuple):
 
 
 class Status(enum.IntEnum):
-    """The outcome of a handshake or a request, as it is on the wire."""
+    """The outcome of a handshake or a request on the wire."""
 
     OK = 0
     BUSY = 1  # as many connections, or transfers, as the server takes
@@ -89,7 +89,7 @@ class Status(enum.IntEnum):
 class Request:
     """A request for bytes `offset` to `offset + nbytes` of an extent, as part of a transfer.
 
-    With `is_doubt` it is none for bytes: those that came had another checksum than the extent's.
+    With `is_doubt` it asks for no bytes: the ones that came had a wrong checksum.
     """
 
     extent_id: str
@@ -159,7 +159,7 @@ def encode_request(request: Request) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    """Return the request. Raises ValueError also for an id that is not an extent's, and for an unknown purpose."""
+    """Return the request. Raises ValueError also for an id of no extent, and for an unknown purpose."""
     magic, version, purpose, id_length, transfer, offset, nbytes, padded = _unpack(_REQUEST, frame)
     _check(magic, version)
     if purpose not in (0, 1):
@@ -225,7 +225,7 @@ class ResidencyReport:
     """A node's report to the registry: extents that came and went, by id.
 
     `is_full`: the node holds exactly `added`. Without an `address` (of its peer server) the node is not offered.
-    `load` is how many extents it is sending to others, `reading` what it claimed and still reads from storage.
+    `load` is the number of extents that it is sending, `reading` its claims that it still reads from storage.
     """
 
     address: PeerAddress | None
@@ -240,8 +240,8 @@ class Question(NamedTuple):
     """A node's question to the registry: who has each extent?
 
     The node offers to read extents that no node has from storage, up to `max_claims` of them. `insist` is one of `ids`
-    that it wants to read although others have it, because no peer could give it. `unreadable` are all of them, where
-    the node cannot read storage: it gets no claims, and another node has to read what nobody holds.
+    that it wants to read although others have it, because no peer gave it. `unreadable` are all of them, if
+    the node cannot read storage: it gets no claims, and another node has to read extents that no node holds.
     """
 
     ids: tuple[str, ...]
@@ -252,7 +252,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeerOffer:
-    """A node that has an extent, and how many transfers it last reported under way."""
+    """A node that has an extent, and its last reported number of transfers."""
 
     address: PeerAddress
     node: str
@@ -263,7 +263,7 @@ class PeerOffer:
 class Located:
     """The registry's answer, by extent id: peers that have it, the node that is reading it, or the asker's claim.
 
-    An id that is in none of them is held by nobody, and may be asked for again.
+    No node holds an id that is in none of them; it may be asked for again.
     """
 
     offers: Mapping[str, Sequence[PeerOffer]] = field(default_factory=dict)

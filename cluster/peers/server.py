@@ -48,14 +48,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """A run of a file: what a node sends of its storage."""
+    """A run of a file that a node sends from its storage."""
 
     path: Path
     offset: int
     nbytes: int
 
     def read(self, offset: int, nbytes: int) -> bytes | None:
-        """Return bytes of the run; None when the file does not have them, or cannot be read."""
+        """Return bytes of the run; None if the file lacks them, or cannot be read."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -68,21 +68,21 @@ class StoredBytes:
 
 
 class ServedMemory(Protocol):
-    """A node's memory as other nodes get it. Called from many threads."""
+    """A node's memory for other nodes. Called from many threads."""
 
     def lookup(self, id_: str) -> ByteArray | StoredBytes | None:
-        """Return all bytes of an extent as a 1-D array, or where they are stored; None when it is not resident.
+        """Return all bytes of an extent as a 1-D array, or their place in storage; None if it is not resident.
 
         The array is referenced until the range is sent, so that an eviction meanwhile does no harm.
         """
         ...
 
     def resident_ids(self) -> list[str]:
-        """Return the ids of all that others may get."""
+        """Return the ids of all extents for other nodes."""
         ...
 
     def look_soon(self, id_: str) -> object:
-        """Take in that a peer got other bytes of an extent than it should have. Must not block."""
+        """Note that a peer got wrong bytes of an extent. Must not block."""
         ...
 
 
@@ -171,7 +171,7 @@ class PeerServer:
         self._limits = limits
         self._slots = TransferSlots(limits.max_transfers, limits.linger_s)
         self._lock = threading.Lock()
-        self._open: dict[_Connection, None] = {}  # the oldest first; without those that were told to end
+        self._open: dict[_Connection, None] = {}  # the oldest first; without ending ones
         self._threads: set[threading.Thread] = set()
         self._active_ranges = self._served_bytes = self._num_refused = 0
         self._closing = threading.Event()
@@ -196,7 +196,7 @@ class PeerServer:
 
     @property
     def active_transfers(self) -> int:
-        """The number of extents that are on their way to other nodes."""
+        """The number of extents being sent to other nodes."""
         return self._slots.num_active
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class PeerServer:
                 continue
             if not self._admit(_Connection(accepted, address[0])):
                 with accepted, contextlib.suppress(OSError):
-                    accepted.settimeout(0)  # the acceptor waits for nobody, and a new socket has room for a frame
+                    accepted.settimeout(0)  # the acceptor never waits, and a new socket has room for a frame
                     accepted.sendall(encode_greeting(Status.BUSY, bytes(NONCE_BYTES)))
 
     def _admit(self, connection: _Connection) -> bool:
@@ -354,7 +354,7 @@ class _Transfer:
 
 
 class TransferSlots:
-    """The bound on how many extents a node sends at once. Thread-safe.
+    """The bound on the extents that a node sends at once. Thread-safe.
 
     A transfer is one extent to one peer: ranges over several connections, under one number. It keeps its slot until all
     bytes are sent, or until it has not asked for a range for `linger_s`.

@@ -23,9 +23,9 @@ ASSUMED_GBPS: Final = 1.0
 STORAGE_MARGIN: Final = 1.5
 # Of the best known source's rate: a slower peer is not asked, or given up midway. Low, since its bytes are then lost.
 MIN_SHARE: Final = 0.25
-FORGET_S: Final = 60.0  # a bandwidth that is older says nothing about now
+FORGET_S: Final = 60.0  # an older bandwidth does not count
 AVOID_S: Final = 30.0  # after a failure, a peer is not asked for this long
-DAMAGED_S: Final = 5.0  # and not for this long for an extent of which its copy was damaged: it was told
+DAMAGED_S: Final = 5.0  # and not for this long for an extent with a damaged copy: the peer got a notice
 _FIRST_WAIT_S: Final = 0.1
 MAX_WAIT_S: Final = 0.5
 PATIENCE_S: Final = 10.0
@@ -73,8 +73,8 @@ class PeerShare:
 
 @dataclass(slots=True)
 class FetchOutcome:
-    """The outcome of a fetch, by peer: who gave bytes, who had no slot, who failed or did not have the extent, and
-    whose bytes of it, alone, were not what they have to be.
+    """The outcome of a fetch, by peer: the peers that gave bytes, had no slot, failed or lacked the extent, and
+    those whose bytes of it, alone, were wrong.
     """
 
     shares: list[PeerShare] = field(default_factory=list)
@@ -183,7 +183,7 @@ def choose_source(
 
 
 def ask_again_s(num_times: int, chance: float) -> float:
-    """Return how long to wait after `num_times` questions in vain; `chance` is drawn from [0, 1).
+    """Return the seconds to wait after `num_times` questions in vain; `chance` is drawn from [0, 1).
 
     The wait grows, so that a thousand nodes do not ask more than a registry can answer, and has jitter, so that they do
     not ask all at once.
@@ -192,10 +192,10 @@ def ask_again_s(num_times: int, chance: float) -> float:
 
 
 def patience_s(nbytes: int, storage: BandwidthEstimate) -> float:
-    """Return how long a node may wait for peers without progress before it asks to read storage itself.
+    """Return the seconds that a node waits for peers without progress before it asks to read storage itself.
 
     The best forecast of the rest of a wait is its length so far: peers are waited for as long as that is less than
-    `_PATIENCE` times what storage would take, since storage is shared by all nodes.
+    `_PATIENCE` times the time of storage, since storage is shared by all nodes.
     """
     return max(PATIENCE_S, _PATIENCE * _seconds(nbytes, storage.gbps or ASSUMED_GBPS))
 
