@@ -70,7 +70,7 @@ __all__ = [
 _TELL_TIMEOUT_S: Final = 30.0
 _SECRET_BYTES: Final = 32
 _IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
-# The engines, on a floor above, know what can be served: found by name, and in the import process alone.
+# The engines, a layer above, decide what can be served: found by name, and in the import process alone.
 _SERVABLE: Final = "deployments.engines.servable:why_unservable"
 _NEEDS: Final = "deployments.engines.needs:needs_of_manifest"
 # Concurrent calls of each group: a caller that watches or waits costs one coroutine, and no slot of the other calls.
@@ -136,7 +136,7 @@ class _Imports(ModelSources):
         self._local, self._remote = ImportProcess(settings), ImportProcess(settings)
 
     def import_model(self, entry: Entry) -> ModelSummary:
-        """Import the model; block until that is done. Raises what `ImportProcess.import_model` does."""
+        """Import the model; block until that is done. Raises as `ImportProcess.import_model` does."""
         process = self._local if isinstance(entry.path, Path) else self._remote
         try:
             return process.import_model(entry, _roots_of(entry, self.config))
@@ -216,7 +216,7 @@ class WeightRegistry:
         return self._config.controller
 
     async def configure(self, config: ClusterConfig) -> None:
-        """Use another config, also after a restart: begin to take in its models, remove those that it has no more.
+        """Use another config, also after a restart: begin to take in its models, remove those that it no longer has.
 
         Does not wait for imports. Raises RegistrationRefused for a config that needs another control plane, or that
         the disk does not take; nothing has changed then. Whatever else it raises, the config that holds then has the
@@ -302,7 +302,7 @@ class WeightRegistry:
         return self._keepers.keeper(node_id)
 
     async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        """Locate extents, as `ResidencyMap.locate`. Another node begins to read those that the asker cannot read."""
+        """Locate extents, as `ResidencyMap.locate`. Another node begins to read those that the caller cannot read."""
         found = self._residency.locate(node_id, question, load)
         known = found.offers.keys() | found.reading.keys()
         if left := [extent for extent in question.unreadable if extent.id not in known]:
@@ -317,14 +317,14 @@ class WeightRegistry:
 
     @_in_group(WAITING)
     async def prefetch(self, model: str) -> dict[str, str]:
-        """Load the model into the memory of every node. Return what went wrong by node, "" for nothing."""
+        """Load the model into the memory of every node. Return the problems by node, "" for none."""
         await self._models.check_fits(model)
         manifest = await self._models.manifest(model)
         extents = list(manifest.extents.values())
         return _errors(await self._keepers.call_keepers(NodeKeeper.prefetch, extents, timeout_s=MAX_WATCH_S))
 
     async def pin(self, model: str, pinned: bool = True) -> dict[str, str]:
-        """Keep the model in the memory of every node that has it, or no longer. Return what went wrong by node.
+        """Pin or unpin the model in the memory of every node that has it. Return the problems by node.
 
         A pin follows the model to its next version, and ends with it.
         """
@@ -346,7 +346,7 @@ class WeightRegistry:
         return holders
 
     async def residency(self, models: Sequence[str], node_offset: int, max_nodes: int) -> dict[str, Any]:
-        """Return the figures of some nodes, and what they hold of these models, as JSON-able values.
+        """Return the figures of some nodes, and their extents of these models, as JSON-able values.
 
         Nodes are in the order of their ids; `num_nodes` is the number of all. See `cluster_residency`.
         """
@@ -395,7 +395,7 @@ def _is_restarted() -> bool:
 
 
 def _applied_config(file: KeptFile[ClusterConfig], first: ClusterConfig) -> ClusterConfig:
-    """Return the config to begin with: the one that was applied to this very actor before it died, or the first."""
+    """Return the config to begin with: the last one applied to this actor before it died, or the first."""
     if not _is_restarted():
         file.remove()
         return first

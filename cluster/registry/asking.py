@@ -12,8 +12,8 @@ import ray
 from cluster.process.ray_calls import call_actor
 from cluster.registry.actor import Method, WeightRegistry
 
-LOOK_S: Final = 5.0  # so often who waits looks whether the registry is the one that was asked
-SILENT_S: Final = 90.0  # a registry that starts on a busy machine says nothing for long; one that is gone says nothing
+LOOK_S: Final = 5.0  # between two checks, while a call waits, that the registry is still the one that it asked
+SILENT_S: Final = 90.0  # a registry that starts on a busy machine is silent for long; a dead one is silent for ever
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -29,7 +29,7 @@ Entry = ModelConfig | AdapterConfig
 
 
 def wanted_dtype(entry: Entry, auto_dtype: str) -> str:
-    """Return the dtype that an entry asks for, where `auto` means `auto_dtype`."""
+    """Return an entry's dtype; `auto` means `auto_dtype`."""
     return auto_dtype if entry.dtype == "auto" else entry.dtype
 
 
@@ -43,7 +43,7 @@ def rests_on(entry: Entry) -> tuple[str, ...]:
 def circle_of(entry: Entry, entries: Mapping[str, Entry]) -> tuple[str, ...]:
     """Return the ids by which an entry rests on itself, its own at both ends; empty for one that does not.
 
-    HAZARD: whoever waits for all that an entry rests on waits for himself on such a way.
+    HAZARD: on such a way, a wait for all that an entry rests on waits for itself.
     """
     seen = set[str]()
     ways: list[tuple[str, ...]] = [(entry.id, id_) for id_ in rests_on(entry)]
@@ -58,7 +58,7 @@ def circle_of(entry: Entry, entries: Mapping[str, Entry]) -> tuple[str, ...]:
 
 
 def misplaced(entry: Entry, checkpoint: Checkpoint) -> str | None:
-    """Return why a checkpoint is not what an entry of a config takes it for; None when it is."""
+    """Return why a checkpoint does not match its entry of a config; None if it does."""
     is_adapter = checkpoint.kind in ADAPTERS
     if isinstance(entry, ModelConfig):
         what = ADAPTERS.get(checkpoint.kind, "")
@@ -152,7 +152,7 @@ class Directory:
         self.epoch = epoch
         self.revision = 0
         self._records: dict[str, ModelRecord] = {}
-        # Ids by the revision of their last change, oldest first: what is new is found from the end.
+        # Ids by the revision of their last change, oldest first: new ones are found from the end.
         self._changed: dict[str, int] = {}
         self._removed: dict[str, int] = {}
         self._complete_since = 0
@@ -225,7 +225,7 @@ class Directory:
 
 
 def check_entry(directory: Directory, entry: Entry) -> None:
-    """Raise unless the entry fits beside what is registered, by the rules of a cluster config.
+    """Raise unless the entry fits beside the registered ones, by the rules of a cluster config.
 
     Raises RegistrationRefused naming the field, RegistrationConflict when the id is of another sort.
     """
@@ -257,7 +257,7 @@ def _check_like(directory: Directory, id_: str, like: Path | str) -> None:
         return
     whole = [record.id for record in directory if isinstance(record.entry, ModelConfig) and not record.entry.like]
     models = [other for other in whole if other != id_]
-    if like not in models:  # of those that are like another, two could wait for each other
+    if like not in models:  # two entries that are `like` others could wait for each other
         what = "this model itself" if like == id_ else "no pipeline with configs of its own"
         raise RegistrationRefused(f"{like!r} is {what} (models: {listed(models)})", "like")
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from cluster.peers.protocol import Located, PeerAddress, PeerOffer, Question, ResidencyReport
 from cluster.peers.sources import MAX_OFFERS
 
-LOAD_S: Final = 1.0  # a load that was reported earlier says nothing about now
+LOAD_S: Final = 1.0  # an earlier reported load does not count
 Revision = tuple[str, int]
 NO_REVISION: Revision = ("", 0)
 CLAIM_S: Final = 6.0  # a holder that has not renewed for so long is not loading any more
@@ -139,7 +139,7 @@ class _WholeGroups:
         held: Mapping[str, Collection[str]],
         new_epoch: str,
     ) -> GroupNews:
-        """Take in groups that were added and removed since `revision`, and return what has changed of nodes since.
+        """Take in groups added and removed since `revision`, and return the changes of nodes since.
 
         `NO_REVISION` begins anew: `added` are all groups. `held` has the extents of each node.
         """
@@ -235,7 +235,7 @@ class HeldComponents:
         return self._revision, added, tuple(name for name in self._asked if name not in wanted)
 
     def apply_update(self, update: GroupNews) -> None:
-        """Take in an answer. Where the registry has restarted, what was known holds until it is asked anew."""
+        """Take in an answer. After a restart of the registry, the last facts hold until it is asked anew."""
         self._revision = update.revision
         if update.revision == NO_REVISION:
             return
@@ -269,7 +269,7 @@ class ResidencyMap:
         self._groups = _WholeGroups()
 
     def report_residency(self, node_id: str, report: ResidencyReport) -> None:
-        """Take in what a node has got and given up."""
+        """Take in the extents that a node got and gave up."""
         node = self._nodes.setdefault(node_id, _Node())
         node.address = report.address
         self._note_load(node_id, report.load)

@@ -240,7 +240,7 @@ def vaes_of(entry: Entry) -> Mapping[str, Path]:
 
 
 def bases_of(entry: Entry, store: WeightStore | None) -> tuple[AdapterBase, ...]:
-    """Return the models that an adapter is for, as the store has them; those that are not there are left out."""
+    """Return an adapter's base models in the store; missing ones are left out."""
     found = []
     for id_ in entry.base if store and isinstance(entry, AdapterConfig) else ():
         with contextlib.suppress(WeightsError):
@@ -260,7 +260,7 @@ def base_of(model: str, checkpoint: Checkpoint, wanted: str) -> AdapterBase:
 
 
 def dtype_of(entry: Entry, path: Path, bases: Sequence[AdapterBase], auto_dtype: str) -> str:
-    """Return the dtype that an entry gets: a ControlNet that asks for none has that of its models, where it is one.
+    """Return an entry's dtype: a ControlNet without its own has its base models' dtype, if these agree.
 
     `path` is the local checkpoint. Raises FormatError.
     """
@@ -331,7 +331,7 @@ class ImportProcess:
         self.progress: ImportProgress | None = None  # of the import that runs
 
     def import_model(self, entry: Entry, roots: tuple[Path, ...] | None = None) -> ModelSummary:
-        """Import the checkpoint; block until that is done. Raises what `import_checkpoint` does, and ImportFailed."""
+        """Import the checkpoint; block until that is done. Raises as `import_checkpoint` does, and ImportFailed."""
         with self._lock:
             try:
                 report = self._await_outcome(self._send_job(_ImportJob(entry=entry, roots=roots)), entry.id)
@@ -342,7 +342,7 @@ class ImportProcess:
         return report.summary
 
     def close(self) -> None:
-        """Kill the process, even during an import: what that leaves in the store is removed by `atelier weights gc`."""
+        """Kill the process, even during an import: `atelier weights gc` removes its rests in the store."""
         process = self._process
         if process is not None:
             process.kill()
@@ -467,7 +467,7 @@ def _limit_process(memory_bytes: int, parent: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported; a core file of 50 GB helps nobody
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported; a core file of 50 GB is of no use
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -1,4 +1,4 @@
-"""The entries that a registry is to serve: those of its config, and those that were registered, which overrule them."""
+"""The entries of a registry: those of its config, and registered ones, which override them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KnownEntries:
         found, damaged = await asyncio.to_thread(self._registrations.read_registrations)
         for id_, registration in list(found.items()):
             if registration.replaces != self.configured.get(id_):
-                del found[id_]  # the config has changed since: it says what is wanted now
+                del found[id_]  # the config has changed since, and counts now
                 try:
                     await self.forget(id_)
                 except RegistrationRefused as error:  # it will be passed over again

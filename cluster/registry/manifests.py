@@ -189,7 +189,7 @@ class ManifestCache:
         return (model, fingerprint) in self._readings
 
     async def get(self, model: str, fingerprint: str) -> Manifest:
-        """Return the manifest, parsed in a thread, once for all who wait for it.
+        """Return the manifest, parsed in a thread, once for all waiting calls.
 
         It is another version's when the store has replaced the wanted one, and that was not in the cache. Raises what
         `WeightStore.manifest` raises; the next call tries again.
@@ -213,7 +213,7 @@ class ManifestCache:
         if before is None:
             with panics_as_errors():
                 return await asyncio.to_thread(self._store.manifest, model)
-        with contextlib.suppress(Exception), panics_as_errors():  # what was read before is still the version's
+        with contextlib.suppress(Exception), panics_as_errors():  # the cached manifest is still the version's
             manifest = await asyncio.to_thread(self._store.manifest, model)
             if manifest.fingerprint == fingerprint:
                 return manifest

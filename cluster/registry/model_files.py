@@ -50,7 +50,7 @@ def write_files(models: Path, manifest: Manifest, files: Mapping[str, bytes]) ->
         try:
             staged.rename(target)
         except OSError:
-            if not target.is_dir():  # nobody else was first
+            if not target.is_dir():  # no other process was first
                 raise
     finally:
         shutil.rmtree(staged, ignore_errors=True)

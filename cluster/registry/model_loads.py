@@ -19,7 +19,7 @@ class ModelLoads:
     def __init__(self, directory: WatchedDirectory) -> None:
         self._directory = directory
         self._failures = LoadFailures()
-        self._running: frozenset[str] = frozenset()  # replicas, as far as is known
+        self._running: frozenset[str] = frozenset()  # the known replicas
 
     async def report_attach(self, model: str, version: str, replica: str, node: str, error: str | None) -> None:
         """Take in that a replica could not load a version of a model, or could again (None).
@@ -33,7 +33,7 @@ class ModelLoads:
         self._show(model, version)
 
     def follow_replicas(self, running: Collection[str]) -> None:
-        """Know which replicas run: what those could not load that have ended, others may."""
+        """Set the running replicas: failures of ended ones no longer count."""
         shown = self._failures.models()
         self._running = frozenset(running)
         self._failures.keep_replicas(running)

@@ -104,7 +104,7 @@ class NodeKeepers:
         self._models = models
         self._draining_nodes = draining_nodes
         self._silent: set[str] = set()  # nodes
-        self._holding: set[str] = set()  # nodes whose keeper has leased something
+        self._holding: set[str] = set()  # nodes whose keeper has given leases
         self._readers: set[str] = set()  # nodes that have the store's folder
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
@@ -120,7 +120,7 @@ class NodeKeepers:
 
     @property
     def may_have_holders(self) -> bool:
-        """Return whether a keeper has replicas that hold leases, or does not say."""
+        """Return whether a keeper has replicas with leases, or does not answer."""
         return bool(self._holding or self._silent)
 
     def _begin(self, node_id: str) -> Any:
@@ -163,7 +163,7 @@ class NodeKeepers:
         return dict(zip(nodes, answers, strict=True))
 
     def read_for_others(self, extents: Iterable[ExtentRef], own_node: str) -> None:
-        """Let nodes that have the store's folder read these for those that lack it. Does not wait.
+        """Let nodes with the store's folder read these for nodes without it. Does not wait.
 
         `own_node` is the registry's, which writes the store: it gets a keeper when no other node can read. Each extent
         has one reader as long as readers stay the same. What a reader has no room for, it does not read.
@@ -180,7 +180,7 @@ class NodeKeepers:
             self._handles[reader].prefetch.remote(found)
 
     async def drop(self, ids: Sequence[str]) -> list[str]:
-        """Drop extents on every node. Return who still holds some a moment later: a release may be on its way."""
+        """Drop extents on every node. Return the remaining holders a moment later: a release may be under way."""
         left: list[ResidentExtent] = []
         for pause_s in RELEASE_PAUSES_S:
             await asyncio.sleep(pause_s)
@@ -219,7 +219,7 @@ class NodeKeepers:
             known.pop(node_id, None)
 
     def _forget(self, node_id: str) -> Any:
-        """Forget a keeper that is gone, and what it said. Return its handle, None without one."""
+        """Forget a dead keeper and its reports. Return its handle, None without one."""
         for nodes in (self._silent, self._holding, self._readers):
             nodes.discard(node_id)
         self.residency.forget(node_id)
@@ -248,7 +248,7 @@ class NodeKeepers:
                 self._lives[node_id] = replace(life, pins=pins)
 
     async def _meet(self, node_id: str, life: _Life, last: _Life | None, address: str | None) -> _Life:
-        """Take in a keeper's process that is new here. It may have outlived a registry, or follow one that died."""
+        """Take in a new process of a keeper. It may have outlived a registry, or follow a dead keeper."""
         keeper = self._handles[node_id]
         if last:
             self.residency.end_claims(node_id)  # its loads died with it
@@ -319,5 +319,5 @@ class NodeKeepers:
 
 
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:
-    """Return the last line of a traceback: what was raised."""
+    """Return the last line of a traceback: the exception."""
     return [line.strip() for line in str(error).splitlines() if line.strip()][-1]

@@ -60,7 +60,7 @@ class NodeRounds:
         to_start = self._config.ray.address is None
         while ray.is_initialized():
             try:
-                users = self._users.names  # Ray's answer may be older than who comes meanwhile
+                users = self._users.names  # Ray's answer may be older than new users
                 alive, named = await asyncio.to_thread(lambda: (node_addresses(), named_everywhere()))
                 hosts = alive if to_start and len(alive) == 1 else keeper_nodes(cluster_key(self._config), named)
                 await self._keepers.follow(alive, hosts)
@@ -86,7 +86,7 @@ class NodeRounds:
             end_control_plane(self._config)
 
     async def _look_at(self, alive: Mapping[str, str]) -> None:
-        """Look at nodes that have joined, beside everything else: one that hangs is waited for."""
+        """Look at joined nodes, beside all other work: a hanging one is waited for."""
         if self._watch is None:  # `up` has looked at those that are there
             self._watch = NodeWatch(partial(_node_problems, self._config), () if self._was_restarted else alive)
         try:

@@ -89,7 +89,7 @@ class Publishing:
         return self._queue(entry.id, self._publish(entry, self.tasks.get(entry.id)))
 
     def withdraw(self, id_: str) -> Entry | None:
-        """Serve the model no more. Return what was wanted of it."""
+        """Stop serving the model. Return its entry."""
         wanted = self._wanted.pop(id_, None)
         self.extents.note(id_, ())
         self.loads.forget_model(id_)
@@ -151,7 +151,7 @@ class Publishing:
             await self._failed(entry, problem)
 
     def _compare_adapters(self, base: str) -> None:
-        """Look again at the adapters of a model whose version is another now: they were found to fit the one before."""
+        """Check again the adapters of a model with a new version: they fitted the old one."""
         for record in [record for record in self._directory if base in record.base]:
             if wanted := self._wanted.get(record.id):
                 self.begin(wanted)

@@ -113,7 +113,7 @@ def applied_file(store: Path, cluster: str) -> KeptFile[ClusterConfig]:
 
 
 def overrides_file(store: Path, cluster: str) -> KeptFile[Overrides]:
-    """Return the file of what operators order over the controller's head."""
+    """Return the file of operators' manual orders."""
     file = store / "overrides" / f"{cluster}.json"
     return KeptFile(file, Overrides, if_damaged="the orders by hand cannot be read, none hold")
 

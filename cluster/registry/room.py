@@ -1,4 +1,4 @@
-"""The room that a cluster's config gives models, and what has none there. Pure.
+"""The room of models by a cluster's config, and the models without room. Pure.
 
 One arithmetic for `atelier check`, which knows models by their headers, and for the registry, which has them in its
 store.

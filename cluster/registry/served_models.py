@@ -46,7 +46,7 @@ class ServedModels:
         self.extents, self.loads = self._publishing.extents, self._publishing.loads
 
     async def begin_imports(self) -> None:
-        """Begin to import the configured models and those that an earlier life of the registry had registered."""
+        """Begin to import the configured models and those registered in an earlier life of the registry."""
         for id_, found in (await self._known.read()).items():
             if isinstance(found, str):
                 self.directory.apply(ModelRecord(id_, "unavailable", error=found))
@@ -123,7 +123,7 @@ class ServedModels:
         return self._known.configured
 
     async def _take_out(self, id_: str) -> Entry | None:
-        """Remove a model from the directory, and its registration. Return what was wanted of it."""
+        """Remove a model from the directory, and its registration. Return its entry."""
         await self._known.forget(id_)
         return self._publishing.withdraw(id_)
 
@@ -143,7 +143,7 @@ class ServedModels:
             raise ModelTooLarge(f"model {model!r} does not fit: {record.error}")
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
-        """Return the manifest of the version that is served, or of `version` (a fingerprint) when that is still known.
+        """Return the manifest of the served version, or of `version` (a fingerprint) if that is still known.
 
         Raises ModelUnknown, or WeightsUnavailable with the reason.
         """
@@ -159,7 +159,7 @@ class ServedModels:
         return manifest
 
     async def model_files(self, model: str, version: str) -> dict[str, bytes]:
-        """Return the files of a version that are no weights, by path. Raises what `manifest` does."""
+        """Return the files of a version that are no weights, by path. Raises as `manifest` does."""
         manifest = await self.manifest(model, version)
         return await asyncio.to_thread(read_files, self._store.models, manifest)
 

@@ -31,6 +31,6 @@ class Users:
             self._names.add(name)
 
     def have_ended(self, ended: Collection[str]) -> bool:
-        """Take out those that have ended. Return whether there were some, and none is left."""
+        """Remove ended replicas. Return whether there were some, and none is left."""
         self._names.difference_update(ended)
         return self._had_some and not self._names

@@ -1,4 +1,4 @@
-"""The directory of models with those who wait for its changes. Lives on one event loop."""
+"""The directory of models with its watchers. Lives on one event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_WATCH_S: Final = 60.0
 
 
 class WatchedDirectory(Directory):
-    """A directory whose every change wakes those who watch it."""
+    """A directory that wakes its watchers at every change."""
 
     def __init__(self, epoch: str) -> None:
         super().__init__(epoch)
@@ -46,12 +46,12 @@ class WatchedDirectory(Directory):
             self.apply(replace(record, state="ready" if loaded else "unloaded"))
 
     def is_loaded(self, model: str) -> bool:
-        """Return whether there is the model, and nobody has evicted it."""
+        """Return whether the model is there and not evicted."""
         record = self.get(model)
         return record is not None and record.state != "unloaded"
 
     def unknown(self, id_: str) -> ModelUnknown:
-        """Return the error for an id that is not here, with those that are."""
+        """Return the error for an unknown id, with the known ones."""
         return ModelUnknown(f"no model {id_!r} (known: {listed([record.id for record in self])})")
 
     def _wake(self) -> None:
