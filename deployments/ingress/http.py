@@ -56,6 +56,9 @@ from deployments.ingress.gate import (
     describe_keys,
     put_gate_before_serve,
 )
+from deployments.ingress.jobs.desk import JobDesk
+from deployments.ingress.jobs.routes import create_jobs_router
+from deployments.ingress.jobs.runner import JobRunner
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
@@ -111,13 +114,13 @@ def create_http_app(
     callers: Callers | None = None,
     limiter: ReadLimiter | None = None,
 ) -> FastAPI:
-    """Return the application. It needs no Ray: a test gives it a Service over fakes.
+    """Return the application. It needs no Ray: tests give it a Service over fakes.
 
     `http_host` is the address that Serve listens on, where that is not the config's. `on_start` is called on the event
     loop of its requests, before the first one. A gate before this one has `callers` and `limiter`, too.
     """
     callers = callers or Callers(config.access, config.ingress.num_replicas)
-    statistics, repository = Statistics(), Repository(service)
+    statistics, repository, desk = Statistics(), Repository(service), JobDesk(service, config.jobs)
     inference = Inference(service, config.ingress.limits, statistics, SharedMemory(config.ingress.shared_memory))
     app = FastAPI(
         title="Atelier",
@@ -125,7 +128,7 @@ def create_http_app(
         description=_DESCRIPTION,
         docs_url=None,  # FastAPI's page comes from servers of others
         redoc_url=None,
-        lifespan=_lifespan(config, callers, inference, repository, statistics, on_start),
+        lifespan=_lifespan(config, callers, inference, repository, statistics, desk, on_start),
     )
     install_error_handlers(app)
     readers = ImageReaders()
@@ -134,7 +137,7 @@ def create_http_app(
     controller = ControllerCalls(partial(connect_controller, config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
     for router in (
-        *_client_routers(service, config, readers, images, view),
+        *_client_routers(service, config, readers, images, view, desk),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
         create_inference_router(inference, config.ingress.limits),
         create_shared_memory_router(inference.shared_memory),
@@ -152,7 +155,7 @@ def create_http_app(
 
 
 def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access: HttpAccess) -> None:
-    """Add what a request passes on its way in; the last one comes first."""
+    """Add the layers that a request passes on its way in; the last one comes first."""
     app.add_middleware(BodyGate, limits=config.ingress.limits)
     app.add_middleware(ReadGate, limiter=limiter, access=access)
     app.add_middleware(ShowDeadline)
@@ -172,11 +175,13 @@ def _client_routers(
     readers: ImageReaders,
     images: ChatImages,
     view: ClusterView,
+    desk: JobDesk,
 ) -> Iterator[APIRouter]:
-    """Yield the routes of people, and of programs that ask models."""
+    """Yield the routes for people, and for programs that call models."""
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
-    yield from _openai_routers(service, config, readers, images, view)
+    yield create_jobs_router(desk)
+    yield from _openai_routers(service, config, readers, images, view, desk)
     yield from _compat_routers(service, config, readers, images)
     yield create_live_router(view)
 
@@ -192,7 +197,7 @@ def _cors_options(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _around_gate(config: ClusterConfig, gate: ASGIApp) -> ASGIApp:
-    """Return the gate before Serve with what has to be around it: its refusals need the headers of CORS, too."""
+    """Return the gate before Serve with the layers around it: its refusals need the headers of CORS, too."""
     if config.access.cors_origins:
         gate = CORSMiddleware(gate, **_cors_options(config))
     if config.http.compat.vllm:
@@ -206,30 +211,30 @@ def _http_access(callers: Callers, config: ClusterConfig, http_host: str | None,
 
 
 def _openai_routers(
-    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages, view: ClusterView
+    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages, view: ClusterView, desk: JobDesk
 ) -> Iterator[APIRouter]:
     """Yield the routes under /v1."""
     links = ImageLinks(config.ingress.image_links, config.name)
     streams = ResumableStreams(config.ingress.image_streams, config.ingress.num_replicas)
-    yield create_images_router(service, links, streams, readers, config.ingress.limits)
+    yield create_images_router(service, links, streams, readers, config.ingress.limits, desk)
     yield create_streams_router(streams)
     yield create_links_router(links)
-    yield create_videos_router(service, config.ingress.videos, config.name, readers, config.ingress.limits)
+    yield create_videos_router(service, desk, readers, config.ingress.limits)
     yield create_audio_router(service, readers, config.ingress.limits)
     yield create_embeddings_router(service)
     yield create_scores_router(service)
-    yield create_text_router(service, images)
+    yield create_text_router(service, images, desk)
     kept = config.ingress.stored_responses
     stored = StoredResponses(kept, config.name) if kept.enabled else None
     yield create_responses_router(service, stored, config.ingress.limits, images)
     yield create_models_router(service, view.nearness)
-    yield create_pipelines_router(service, readers, config.ingress.limits)
+    yield create_pipelines_router(service, readers, config.ingress.limits, desk)
 
 
 def _compat_routers(
     service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages
 ) -> Iterator[APIRouter]:
-    """Yield the routes of other servers' clients, as far as the config wants them."""
+    """Yield the routes for other servers' clients that the config enables."""
     compat = config.http.compat
     if compat.vllm:
         yield create_vllm_router(service, images)
@@ -253,13 +258,19 @@ def _lifespan(
     inference: Inference,
     repository: Repository,
     statistics: Statistics,
+    desk: JobDesk,
     on_start: Callable[[], None],
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Return what calls `on_start`, and runs the gRPC server beside the application."""
+    """Return what calls `on_start`, and runs jobs and the gRPC server beside the application."""
 
     @contextlib.asynccontextmanager
-    async def running(_: FastAPI) -> AsyncIterator[None]:
+    async def running(app: FastAPI) -> AsyncIterator[None]:
         on_start()
+        async with JobRunner(app, desk, callers).running(), serving_grpc():
+            yield
+
+    @contextlib.asynccontextmanager
+    async def serving_grpc() -> AsyncIterator[None]:
         if config.grpc is None:
             yield
             return
@@ -338,13 +349,13 @@ class Ingress:
                 yield chunk
 
     async def follow(self, before: ClusterConfig, after: ClusterConfig) -> list[str]:
-        """Follow another config as `Operations.follow`: `atelier apply` asks one ingress for all of them."""
+        """Apply another config as `Operations.follow` does: `atelier apply` calls one ingress for all of them."""
         return await self._service.operations.follow(before, after)
 
     def _watch_replicas(self) -> None:
-        """Follow the replicas from now on: Serve's thread tells, and this event loop listens."""
+        """Follow the replicas from now on: Serve's thread reports them to this event loop."""
         gc.collect()
-        gc.freeze()  # libraries and routes stay: to look at them again, in the middle of a request, takes 0.1 s
+        gc.freeze()  # libraries and routes stay: collecting over them in the middle of a request takes 0.1 s
         for link in self._links:
             link.start()
         self._restoring = shared_task(self._service.operations.restore_admission())
@@ -357,7 +368,7 @@ class Ingress:
             watch_replicas(handle, on_replicas)
 
     def _make_links(self, name: str) -> list[Link]:
-        """Return the links with the controller: what it needs for placement, and for slots of several ingresses."""
+        """Return the links to the controller: for placement, and for the slots of several ingresses."""
         config = self._config
         if not config.has_controller:
             return []
@@ -366,7 +377,7 @@ class Ingress:
         return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, connect)]
 
     def _why_none(self, pool: str) -> WhyNone:
-        """Return what tells why no replica can answer. Serve's controller is asked when the queue knows none."""
+        """Return a function that explains why no replica can answer, by Serve's controller if the queue knows none."""
         states = ReplicaStates(pool)
 
         async def why_none_can() -> str | None:
@@ -376,10 +387,10 @@ class Ingress:
 
 
 def _checked_host(config: ClusterConfig) -> str:
-    """Return the address that clients reach: HAProxy's, or that of Serve, which may have been told another than this
+    """Return the address that clients reach: HAProxy's, or that of Serve, which may have got another one than this
     config.
 
-    Raises ConfigError when other machines reach it and nobody needs a key. `serve run` and `serve deploy` end here.
+    Raises ConfigError when other machines reach it and no key is needed. `serve run` and `serve deploy` end here.
     """
     door = os.environ.get(HTTP_ADDRESS, "").rpartition(":")[0]
     host = door or proxy_host() or config.http.host

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from weights.formats import classifier, dense_head
@@ -112,19 +113,19 @@ def read_checkpoint(
     component: str | None = None,
     allow_torch: bool = False,
     like: BasePipeline | None = None,
-    vae: Path | None = None,
+    vaes: Mapping[str, Path] = MappingProxyType({}),
 ) -> Checkpoint:
     """Recognise the folder or file and read every header. `component` keeps one component of a pipeline only.
 
     `like` is the pipeline that a single file is of (in GGUF: its denoiser), whose configs and tokenizers it takes.
-    `vae` takes the place of the pipeline's own. `allow_torch` also reads torch's pickles (no code in them is run),
-    where there are no safetensors.
+    `vaes` are those that it gets, by component: a "vae" in the place of its own, and a small "preview_vae".
+    `allow_torch` also reads torch's pickles (no code in them is run), where there are no safetensors.
     Raises FormatError: nothing there, unknown layout, a file that its header does not fit; AdapterError for a LoRA
     whose metadata cannot be used.
     """
-    if vae is not None:
-        found: Checkpoint = importlib.import_module("weights.conversion.own_vae").with_vae(
-            read_checkpoint(path, allow_torch=allow_torch, like=like), vae
+    if vaes:
+        found: Checkpoint = importlib.import_module("weights.conversion.own_vae").with_vaes(
+            read_checkpoint(path, allow_torch=allow_torch, like=like), vaes
         )
         return _only(found, component)
     layout = recognise(path)
@@ -272,7 +273,7 @@ def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
         if only is None and name not in components and _needs_weights(path / name, class_name):
             raise FormatError(
                 f"{path / name}: no weights of component {name!r}, a {shown(class_name)} (a file that was not copied? "
-                "what a pipeline does without is [null, null] in its model_index.json)"
+                "a part that a pipeline lacks is [null, null] in its model_index.json)"
             )
     if only is None and not components:
         raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")

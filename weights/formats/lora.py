@@ -307,7 +307,7 @@ def is_peft(names: Sequence[str]) -> bool:
 
 
 def peft_config_of(file: Path) -> Path:
-    """Return where the config of a LoRA is that PEFT saved, as a folder or as a file in one."""
+    """Return the path of PEFT's config of a LoRA, given as a folder or as a file in one."""
     return (file if file.is_dir() else file.parent) / PEFT_CONFIG
 
 

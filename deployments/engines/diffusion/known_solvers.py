@@ -1,4 +1,4 @@
-"""The solvers that a pipeline may name, told without torch; `solvers.py` makes them."""
+"""The names of a pipeline's solvers, without torch; `solvers.py` makes them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The names that trainers and UIs give to the layers of a model, in the files of LoRAs and their relatives, and to what
-the tensors are for each layer.
+"""The names of a model's layers in the files of LoRAs and their relatives, by trainers and UIs, and the
+roles of the tensors in each layer.
 
-A file's layer is named as diffusers names it, as the model's own code does, or as older tools did; with dots, or with
-every dot an underscore; behind a prefix that says which component it is of. A layer of the model's code may be several
+A file's layer has diffusers' name, that of the model's own code, or that of older tools; with dots, or with
+every dot an underscore; after a prefix for its component. A layer of the model's code may be several
 of diffusers' (queries, keys and values in one matrix), whose rows follow one another.
 
 Sources: diffusers 0.42, `loaders/lora_conversion_utils.py`, `single_file_utils.py`; sd-scripts, `networks/`; ComfyUI,
@@ -24,7 +24,7 @@ DENOISER: Final = "denoiser"
 
 
 class NamedLayer(NamedTuple):
-    """What a name in a file means: layers of a module, whose rows follow one another in the file's matrix.
+    """The layers of a module that a name in a file stands for. Their rows follow one another in the file's matrix.
 
     With `swaps_halves` the file has the second half of the rows first.
     """
@@ -62,7 +62,7 @@ _OF_COMFYUI: Final = re.compile(r"text_encoders\.(\w{1,64})\.(?:transformer\.)?"
 
 
 def component_of(name: str) -> tuple[str, str]:
-    """Return which component a layer's name in a file is of, and the rest of it.
+    """Return the component of a layer's name in a file, and the rest of the name.
 
     The component is `DENOISER`, one of diffusers' names, or a trainer's or UI's name of a text encoder.
     """
@@ -79,7 +79,7 @@ def component_of(name: str) -> tuple[str, str]:
     return found, rest.removeprefix(_OF_PEFT)
 
 
-# Names of the models' own code, "{}" the number of a block, and the layers of diffusers that they are.
+# Names in the models' own code, "{}" the number of a block, and their layers in diffusers.
 _FLUX_ENDS: Final = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -330,7 +330,7 @@ _OF_UNETS: Final = ("UNet2DConditionModel", "UNetMotionModel")
 
 
 def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer]:
-    """Return what each name of a file means for a module of this class, whose layers have these paths."""
+    """Return the layers that each name of a file stands for in a module of this class, which has these paths."""
     known = set(paths)
     found = {path: NamedLayer((path,)) for path in paths}
     found |= _of_table(_TABLES.get(class_name, {}), known)
@@ -362,7 +362,7 @@ def _of_table(table: Mapping[str, str | tuple[str, ...]], known: Collection[str]
 
 
 def _last_of_sd3(known: Collection[str]) -> dict[str, NamedLayer]:
-    """Return the name of the text's modulation in the last block, which ends without a way back to the text."""
+    """Return the name of the text's modulation in the last block, which has no way back to the text."""
     blocks = {int(path.split(".")[1]) for path in known if path.startswith("transformer_blocks.")}
     last = max(blocks, default=0)
     name = f"joint_blocks.{last}.context_block.adaLN_modulation.1"
@@ -386,7 +386,7 @@ _LDM_RESNET: Final = {
 
 
 def _of_latent_diffusion(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the names of a UNet's layers in the code of latent diffusion, whose blocks are counted through."""
+    """Return the names of a UNet's layers in the code of latent diffusion, which numbers its blocks through."""
     paths = list(paths)
     resnets = {path.split(".")[3] for path in paths if path.startswith("down_blocks.0.resnets.")}
     attentive = {path.split(".")[1] for path in paths if path.startswith("up_blocks.") and ".attentions." in path}
@@ -439,13 +439,13 @@ def _older_names(path: str) -> list[str]:
     return found + [f"text_model.{name}" for name in found if path.startswith("encoder.layers.") and "_lora" in name]
 
 
-# What the tensors of a layer are.
+# The roles of a layer's tensors.
 
 UP, DOWN, ALPHA, LENGTHS = "up", "down", "alpha", "magnitude"
 OF_LYCORIS: Final = ".dora_scale"
 ON_INPUT: Final = ".on_input"
 _IA3: Final = ".weight"  # beside one of `ON_INPUT`
-# The end of a tensor's name -> what it is. A longer end goes before a shorter one.
+# The end of a tensor's name -> its role. A longer end goes before a shorter one.
 _ENDS: Final = {
     **{
         f".lora_{half}{end}": what
@@ -483,7 +483,7 @@ _ENDS: Final = {
     ON_INPUT: "on_input",
 }  # fmt: skip
 _LONGEST_FIRST: Final = sorted(_ENDS, key=len, reverse=True)
-# What is known by its name, and not computed.
+# Kinds known by name, and not supported.
 _FOREIGN: Final = {
     ".oft_R": "an OFT",
     ".oft_diag": "an OFT",
@@ -503,10 +503,10 @@ _MAX_NAME_CHARS: Final = 1024
 
 
 def part_of(name: str, beside: Container[str] = ()) -> tuple[str, str]:
-    """Return the layer's name in a tensor's name, and what the tensor is of it.
+    """Return the layer's name in a tensor's name, and the tensor's role.
 
-    `beside` are the names of the file: what an IA3 has for a layer is called as a layer's own weight is. Raises
-    EngineError for what is not read, naming its kind where it is known.
+    `beside` are the names of the file: an IA3's tensor for a layer has the name of a layer's own weight. Raises
+    EngineError for an unsupported tensor, naming its kind if it is known.
     """
     if len(name) > _MAX_NAME_CHARS:
         raise EngineError(f"tensor {shown(name)} has a name of {len(name)} characters")
@@ -524,9 +524,9 @@ def part_of(name: str, beside: Container[str] = ()) -> tuple[str, str]:
 
 
 def num_changed(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the elements of the weight that tensors of these shapes change, each by what it is of one layer.
+    """Return the number of elements of the weight that tensors of these shapes change, by their roles in a layer.
 
-    0 for what does not go together.
+    0 if they do not match.
     """
     try:
         if UP in shapes:

@@ -24,14 +24,14 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
 
 Schedule = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> arguments of its set_timesteps
-Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> what takes the place of its values
+Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> replacements of its values
 
-# Solvers over a schedule of betas: each runs with the config of any other, as stock's users exchange them. LCM and TCD
-# are none's `compatibles` in diffusers, though they read the same config; EDM is everybody's, and reads another one.
+# Solvers over a schedule of betas: each runs with the config of any other, as stock's users swap them. LCM and TCD
+# are in no class's `compatibles` in diffusers, though they read the same config; EDM is in all, and reads another one.
 _OF_BETAS: Final = frozenset(
     {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler", *STOCHASTIC} - {"EDMEulerScheduler"}
 )
-# What a request may change of a solver's config, with what it may be: a type, a range of numbers, or choices.
+# The options of a solver's config that a request may change, with their type, range of numbers, or choices.
 _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]] = {
     "use_karras_sigmas": bool,
     "use_exponential_sigmas": bool,
@@ -74,12 +74,12 @@ class SolverFactory:
         schedule: Schedule,
         changes: Changes = lambda config: {},
     ) -> Any:
-        """Return the solver of a request with its timesteps set by what `schedule` makes of its config.
+        """Return the solver of a request with its timesteps set by `schedule` of its config.
 
-        `changes` are made to that config first, of whatever class the solver is.
+        `changes` are made to that config first, for any class of solver.
 
         A request's `scheduler` is another class than the pipeline's, which gets its config, as stock's `from_config`
-        does, with the `scheduler_options` in place of what is there. Raises EngineError when there is none, or it
+        does, with the `scheduler_options` replacing its values. Raises EngineError if there is no such class, or it
         cannot make such a schedule (more steps than it was trained with, say).
         """
         solver = self.configured(request.scheduler, request.scheduler_options)
@@ -143,13 +143,13 @@ def _check_options(cls: Any, options: Mapping[str, bool | float | str]) -> None:
 
 
 def step_options(solver: Any, generator: torch.Generator) -> dict[str, Any]:
-    """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
+    """Return the keyword arguments for `solver.step` that the class takes (eta is 0, as in stock)."""
     accepted = _step_parameters(type(solver).step)
     options = {"eta": 0.0, "generator": generator}
     return {name: value for name, value in options.items() if name in accepted}
 
 
-@functools.cache  # it takes a while, and each step asks
+@functools.cache  # slow, and needed at each step
 def _step_parameters(step: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(step).parameters)
 

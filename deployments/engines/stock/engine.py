@@ -161,7 +161,7 @@ class _Run:
         return has_ended
 
     def made(self) -> DiffusionOutput:
-        """Return what the call made that has ended, without its steps and times.
+        """Return the result of the ended call, without its steps and times.
 
         Raises EngineError for what the class refuses before its first step, ComputationFailed, and errors of memory.
         """
@@ -190,14 +190,14 @@ class _Run:
         return self._preview is not None or (self.request.reports_steps and self.num_done > self._num_told)
 
     def take_news(self) -> list[DiffusionOutput]:
-        """Return what there is to tell, once."""
+        """Return the progress not reported yet."""
         if not self.has_news:
             return []
         self._num_told = self.num_done
         preview, self._preview = self._preview, None
         index = None if preview is None else self._num_previews - 1
-        told = DiffusionOutput(self.request.request_id, self.num_done, self.num_steps, preview=preview)
-        return [replace(told, preview_index=index)]
+        output = DiffusionOutput(self.request.request_id, self.num_done, self.num_steps, preview=preview)
+        return [replace(output, preview_index=index)]
 
     def note_steps(self, count: int) -> None:
         """Count steps that were made."""
@@ -249,14 +249,14 @@ class _Run:
             tell_texts(pipeline, self.request.texts, _device_of(modules) or torch.device("cpu"))
         return pipeline
 
-    def _show_step(self, pipeline: Any, step: int, timestep: Any, told: dict[str, Any]) -> dict[str, Any]:
+    def _show_step(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Decode the latents after a step that has a preview. One that cannot be made is left out."""
         if step + 1 in preview_steps(self.num_steps, self.request.num_previews):
             decoder = self._open_pipeline()
             only_decodes(decoder)
             generator = host_generator(self.request.seed)
             try:
-                output = decoder(**decoding_arguments(self._arguments, told["latents"], generator))
+                output = decoder(**decoding_arguments(self._arguments, tensors["latents"], generator))
                 self._preview = as_pixels(next(output[name] for name in OUTPUTS["images"] if name in output))
                 self._num_previews += 1
             except Exception as error:

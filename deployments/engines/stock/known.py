@@ -79,7 +79,7 @@ class PipelineSource:
 
     @property
     def makes(self) -> Makes | None:
-        """Return what a call makes; None for what is neither seen nor heard."""
+        """Return the medium of a call's results; None for one that is neither seen nor heard."""
         found = (makes for makes, names in OUTPUTS.items() if self.outputs & set(names))
         return next(found, None if self.outputs else "images")
 

@@ -16,6 +16,8 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.cluster import LimitsConfig
+from deployments.ingress.jobs.desk import JobDesk, is_for_later
+from deployments.ingress.jobs.routes import BEGUN, job_response
 from deployments.ingress.messages.bodies import JsonRoute, warning_header
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -42,10 +44,14 @@ from deployments.ingress.service.service import Service
 from deployments.records import ImageRequest, ImageResult
 
 # With `stream`, events as in image_stream.py.
-_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {
-    200: {"content": {"text/event-stream": {}}},
-    204: {"description": "`Last-Event-ID` is that of the stream's last event: there are no more"},
-}
+_RESPONSES: Final = (
+    documented(*INFERENCE_ERRORS, _409="the idempotency key is that of another request")
+    | BEGUN
+    | {
+        200: {"content": {"text/event-stream": {}}},
+        204: {"description": "`Last-Event-ID` is that of the stream's last event: there are no more"},
+    }
+)
 _FormT = TypeVar("_FormT", bound=VariationBody)
 
 
@@ -58,7 +64,7 @@ class ImageData(TypedDict, total=False):
 
 
 class ImagesAnswer(ImageOrigin):
-    """The images of one request, and how they were made."""
+    """The images of one request, and their origin."""
 
     created: int
     data: list[ImageData]
@@ -76,12 +82,19 @@ class ImagesAnswer(ImageOrigin):
 
 
 def create_images_router(
-    service: Service, links: ImageLinks, streams: ResumableStreams, readers: ImageReaders, limits: LimitsConfig
+    service: Service,
+    links: ImageLinks,
+    streams: ResumableStreams,
+    readers: ImageReaders,
+    limits: LimitsConfig,
+    desk: JobDesk,
 ) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["images"], route_class=JsonRoute)
 
     async def respond(body: ImagesBody, record: ImageRequest, request: Request, task: Task) -> Response:
+        if is_for_later(body.background, is_stream=bool(body.stream)):
+            return job_response(await desk.begin(request, {"model": body.model}))
         if body.stream:
             pieces, image_events = service.generate_stream(record), ImageEvents(task, body, record)
             if body.resumable:
@@ -110,7 +123,7 @@ def create_images_router(
         "/v1/images/edits", response_model=ImagesAnswer, responses=_RESPONSES, openapi_extra=_form_of(EditBody)
     )
     async def edit(request: Request) -> Response:
-        """Paint an image anew where it is masked or transparent, else the whole of it, by a prompt."""
+        """Paint the masked or transparent part of an image anew by a prompt, or all of it without such a part."""
         body, files = await _read(EditBody, request, limits)
         return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
@@ -121,7 +134,7 @@ def create_images_router(
         openapi_extra=_form_of(VariationBody),
     )
     async def vary(request: Request) -> Response:
-        """Make images that are like an image."""
+        """Make images like a given image."""
         body, files = await _read(VariationBody, request, limits)
         return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
@@ -145,12 +158,13 @@ def _write_image(
 
 async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) -> tuple[_FormT, dict[str, list[bytes]]]:
     """Return the fields and files of a form. Raises what FastAPI raises for a field that is wrong."""
+    await request.body()  # kept for a job: a form is read only once
     fields, files = await read_form(request, limits.max_upload_bytes)
     return await validated(class_, fields, sum(map(len, fields.values()))), files
 
 
 def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
-    """Return what the OpenAPI page says of a form's body."""
+    """Return the OpenAPI schema of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     for name in JSON_FIELDS:

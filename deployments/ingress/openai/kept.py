@@ -1,32 +1,21 @@
-"""Responses and videos that outlive their requests: rows in files that ingress replicas share, and videos' own files.
+"""Responses that outlive their requests: rows in a file that ingress replicas share.
 
-Responses are kept for `previous_response_id`, for references to their items, and to be read again: what their file
-loses costs a client its short way to say what was said before, no more.
-
-The replica that makes a video says every moment that it still does. A video that it says nothing new of, while another
-replica looks for a while, has failed: its replica has ended, and nobody else makes it. The looks are timed by a clock
-that nobody sets: when the machine's clock steps, all beats are old at once.
+They are kept for `previous_response_id`, for references to their items, and to be read again: what their file loses
+costs a client its short way to say what was said before, no more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import re
-import secrets
 import sqlite3
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from configs.cluster import StoredResponsesConfig, VideosConfig
-from deployments.records.errors import QueueFull
-from weights.platform.durable import replaced
+from configs.cluster import StoredResponsesConfig
 from weights.platform.private_folder import private_folder, temporary_folder
 
 _DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
@@ -53,44 +42,6 @@ DELETE FROM responses WHERE id IN (
     ) WHERE before < ?
 )
 """
-Status = Literal["queued", "in_progress", "completed", "failed"]
-LOST_S: Final = 20.0  # without a word of its replica
-_VIDEOS_FILE: Final = "videos.sqlite"
-_NAME: Final = re.compile(r"\.?(video_[0-9a-f]{32})\.(mp4|webm)(\.[0-9a-f]{32})?")  # 128 random bits; or staged
-_OLD_FILE_S: Final = 3600.0  # of one that no row is of
-_VIDEOS_SCHEMA: Final = """
-CREATE TABLE IF NOT EXISTS videos (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created_s REAL NOT NULL, beat_s REAL NOT NULL, status TEXT NOT NULL,
-    progress INTEGER NOT NULL, ended_s REAL, nbytes INTEGER NOT NULL, facts TEXT NOT NULL, error TEXT
-);
-CREATE INDEX IF NOT EXISTS by_creation ON videos (tenant, created_s);
-"""
-_INSERT: Final = """
-INSERT INTO videos SELECT ?, ?, ?, ?, 'queued', 0, NULL, 0, ?, NULL WHERE
-    (SELECT COUNT(*) FROM videos WHERE tenant = ? AND ended_s IS NULL) < ?
-RETURNING *
-"""
-_PAGES: Final = {
-    "asc": """
-SELECT * FROM videos WHERE tenant = ? AND (ended_s IS NULL OR ended_s >= ?) AND (created_s, id) > (?, ?)
-ORDER BY created_s, id LIMIT ?
-""",
-    "desc": """
-SELECT * FROM videos WHERE tenant = ? AND (ended_s IS NULL OR ended_s >= ?) AND (created_s, id) < (?, ?)
-ORDER BY created_s DESC, id DESC LIMIT ?
-""",
-}
-_ENDS: Final = {"asc": (-math.inf, ""), "desc": (math.inf, "")}
-_COMPLETE: Final = """
-UPDATE videos SET status = 'completed', progress = 100, ended_s = ?, nbytes = ?, facts = ?
-WHERE id = ? AND ended_s IS NULL RETURNING id
-"""
-
-
-_LOST: Final = """
-UPDATE videos SET status = 'failed', ended_s = ?, error = ? WHERE id = ? AND beat_s = ? AND ended_s IS NULL
-"""
-_LOST_ERROR: Final = {"code": "server_error", "message": "the ingress that had this video made has ended; ask again"}
 
 
 class _SharedFile:
@@ -134,7 +85,7 @@ class _SharedFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response: the items of its own request, and the answer, as JSON; the response that they follow on."""
+    """A response: the items of its own request and the answer as JSON, and the previous response."""
 
     id: str
     previous_id: str | None
@@ -145,7 +96,7 @@ class StoredResponse:
 class StoredResponses:
     """The kept responses, bounded by age and by bytes; the oldest of the tenants with the most go first.
 
-    Only its own tenant finds a response. Thread-safe; calls block for a moment. Where the file cannot be used, nothing
+    Only its own tenant finds a response. Thread-safe; calls block for a moment. If the file cannot be used, nothing
     is found, and `keep` raises OSError.
     """
 
@@ -154,10 +105,10 @@ class StoredResponses:
         self._file = _SharedFile(config.folder, f"responses-{cluster}", _RESPONSES_FILE, _RESPONSES_SCHEMA)
         self._clock = clock
         self._lock = threading.Lock()
-        self._unswept_bytes = config.max_bytes  # what others have left there
+        self._unswept_bytes = config.max_bytes  # left there by others
 
     def keep(self, tenant: str, response: StoredResponse) -> None:
-        """Keep a response. Raises OSError where that cannot be done."""
+        """Keep a response. Raises OSError if the file cannot be used."""
         nbytes = len(response.input) + len(response.answer)
         row = (response.id, tenant, self._clock(), nbytes, response.previous_id, response.input, response.answer)
         with self._lock:
@@ -168,7 +119,7 @@ class StoredResponses:
                 self._sweep()
 
     def find(self, tenant: str, id_: str) -> StoredResponse | None:
-        """Return a response, which is as good as new from now on; None when it has ended or never was."""
+        """Return a response, and renew its age; None for an expired or unknown one."""
         now = self._clock()
         with self._lock, contextlib.suppress(OSError):
             rows = self._file.run(_USED, (now, id_, tenant, now - self._config.ttl_s))
@@ -182,7 +133,7 @@ class StoredResponses:
         return False
 
     def _sweep(self) -> None:
-        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same file."""
+        """Remove expired responses, and those above the limit. HAZARD: other ingress replicas sweep the same file."""
         self._file.run(_EXPIRED, (self._clock() - self._config.ttl_s,))
         sizes = self._file.run(_SIZES, ())
         surplus = sum(nbytes for _, nbytes in sizes) - self._config.max_bytes
@@ -192,166 +143,3 @@ class StoredResponses:
             above = min(surplus, nbytes - self._config.max_bytes // len(sizes))  # of an equal share
             self._file.run(_OLDEST, (tenant, above))
             surplus -= above
-
-
-@dataclass(frozen=True, slots=True)
-class KeptVideo:
-    """A video. `facts` are what its answer says of it, `error` why it failed, `ended_s` when it came to its end."""
-
-    id: str
-    created_s: float
-    status: Status
-    progress: int
-    ended_s: float | None
-    facts: Mapping[str, Any]
-    error: Mapping[str, str] | None
-
-
-class KeptVideos:
-    """The videos of a cluster, bounded by age, number and bytes; the oldest of the tenants with the most go first.
-
-    Only its own tenant finds a video. Thread-safe; calls block for a moment. They raise OSError where the folder cannot
-    be used.
-    """
-
-    def __init__(
-        self,
-        config: VideosConfig,
-        cluster: str,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._file = _SharedFile(config.folder, f"videos-{cluster}", _VIDEOS_FILE, _VIDEOS_SCHEMA)
-        self._clock, self._monotonic = clock, monotonic
-        self._lock = threading.Lock()
-        self._beats: dict[str, tuple[float, float]] = {}  # of unfinished videos: the last one, and when it was new here
-
-    def add(self, tenant: str, facts: Mapping[str, Any], most_unfinished: int) -> KeptVideo:
-        """Add a video that is queued. Raises QueueFull when the tenant has as many unfinished ones as it may."""
-        now, id_ = self._clock(), f"video_{secrets.token_hex(16)}"
-        self._fail_lost()
-        values = (id_, tenant, now, now, json.dumps(facts), tenant, most_unfinished)
-        rows = self._file.run(_INSERT, values)
-        if not rows:
-            raise QueueFull(f"{most_unfinished} videos of this key are not finished, the maximum; wait for one of them")
-        self._sweep()
-        return self._video_of(rows[0])
-
-    def note_progress(self, id_: str, progress: int, *, has_begun: bool) -> bool:
-        """Note that a video is still being made, and return whether anybody wants it."""
-        status = "in_progress" if has_begun else "queued"
-        statement = (
-            "UPDATE videos SET beat_s = ?, progress = ?, status = ? WHERE id = ? AND ended_s IS NULL RETURNING id"
-        )
-        return bool(self._file.run(statement, (self._clock(), progress, status, id_)))
-
-    def complete(self, id_: str, file: bytes, suffix: str, facts: Mapping[str, Any]) -> None:
-        """Keep the file of a video, if anybody still wants it."""
-        path = self._file.folder / f"{id_}.{suffix}"
-        with replaced(path) as staged:
-            staged.write_bytes(file)
-        if not self._file.run(_COMPLETE, (self._clock(), len(file), json.dumps(facts), id_)):
-            path.unlink(missing_ok=True)
-        self._sweep()
-
-    def fail(self, id_: str, code: str, message: str) -> None:
-        """Note why a video could not be made."""
-        statement = "UPDATE videos SET status = 'failed', ended_s = ?, error = ? WHERE id = ? AND ended_s IS NULL"
-        self._file.run(statement, (self._clock(), json.dumps({"code": code, "message": message}), id_))
-
-    def find(self, tenant: str, id_: str) -> KeptVideo | None:
-        """Return a video; None when it has ended or never was."""
-        self._fail_lost()
-        rows = self._file.run("SELECT * FROM videos WHERE id = ? AND tenant = ?", (id_, tenant))
-        video = self._video_of(rows[0]) if rows else None
-        return None if video is None or self._is_old(video) else video
-
-    def page(self, tenant: str, after: str | None, limit: int, order: Literal["asc", "desc"]) -> list[KeptVideo] | None:
-        """Return up to `limit` videos by their age, those that come after one of them; None where that is not there."""
-        place = [_ENDS[order]]
-        if after is not None:
-            place = self._file.run("SELECT created_s, id FROM videos WHERE id = ? AND tenant = ?", (after, tenant))
-            if not place:
-                return None
-        self._fail_lost()
-        values = tenant, self._clock() - self._config.ttl_s, *place[0], limit
-        return [self._video_of(row) for row in self._file.run(_PAGES[order], values)]
-
-    def file_of(self, video: KeptVideo) -> Path | None:
-        """Return the file of a video; None where there is none."""
-        paths = (self._file.folder / f"{video.id}.{suffix}" for suffix in ("mp4", "webm"))
-        return next((path for path in paths if path.is_file()), None)
-
-    def forget(self, tenant: str, id_: str) -> bool:
-        """Forget a video, which is made no further, and return whether there was one."""
-        if not self._file.run("DELETE FROM videos WHERE id = ? AND tenant = ? RETURNING id", (id_, tenant)):
-            return False
-        self._remove_files([id_])
-        return True
-
-    def _video_of(self, row: tuple[Any, ...]) -> KeptVideo:
-        id_, _, created_s, _, status, progress, ended_s, _, facts, error = row
-        found = None if error is None else json.loads(error)
-        return KeptVideo(id_, created_s, status, progress, ended_s, json.loads(facts), found)
-
-    def _fail_lost(self) -> None:
-        """Note the failure of videos that have had the same beat since a look some time ago."""
-        now_s = self._monotonic()
-        with self._lock:
-            found = dict(self._file.run("SELECT id, beat_s FROM videos WHERE ended_s IS NULL"))
-            known = self._beats
-            self._beats = {
-                id_: known[id_] if id_ in known and known[id_][0] == beat_s else (beat_s, now_s)
-                for id_, beat_s in found.items()
-            }
-            for id_, (beat_s, since_s) in self._beats.items():
-                if since_s < now_s - LOST_S:
-                    self._file.run(_LOST, (self._clock(), json.dumps(_LOST_ERROR), id_, beat_s))
-
-    def _is_old(self, video: KeptVideo) -> bool:
-        return video.ended_s is not None and video.ended_s < self._clock() - self._config.ttl_s
-
-    def _sweep(self) -> None:
-        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same folder."""
-        now = self._clock()
-        old = self._file.run("DELETE FROM videos WHERE ended_s < ? RETURNING id", (now - self._config.ttl_s,))
-        rows = self._file.run("SELECT id, tenant, nbytes, ended_s FROM videos ORDER BY created_s, id")
-        surplus = _surplus(rows, self._config.max_bytes, self._config.max_videos)
-        for id_ in surplus:
-            self._file.run("DELETE FROM videos WHERE id = ?", (id_,))
-        self._remove_files([*(id_ for (id_,) in old), *surplus])
-        kept = {id_ for id_, *_ in rows}
-        for path in self._file.folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and match[1] not in kept:
-                with contextlib.suppress(FileNotFoundError):
-                    if path.stat().st_mtime < now - _OLD_FILE_S:
-                        path.unlink()
-
-    def _remove_files(self, ids: list[str]) -> None:
-        for id_ in ids:
-            for suffix in ("mp4", "webm"):
-                (self._file.folder / f"{id_}.{suffix}").unlink(missing_ok=True)
-
-
-def _surplus(rows: list[tuple[Any, ...]], max_bytes: int, max_videos: int) -> list[str]:
-    """Return the ids of ended videos that are too many or too large: the oldest of who has the most bytes, or videos.
-
-    `rows` have id, tenant, bytes and end, the oldest first.
-    """
-    by_tenant: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for id_, tenant, nbytes, ended_s in rows:
-        if ended_s is not None:
-            by_tenant[tenant].append((id_, nbytes))
-    num_videos, total_bytes = len(rows), sum(row[2] for row in rows)
-    found = []
-    while by_tenant and (num_videos > max_videos or total_bytes > max_bytes):
-        size = (lambda videos: sum(nbytes for _, nbytes in videos)) if total_bytes > max_bytes else len
-        tenant = max(by_tenant, key=lambda name: size(by_tenant[name]))
-        id_, nbytes = by_tenant[tenant].pop(0)
-        if not by_tenant[tenant]:
-            del by_tenant[tenant]
-        found.append(id_)
-        num_videos, total_bytes = num_videos - 1, total_bytes - nbytes
-    return found

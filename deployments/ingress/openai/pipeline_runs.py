@@ -1,4 +1,4 @@
-"""GET /v1/pipelines, and POST /v1/pipelines/{pipeline}/runs: what a pipeline is made of, and its stages as they run."""
+"""GET /v1/pipelines, and POST /v1/pipelines/{pipeline}/runs: a pipeline's parts, and its stages as they run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, StageConfig, is_optional, plain_type
+from deployments.ingress.jobs.desk import JobDesk, is_for_later
+from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, job_response
 from deployments.ingress.messages.bodies import JsonRoute
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -70,7 +72,7 @@ class InputAnswer(TypedDict):
 
 
 class PipelineAnswer(Answer):
-    """A pipeline. `outputs` have the references of the config by name; `problem` is why it cannot run now."""
+    """A pipeline. `outputs` are the config's references by name; `problem` is why it cannot run now."""
 
     id: str
     description: str
@@ -90,6 +92,7 @@ class RunBody(RequestModel):
     """The inputs of one item by name: texts, numbers, lists of numbers, and images in base64."""
 
     inputs: dict[str, Any] = Field(max_length=64)
+    background: bool = Field(False, description=BACKGROUND)
 
 
 class _StageEvent(Answer):
@@ -108,7 +111,7 @@ class _CompletedEvent(Answer):
     warnings: tuple[str, ...]
 
 
-def create_pipelines_router(service: Service, readers: ImageReaders, limits: LimitsConfig) -> APIRouter:
+def create_pipelines_router(service: Service, readers: ImageReaders, limits: LimitsConfig, desk: JobDesk) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["models"], route_class=JsonRoute)
 
@@ -122,18 +125,22 @@ def create_pipelines_router(service: Service, readers: ImageReaders, limits: Lim
     @router.post(
         "/v1/pipelines/{pipeline}/runs",
         response_class=Response,
-        responses=documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}},
+        responses=documented(*INFERENCE_ERRORS, _409="the idempotency key is that of another request")
+        | BEGUN
+        | {200: {"content": {"text/event-stream": {}}}},
     )
-    async def run(pipeline: str, body: RunBody) -> Response:
+    async def run(pipeline: str, body: RunBody, request: Request) -> Response:
         """Run a pipeline on one item: server-sent events when a stage begins and ends, then its outputs."""
         specs = {spec.name: spec for spec in service.pipelines.signature(pipeline).inputs}
         read = partial(_tensors, body.inputs, specs, limits)
         has_images = any(_is_image(specs[name]) for name in body.inputs.keys() & specs.keys())
         tensors = await (readers.read(read) if has_images else asyncio.to_thread(read))
-        request = PipelineRequest(pipeline, tensors)
+        if is_for_later(body.background):
+            return job_response(await desk.begin(request, {"model": pipeline}))
+        record = PipelineRequest(pipeline, tensors)
 
         async def produce(pieces: _Pieces) -> None:
-            await pieces.send(await service.run_pipeline(request, on_stage=pieces.put))
+            await pieces.send(await service.run_pipeline(record, on_stage=pieces.put))
 
         return await stream_events(OutputChannel(produce), _events, error_event)
 
@@ -183,7 +190,7 @@ def _shown(value: TensorValue) -> Any:
 def _tensors(
     inputs: Mapping[str, Any], specs: Mapping[str, TensorSpec], limits: LimitsConfig
 ) -> dict[str, TensorValue]:
-    """Return tensors of one item. Names that are not known are left to the pipeline. Raises InvalidRequest. Blocks."""
+    """Return tensors of one item. The pipeline checks unknown names. Raises InvalidRequest. Blocks."""
     given = {name: value for name, value in inputs.items() if value is not None}
     return {name: _tensor(name, value, specs.get(name), limits) for name, value in given.items()}
 

@@ -235,6 +235,7 @@ def expected_of(written: Written, image: np.ndarray, options: dict[str, Any]) ->
     return np.asarray((found * 255).round())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", list(WRITERS))
 def test_what_is_registered_answers_as_diffusers_does(tmp_path: Path, name: str) -> None:
     written = WRITERS[name](tmp_path / "source")
@@ -446,6 +447,7 @@ def test_a_config_with_files_is_checked_before_anything_starts(tmp_path: Path) -
     assert "a ControlNet of Stable Diffusion or SDXL, and" in problem
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [name for name in WRITERS if "folder" not in name])
 def test_a_damaged_file_is_refused_in_words(tmp_path: Path, name: str) -> None:
     """Whatever its tensors are called and however they are shaped."""

@@ -44,7 +44,7 @@ _T5: Final = "text_encoder_3"
 class ThreeEncoders(Texts):
     """Two CLIPs' tokens come before the T5's; their pooled texts modulate.
 
-    In a folder without its T5, zeros are in place of its tokens.
+    In a folder without its T5, zeros take the place of its tokens.
     """
 
     refused_rules: ClassVar[Mapping[str, str]] = {
@@ -56,7 +56,7 @@ class ThreeEncoders(Texts):
     def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
-        """Return the CLIPs and the T5. CLIPs truncate beside a T5: what they lose is for that to say."""
+        """Return the CLIPs and the T5. CLIPs truncate beside a T5, which reads the whole text."""
         t5_tokens = T5_TOKENS if max_sequence_length is None else max_sequence_length
         if not 1 <= t5_tokens <= MAX_T5_TOKENS:
             raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
@@ -88,7 +88,7 @@ class ThreeEncoders(Texts):
 
 
 class MaybeShiftedSteps(FlowSteps):
-    """A schedule that is shifted by the size where the solver's config says so."""
+    """A schedule shifted by the size if the solver's config says so."""
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         schedule = super().schedule(request, solver_config, size)
@@ -136,7 +136,7 @@ class StableDiffusion3Network(ModulatedFlow):
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor]]:
             net, pooled = control.net, control.pooled
-            assert pooled is not None  # `text_widths` asks for it
+            assert pooled is not None  # every text of the family has one
             residuals: Sequence[Sequence[torch.Tensor]] = net(
                 hidden_states=rows.latents if net.pos_embed is not None else denoiser.pos_embed(rows.latents),
                 controlnet_cond=control.images,

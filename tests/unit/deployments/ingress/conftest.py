@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.routing import Match
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas, client_over
+from unit.deployments.ingress.page_server import PageServer, page_server_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
@@ -118,6 +119,12 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.service.retries.PAUSE_S", 0.0)
 
 
+@pytest.fixture(scope="module")
+def page_server() -> Iterator[PageServer]:
+    with page_server_over(Replicas()) as found:
+        yield found
+
+
 @pytest.fixture
 def replicas() -> Replicas:
     return Replicas()
@@ -163,7 +170,7 @@ def _described(app: FastAPI, method: str, path: str, status: int) -> Any:
         if matched == Match.FULL:
             if not route.include_in_schema:
                 return None
-            documented = route.responses.get(status, {})
+            documented = route.responses.get(status) or route.responses.get("default", {})
             if not documented and status >= 400:
                 raise AssertionError(f"{method} {path} answers {status}, which its route does not document")
             error = next((class_ for class_ in ERRORS if documented.get("content") == error_content(class_)), None)

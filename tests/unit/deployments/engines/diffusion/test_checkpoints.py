@@ -48,7 +48,7 @@ def check_resumed(pair, load_pipeline, job, stops):
         assert torch.equal(run_to_end(elsewhere, other), whole)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, load_pipeline, solver):
     pair = make_sdxl_pair(solver)

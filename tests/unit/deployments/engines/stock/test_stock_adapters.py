@@ -157,6 +157,7 @@ def two_stages() -> Any:
 WAN = VIDEOS["WanPipeline"][1]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "stages"), [("x", (0, 1)), ("wan-high-noise", (0,)), ("WAN_LowNoise_v2", (1,)), ("high_low", (0, 1))]
 )
@@ -379,6 +380,7 @@ def test_outputs_may_be_turned_and_inputs_mixed(class_name: str, tmp_path: Path)
 WORDS = ["LatentConsistencyModelPipeline", "StableDiffusionPAGPipeline"]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("class_name", WORDS)
 def test_a_learned_word_is_read_as_diffusers_reads_it(class_name: str, count: int, tmp_path: Path) -> None:

@@ -242,9 +242,10 @@ def test_samplers_with_noise_of_their_own_solve_as_k_diffusion_does(
 
 
 SHIFT = 3.0
+FLOW_SOLVERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
-@pytest.fixture(scope="module", params=["FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"])
+@pytest.fixture(scope="module", params=FLOW_SOLVERS)
 def flow(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> SolverFactory:
     """Of a model of flow matching: SD3's solver, and Wan's."""
     folder: Path = tmp_path_factory.mktemp("flow")
@@ -277,15 +278,22 @@ OF_FLOWS: dict[str, Callable[[int], np.ndarray]] = {
 }
 
 
+# Automatic is the own solver of a model: the first and last sigma of UniPC and of bent schedules are none of the WebUI.
+SPACED = [
+    *itertools.product(FLOW_SOLVERS, ["Euler", "DDIM", "Euler a"], OF_FLOWS),
+    *(
+        (FLOW_SOLVERS[0], "Automatic", scheduler)
+        for scheduler in OF_FLOWS
+        if scheduler not in ("Karras", "Exponential")
+    ),
+]
+
+
 @pytest.mark.parametrize("steps", [1, 4, 25])
-@pytest.mark.parametrize("sampler", ["Automatic", "Euler", "DDIM", "Euler a"])
-@pytest.mark.parametrize("scheduler", list(OF_FLOWS))
+@pytest.mark.parametrize(("flow", "sampler", "scheduler"), SPACED, indirect=["flow"])
 def test_flows_are_spaced_as_the_webui_spaces_them(
     flow: SolverFactory, sampler: str, scheduler: str, steps: int
 ) -> None:
-    is_bent = scheduler in ("Karras", "Exponential")
-    if sampler == "Automatic" and (is_bent or "UniPC" in type(flow.configured(None, {})).__name__):
-        pytest.skip("a model's own solver has its own first and last sigma")
     found = solver_of(flow, sampler, scheduler, steps).sigmas.numpy()
     assert found[-1] == 0
     np.testing.assert_allclose(
