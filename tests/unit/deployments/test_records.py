@@ -39,7 +39,7 @@ from deployments.records.errors import (
 )
 from deployments.requests.defaults import with_image_defaults, with_text_defaults
 from deployments.requests.limits import check_image
-from deployments.services.image_requests import ignored_inputs
+from deployments.services.image_requests import conditioning_request, denoise_request, ignored_inputs
 from weights.records.errors import BudgetExceeded, ExtentCorrupt
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
@@ -402,3 +402,11 @@ def test_layers_that_are_left_out_are_told_to_whom_it_concerns() -> None:
     assert ignored_inputs(request, False, "StableDiffusionPipeline") == ()
     of_class = with_image_defaults(ImageRequest(**IMAGE, clip_skip=1), GenerationDefaults(), "AnimateDiffPipeline")
     assert (of_class.clip_skip, of_class.extra) == (None, {"clip_skip": 1})
+
+
+def test_a_lora_has_a_strength_in_text_encoders_and_one_in_the_denoiser() -> None:
+    uses = ({"name": "a", "scale": 0.8, "text_scale": 0.25}, {"name": "b", "scale": 0.5})
+    request = with_image_defaults(ImageRequest(**IMAGE, lora=uses), GenerationDefaults(), FLUX)
+    denoise = denoise_request(request)
+    assert [(use.name, use.scale) for use in denoise.adapters] == [("a", 0.8), ("b", 0.5)]
+    assert conditioning_request(request, denoise, FLUX).adapters == {"a": 0.25, "b": 0.5}
