@@ -136,11 +136,11 @@ class Catalog:
         return await self._asked(WeightRegistry.find_model, id_)
 
     async def details(self, id_: str) -> LanguageModelDetails:
-        """Return what the files of a language model say of it. Raises UnknownModel, ModelUnavailable."""
+        """Return the details that the files of a language model have. Raises UnknownModel, ModelUnavailable."""
         return await self._asked(WeightRegistry.model_details, id_)
 
     async def _asked(self, method: Method[[str], _FoundT], id_: str) -> _FoundT:
-        """Return what the registry says of a model."""
+        """Return an answer of the registry about a model."""
         try:
             return await self._snapshot.call_registry(method, id_)
         except ModelUnknown as error:
