@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 from weights.formats.folder import read_any_json, read_json
 from weights.formats.gguf import read_gguf_header
@@ -86,7 +86,7 @@ def body_of(class_name: str, tensors: Mapping[str, _T]) -> tuple[str, Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelDetails:
-    """The facts in a language model's files, "" and 0 for missing ones.
+    """The words of a language model's files about it, "" and 0 where they have none.
 
     `sizes` are the GGUF keys of the architecture and of `general`, without long texts; of configs, the keys that
     configs have, too. `num_parameters` is 0 if values are packed into integers;
@@ -136,7 +136,7 @@ def _gguf_details(folder: Path) -> tuple[str, dict[str, Any], str] | None:
     return architecture, sizes, template if isinstance(template, str) else ""
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any) -> TypeGuard[bool | int | float | str]:
     if isinstance(value, str):
         return len(value) <= _MAX_TEXT
     return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))

@@ -17,7 +17,6 @@ from deployments.engines.llm.call_readers import (
     Calls,
     JsonCall,
     Markers,
-    MarkSpelling,
     TaggedCall,
     Tape,
     WholeCall,
@@ -89,8 +88,8 @@ class AnswerReader:
         self._text = _Shown(holds_blanks=form.tools is not None or bool(form.reasoning and form.reasoning.around))
         self._thought = _Shown(holds_blanks=True)
         self._thought.is_inner = True
-        self._tape, self._calls = Tape(), Calls(functions, max_calls)
-        self._spelling = MarkSpelling(form.tools.mark) if form.tools is not None and form.tools.mark else None
+        self._tape = Tape(form.tools.mark if form.tools is not None else "")
+        self._calls = Calls(functions, max_calls)
         self._call: CallReader | None = None
         self._met_in: Callable[[], bool] = self._read_start  # the state in which a possible call was met
         self._state: Callable[[], bool] = self._read_start
@@ -118,28 +117,27 @@ class AnswerReader:
 
     def feed(self, piece: str) -> AnswerPiece:
         """Read a piece, and return the part of the answer that is certain now."""
-        self._read(piece if self._spelling is None else self._spelling.feed(piece))
-        return self._take_piece()
-
-    def _read(self, piece: str) -> None:
-        self._tape.held += piece
+        self._tape.put(piece)
         while self._tape.held and self._state():
             pass
+        return self._take_piece()
 
     def flush(self, *, is_cut: bool = False) -> AnswerPiece:
         """Return the text held back, at the end of the answer. `is_cut`: a limit ended the answer before its end."""
-        if self._spelling is not None:
-            self._read(self._spelling.flush())
+        self._tape.put_rest()
+        while self._tape.held and self._state():
+            pass
         if not is_cut and self._state == self._read_call and self._call is not None:
             self._call.flush()
         held, self._tape.held = self._tape.held, ""
-        is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by special tokens
+        # What was read and is no call is text if it is more than an opening, and that is no token of its own.
+        is_text = self._tape.keeps_raw and (self._tape.raw + held).strip() not in self._openings
         if self._state == self._read_thought:
             self._thought.add(held)
         elif self._state in (self._read_start, self._read_text):
             self._text.add(held)
-        elif self._tape.keeps_raw and not is_marked and (self._tape.raw + held).strip() not in self._openings:
-            self._tape.raw += held  # no call, and more than an opening of one
+        elif is_text and self._tools is not None and self._tools.syntax not in ("braces", "channels"):
+            self._tape.raw += held
             self._give_up()
         self._text.end()
         return self._take_piece()

@@ -107,11 +107,24 @@ class MarkSpelling:
 
 
 class Tape:
-    """The text of an answer: `held` until it is read, and the `raw` text of a possible call."""
+    """The text of an answer: what is `held` until it is read, and the `raw` text of what may be a call.
 
-    def __init__(self) -> None:
+    A `mark` of the family's markers is spelled as it is meant.
+    """
+
+    def __init__(self, mark: str = "") -> None:
         self.held = self.raw = ""
         self.keeps_raw = False
+        self._spelling = MarkSpelling(mark) if mark else None
+
+    def put(self, piece: str) -> None:
+        """Put a piece on it."""
+        self.held += piece if self._spelling is None else self._spelling.feed(piece)
+
+    def put_rest(self) -> None:
+        """Put on it what may have become a mark, at the end of the answer."""
+        if self._spelling is not None:
+            self.held += self._spelling.flush()
 
     def skip(self, size: int) -> None:
         """Take off text of a possible call."""

@@ -17,16 +17,22 @@ from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
 from deployments.engines.records.protocol import EngineError, PromptTooLong, TextDelta, TextRequest
 
 
-def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, max_num_seqs: int) -> None:
-    """Raise EngineError with the given and the expected values, unless the request can run."""
+def check_request(
+    request: TextRequest, *, max_model_len: int, max_positions: int, vocab_size: int, max_num_seqs: int
+) -> None:
+    """Raise EngineError, with what came and what was expected, unless the request can run.
+
+    The model was made for sequences of `max_positions`, of which its cache takes `max_model_len`.
+    """
     prompt = request.prompt_token_ids
     if not prompt:
         raise EngineError("the prompt is empty; expected at least one token")
     most = max_model_len - (request.pooling is None)  # one token is to be written
     if len(prompt) > most:
+        bound = "" if max_model_len == max_positions else f", as kv_cache_bytes allows of its {max_positions}"
         raise PromptTooLong(
             f"prompt is too long: {len(prompt)} tokens > {most} maximum ({len(prompt)} tokens; expected fewer than "
-            f"{most + 1}: this model's maximum context length is {max_model_len} tokens)"
+            f"{most + 1}: this model's maximum context length is {max_model_len} tokens{bound})"
         )
     for token_id in prompt:
         if not 0 <= token_id < vocab_size:

@@ -110,6 +110,7 @@ class LLMEngine:
         self._config, self._clock, self._workspace = config, clock, workspace
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         self.max_model_len = plan.max_model_len
+        self._max_positions = plan.max_positions if config.max_model_len is None else plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
         self.tokenizer, self.generation_defaults = load_tokenizer(folder), load_generation_defaults(folder)
         vision = model.vision if isinstance(model, StockModel) else None
@@ -175,6 +176,7 @@ class LLMEngine:
         check_request(
             request,
             max_model_len=self.max_model_len,
+            max_positions=self._max_positions,
             vocab_size=self._vocab_size,
             max_num_seqs=self._scheduler.max_num_seqs,
         )

@@ -153,8 +153,8 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, 
     text = str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     piece = str(tokenizer.convert_ids_to_tokens(token_id))
     if UNFINISHED not in text:
-        if piece.startswith(_SPACE) and not text.startswith(" "):  # decoders drop the space of a first word
-            text = f" {text}"
+        if piece.startswith(_SPACE):  # decoders drop the space of a first word
+            text = " " * (len(piece) - len(piece.lstrip(_SPACE))) + text.lstrip(" ")
         return text, text.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # byte fallback of sentencepiece
         return text, bytes([int(piece[3:5], 16)])

@@ -51,11 +51,15 @@ class CachedSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The plan of a KV cache: blocks, the greatest sequence length (prompt and completion), sequences at a time."""
+    """The plan of a KV cache: blocks, the greatest sequence length (prompt and completion), sequences at a time.
+
+    The model was made for sequences of `max_positions`.
+    """
 
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
+    max_positions: int
 
 
 def plan_cache(
@@ -120,7 +124,8 @@ def plan_blocks(
     if blocks_for(max_model_len) > affordable:
         needed = blocks_for(max_model_len) * block_bytes
         raise EngineError(f"max_model_len {max_model_len} needs {needed} bytes of KV cache, got {kv_cache_bytes}")
-    return CachePlan(min(affordable, max_num_seqs * blocks_for(max_model_len)), max_model_len, max_num_seqs)
+    num_blocks = min(affordable, max_num_seqs * blocks_for(max_model_len))
+    return CachePlan(num_blocks, max_model_len, max_num_seqs, max_positions)
 
 
 def _vector_bytes(size: int, dtype: torch.dtype, kv_dtype: KvDtype) -> int:

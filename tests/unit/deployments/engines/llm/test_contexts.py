@@ -48,6 +48,17 @@ def test_a_prompt_that_is_too_long_says_so_in_the_words_that_agents_read(tiny: C
     engine.add_request(TextRequest("r", tuple(range(4, 68)), pooling="last"))  # of which nothing is to be written
 
 
+def test_a_prompt_that_the_cache_is_too_small_for_names_the_setting(tiny: Callable[..., Any]) -> None:
+    model = tiny(max_position_embeddings=4096)
+    engine = next(
+        one for one in (model.engine(kv_cache_bytes=2**size) for size in range(13, 24)) if one.max_model_len > 64
+    )
+    most = engine.max_model_len
+    assert most < 4096
+    with pytest.raises(PromptTooLong, match=f"is {most} tokens, as kv_cache_bytes allows of its 4096"):
+        engine.add_request(TextRequest("r", (4,) * most))
+
+
 @pytest.mark.parametrize("size", [10, 62, 63, 64, 150])
 def test_a_text_to_embed_keeps_its_end_token_when_it_is_cut(size: int, tmp_path: Path) -> None:
     model = build(tmp_path, "qwen3", 0, max_position_embeddings=64, head_dim=16)

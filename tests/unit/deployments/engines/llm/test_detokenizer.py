@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
+from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher, token_text
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁Hello", "▁world", "▁", "lo", "▁▁", ",", "wor", "▁é", "…"]
@@ -134,6 +134,15 @@ def test_what_a_token_takes_does_not_grow_with_those_that_gave_no_text(monkeypat
     )
     assert pieces(SENTENCEPIECE, words("▁Hello"), words(*[token] * 500, "▁world"))[-2].endswith(" world")
     assert sum(sorted(sizes)[:-3]) < 500 * 20  # all of them are looked at where their text is shown, and at the end
+
+
+@pytest.mark.parametrize("names", [("▁Hello", "▁world", "lo", "▁▁", "▁", ","), ("▁▁", "▁é", "▁", "▁▁"), ("lo", "▁")])
+def test_tokens_alone_have_the_spaces_that_they_add(names):
+    """Decoders drop the space of a first word, and every token that is decoded alone is one."""
+    ids = words("lo", *names)  # behind text nothing is dropped
+    assert "lo" + "".join(token_text(SENTENCEPIECE, token)[0] for token in ids[1:]) == SENTENCEPIECE.decode(ids)
+    data = b"".join(token_text(SENTENCEPIECE, token)[1] for token in [*ids, *words("<0xC3>", "<0xA9>")])
+    assert data.decode() == SENTENCEPIECE.decode(ids) + "é"
 
 
 def shown(stop, parts) -> tuple[str, bool]:

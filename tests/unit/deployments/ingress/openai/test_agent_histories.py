@@ -220,6 +220,7 @@ async def test_ollama_s_own_examples(http: httpx.AsyncClient, replicas: Replicas
         ("/api/chat", {"model": "chatty", "messages": QUESTION, "stream": False}),
         ("/api/show", {"model": "chatty"}),
         ("/api/embed", {"model": "clip", "input": ["a", "b"]}),
+        ("/api/embeddings", {"model": "clip", "prompt": "a"}),
     ):
         answer = await http.post(path, content=json.dumps(body), headers=form)
         assert answer.status_code == 200, answer.text

@@ -134,6 +134,23 @@ ASKED: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
         "/api/chat",
         {"model": "chatty", "messages": [{"role": "user", "content": "what", "images": [data]}]},
     ),
+    "a tool's result, responses": lambda data: (
+        "/v1/responses",
+        {
+            "model": "chatty",
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [
+                        {"type": "input_image", "image_url": f"data:image/png;base64,{data}"},
+                        {"type": "input_text", "text": "what"},
+                    ],
+                },
+            ],
+        },
+    ),
     "ollama's prompt": lambda data: ("/api/generate", {"model": "chatty", "prompt": "what", "images": [data]}),
 }
 

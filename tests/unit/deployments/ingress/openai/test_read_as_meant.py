@@ -83,6 +83,27 @@ async def test_agents_are_told_that_their_history_is_too_long(
         assert message.startswith("prompt is too long")
 
 
+async def test_an_answer_goes_on_with_the_last_message_and_may_repeat_it(
+    http: httpx.AsyncClient, replicas: Replicas
+) -> None:
+    chat = {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant", "content": "The sum is "}]}
+    for echo, expected in ((True, "The sum is Hello"), (False, "Hello"), (None, "Hello")):
+        asked = {**chat, "continue_final_message": True, "add_generation_prompt": False, "echo": echo}
+        whole = (await http.post(f"/v1/{CHATS}", json=asked)).json()
+        assert whole["choices"][0]["message"]["content"] == expected
+        streamed = await http.post(f"/v1/{CHATS}", json={**asked, "stream": True})
+        lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
+        deltas = [httpx.Response(200, text=line).json()["choices"][0]["delta"] for line in lines]
+        assert "".join(delta.get("content") or "" for delta in deltas) == expected
+        for request in replicas.requests[-2:]:
+            assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
+    tool = {"type": "function", "function": {"name": "f"}}
+    wrong = {**chat, "continue_final_message": True, "tools": [tool], "tool_choice": "required"}
+    refused = await http.post(f"/v1/{CHATS}", json=wrong)
+    assert refused.status_code == 400
+    assert "with continue_final_message no tool can be required" in problem(refused)["message"]
+
+
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("said", "expected"),
