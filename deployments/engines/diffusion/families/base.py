@@ -188,7 +188,8 @@ class Rows:
 
     def lasting_tensors(self) -> list[torch.Tensor]:
         """Return those of adapters and of images as prompts: the same objects, and values, in each step."""
-        return [one for span in (*self.adapters, *self.image_prompts) for one in span.tensors]
+        loras = (one for span in self.adapters for one in span.tensors)
+        return [*loras, *(one for span in self.image_prompts for one in span.tensors)]
 
     def form(self) -> Hashable:
         """Return all but the values of the tensors and the ControlNets: rows of one form go through the same layers."""
