@@ -113,6 +113,28 @@ def bench_programs(
         print_json(found)
 
 
+@app.command("peers")
+def bench_peers(
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Of each figure, sides in turn.")] = 9,
+    part: Annotated[list[str], typer.Option("--part", help="Only this part; repeatable.")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of weights and texts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure short texts and a bfloat16 decoder beside transformers and onnxruntime, and prompts that begin alike."""
+    from infra.bench.peers import PARTS, PeersSettings, measure_peers, print_part
+
+    if unknown := [name for name in part if name not in PARTS]:
+        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(PARTS)}", param_hint="--part")
+    _err.print("measuring: takes two minutes; each part is told when it ends")
+    found: dict[str, object] = {}
+    for name, rows in measure_peers(PeersSettings(rounds=rounds), seed, part or PARTS):
+        found[name] = rows
+        if not as_json:
+            print_part(name, rows)
+    if as_json:
+        print_json(found)
+
+
 @app.command("stock")
 def bench_stock(
     texts: Annotated[bool, typer.Option("--texts", help="Language models beside `generate` instead.")] = False,

@@ -65,6 +65,8 @@ inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const Floats ws = load(w[i] + k);
+            // With few rows of x the time is that of memory: the next rows of W are fetched meanwhile.
+            if constexpr (R < kDenseRows) _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * columns + k), _MM_HINT_T1);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = add_product(ws, xs[r], sums[r][i]);
         }
