@@ -605,8 +605,8 @@ class ClusterConfig(StrictModel):
             hosts["grpc.host"] = self.grpc.host
         return {
             key: f"other machines reach {host}, and nobody needs a key: make one with `atelier keys add NAME "
-            "--admin --file FILE` and set `access: {keys_file: FILE}`, or say --insecure "
-            "(`access: {insecure: true}`) to let everybody in"
+            "--admin --file FILE` and set `access: {keys_file: FILE}`, or pass --insecure "
+            "(`access: {insecure: true}`) to accept every caller"
             for key, host in hosts.items()
             if not is_loopback(host)
         }
@@ -631,7 +631,7 @@ class ClusterConfig(StrictModel):
         configured = self.entries.get(entry.id)
         if not isinstance(configured, ModelConfig) or not isinstance(entry, ModelConfig):
             return configured is not None and configured.path == entry.path
-        return (configured.path, configured.like, configured.vae) == (entry.path, entry.like, entry.vae)
+        return (configured.path, configured.like, configured.own_vaes) == (entry.path, entry.like, entry.own_vaes)
 
     def defaults_of(self, model: str) -> GenerationDefaults:
         """Return the defaults of requests for `model`; none for an adapter or an unknown id."""

@@ -1,10 +1,10 @@
-"""The replicas of one pool: who runs what, where there is room, and where a request would end first. Pure.
+"""The replicas of one pool: their running requests, their room, and the one where a request would end first. Pure.
 
-A request takes a share of a replica, its slot there, and a replica is full when the shares of what it runs add up to 1.
-A request whose share does not fit beside others starts on a replica that runs nothing.
+A request takes a share of a replica, its slot there. A replica is full when the shares of its requests add up to 1.
+A request whose share does not fit beside others starts on an idle replica.
 
-Where several ingresses have queues, each owns a part of every replica, the others run theirs beside it, and nothing
-starts beyond that part. What has no name is the ingress's own.
+If several ingresses have queues, each owns a part of every replica, the others run theirs beside it, and nothing
+starts beyond that part. A replica without a name is the ingress's own.
 
 Requests of a model on one replica share its batches, so a joining request costs the delay that it adds to its batch,
 and the batch to it. A switch on demand (`cluster/placement/on_demand.py`) takes the replica with the least work, switch
@@ -23,21 +23,21 @@ from typing import Final
 from cluster.admission.records import Demand, OnDemandSwitch, ReplicaLoad, ReplicaPart, ReplicaUse, Waiting
 from cluster.admission.service_times import BatchLatency
 
-MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: the ones that it ran last
-LOSS_SWITCHES: Final = 0.5  # of a model that goes and is wanted next; half of them would have gone anyway until then
-JOIN_DELAYS: Final = 2.0  # who joins a batch is delayed by each of the others, and delays each of them
-HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for others' batches to end
+MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: those that it ran last
+LOSS_SWITCHES: Final = 0.5  # for evicting a model that is wanted next; half of them would be gone by then anyway
+JOIN_DELAYS: Final = 2.0  # a request that joins a batch is delayed by each of the others, and delays each of them
+HOLD_TIMES: Final = 4.0  # times a request's switch and run: the longest that it waits for others' batches to end
 NO_PART: Final = ReplicaPart(0.0)
 _ROUNDING: Final = 1e-9  # of shares that add up to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The places where a request may start, and what it takes there beside the work.
+    """The places where a request may start, and its costs there beside the work.
 
-    `among` are the replicas on which its model may start, None for all. `switch_s` is what a switch to the model takes
-    where it is not at hand, unless `on_demand` says it, and `joining_s` by how much one that joins a batch delays each
-    of the others, and each of them it. `chances` is how likely each model is asked for next. Until `held_until_s` the
+    `among` are the replicas on which its model may start, None for all. `switch_s` is the time of a switch to the model
+    where it is not at hand, unless `on_demand` has one. `joining_s` is the mutual delay between a request that joins a
+    batch and each of the others. `chances` are the models' chances to be asked for next. Until `held_until_s` the
     request starts nowhere that other models have to end first.
     """
 
@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The replica for a request, and what a switch to its model takes there. `is_alone`: other models go for it."""
+    """The replica for a request, and the seconds of a switch to its model there. `is_alone`: other models go for it."""
 
     replica: str
     switch_s: float = 0.0
@@ -60,7 +60,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end."""
+    """A request that has left its replica: its seconds of the whole replica, and its seconds from start to end."""
 
     waiting: Waiting
     replica: str
@@ -73,7 +73,7 @@ class _RunningRequest:
     waiting: Waiting
     replica: str
     started_s: float
-    began: float  # the replica's `clock` then
+    began: float  # the replica's `clock` at the start
     latency: BatchLatency  # expected
 
     def left_s(self, replica: _Replica, now_s: float) -> float:
@@ -88,9 +88,9 @@ class _RunningRequest:
 
 @dataclass(slots=True)
 class _Replica:
-    """One replica. `clock` counts seconds per unit of share: it is slower the more runs beside each other."""
+    """One replica. `clock` counts seconds per unit of share: it is slower the more requests run together."""
 
-    limit: float = 1.0  # of what may run for this queue
+    limit: float = 1.0  # of the shares that this queue may run
     used: float = 0.0
     load_s: float = 0.0
     others: Mapping[str, int] = field(default_factory=dict)  # running for other ingresses, by model
@@ -134,7 +134,7 @@ class ReplicaSlots:
     def __init__(self, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
         self._capacity = 0.0  # where it is shared
-        self.has_overdrawn = False  # something ended where more ran than may; who reads it clears it
+        self.has_overdrawn = False  # a request ended where more ran than allowed; its reader clears it
         self._replicas: dict[str, _Replica] = {}
         self._runs: dict[int, _RunningRequest] = {}
         self._num_running: Counter[str] = Counter()  # by model
@@ -160,12 +160,12 @@ class ReplicaSlots:
         return [name for name, replica in self._replicas.items() if not replica.is_gone]
 
     def run_of(self, ticket: int) -> tuple[Demand, str] | None:
-        """Return what a request asks for, and the replica that it runs on; None for one that does not run."""
+        """Return the demand of a running request and its replica; None for any other request."""
         run = self._runs.get(ticket)
         return (run.waiting.demand, run.replica) if run else None
 
     def set_replicas(self, names: Collection[str], now_s: float) -> None:
-        """Give work to these replicas from now on. What others run stays theirs until it ends."""
+        """Give work to these replicas from now on. Requests on others stay there until they end."""
         for name, replica in list(self._replicas.items()):
             replica.is_gone = name not in names
             if replica.is_gone and not replica.models:
@@ -197,7 +197,7 @@ class ReplicaSlots:
             replica.limit = 0.0 if name else 1.0
 
     def uses(self) -> dict[str, ReplicaUse]:
-        """Return what this queue has of each replica with a name."""
+        """Return this queue's slots on each named replica."""
         return {
             name: ReplicaUse(replica.used, replica.limit, dict(replica.models), replica.load_s, not replica.is_gone)
             for name, replica in self._replicas.items()
@@ -205,7 +205,7 @@ class ReplicaSlots:
         }
 
     def running_shares(self) -> dict[tuple[str, int, str], float]:
-        """Return the shares of what runs, by replica, priority and tenant."""
+        """Return the shares of running requests by replica, priority and tenant."""
         found: dict[tuple[str, int, str], float] = {}
         for run in self._runs.values():
             demand = run.waiting.demand
@@ -216,11 +216,11 @@ class ReplicaSlots:
     def best(self, demand: Demand, options: Options, now_s: float) -> Assignment | None:
         """Return the replica with room where the wait is shortest; None when the request has to wait.
 
-        The wait is what the requests there delay it by and it them, the rest of a switch, and one to a model that the
+        The wait is the mutual delay of it and the requests there, the rest of a switch, and one to a model that the
         replica is not believed to have at hand.
         """
         best: tuple[float, float, str] | None = None
-        for name, replica in self._replicas.items() if options.among is None else self._named(options.among):
+        for name, replica in self._replicas.items() if options.among is None else self._present(options.among):
             if not replica.has_room(demand.share):
                 continue
             if (missing_s := self._missing_s(name, replica, demand.model, options, now_s)) is None:
@@ -237,7 +237,7 @@ class ReplicaSlots:
         )
 
     def _missing_s(self, name: str, replica: _Replica, model: str, options: Options, now_s: float) -> float | None:
-        """Return what it costs to get the model ready, those that lose theirs counted; None where that must wait."""
+        """Return the seconds to get the model ready, with the expected loss of evictions; None if it has to wait."""
         if model in replica.recent:
             return 0.0
         if (start := options.on_demand.get(name)) is None:
@@ -250,7 +250,7 @@ class ReplicaSlots:
 
     def may_take(self, model: str, options: Options, now_s: float) -> tuple[str, ...]:
         """Return the replicas on which a request would start if it had room there."""
-        among = self._replicas.items() if options.among is None else self._named(options.among)
+        among = self._replicas.items() if options.among is None else self._present(options.among)
         return tuple(
             name
             for name, replica in among
@@ -262,7 +262,7 @@ class ReplicaSlots:
         return self._replicas[name].recent
 
     def _loss(self, replica: _Replica, chances: Mapping[str, float]) -> float:
-        """Return how likely the next request is for a model that goes and that no other replica has."""
+        """Return the chance that the next request is for a model that would be evicted and is on no other replica."""
         lost = 1.0 if replica.recent else 0.0
         for model in replica.recent:
             is_alone = self._num_at_hand[model] == 1
@@ -273,7 +273,7 @@ class ReplicaSlots:
         """Return whether any replica, or any of those named, could start a request of that share."""
         if among is None:
             return any(replica.has_room(share) for replica in self._replicas.values())
-        return any(replica.has_room(share) for _, replica in self._named(among))
+        return any(replica.has_room(share) for _, replica in self._present(among))
 
     def start_request(self, waiting: Waiting, where: Assignment, now_s: float, latency: BatchLatency) -> None:
         """Count a request as running on a replica, where it is expected to take `latency`."""
@@ -293,7 +293,7 @@ class ReplicaSlots:
         self._ends = None
 
     def end(self, ticket: int, now_s: float) -> Ended:
-        """Count a request as running no longer, however it ended."""
+        """Stop counting a request as running, however it ended."""
         run = self._runs.pop(ticket)
         self._ends = None
         replica, waiting = self._replicas[run.replica], run.waiting
@@ -314,14 +314,14 @@ class ReplicaSlots:
         return Ended(waiting, run.replica, busy_s, now_s - run.started_s)
 
     def forget_model(self, name: str, model: str) -> None:
-        """Believe no longer that the replica has the model at hand."""
+        """Stop believing that the replica has the model at hand."""
         if name in self._replicas:
             self._believe(self._replicas[name], [each for each in self._replicas[name].recent if each != model])
 
     def set_resident(self, resident: Mapping[str, Iterable[str]]) -> None:
         """Believe that these models are at hand, by replica, and no others.
 
-        Not where something runs that is not among them: it started after those who say so have looked.
+        A replica with another running model is left out: that request started after the report was made.
         """
         for name, models in resident.items():
             replica = self._replicas.get(name)
@@ -331,7 +331,7 @@ class ReplicaSlots:
                 self._believe(replica, [*(model for model in models if model not in last), *last])
 
     def start_in_s(self, share: float, ahead_s: float, now_s: float) -> float:
-        """Return in how many seconds a request would start that has `ahead_s` replica seconds of work before it.
+        """Return the seconds until a request would start that has `ahead_s` replica seconds of work before it.
 
         Infinity: there is no replica, or no part of one. Slots become free in the order in which the running requests
         are expected to end, round by round: requests that began together as a batch end together, too.
@@ -353,9 +353,9 @@ class ReplicaSlots:
         return num_rounds * round_s + max(0.0, end_s - now_s)
 
     def num_sharing(self, share: float, ahead_s: float) -> float:
-        """Return how many of that share would have the replica together with a request that waits behind `ahead_s`.
+        """Return how many requests of that share would run together on a replica, behind `ahead_s` seconds of work.
 
-        Where something is before it, replicas are full when it starts; where nothing is, it has the emptiest one.
+        If work is before it, replicas are full when it starts; if not, it gets the emptiest one.
         """
         if not ahead_s:
             free = [replica.all_used for replica in self._replicas.values() if replica.has_room(share)]
@@ -364,7 +364,7 @@ class ReplicaSlots:
         return 1 / share
 
     def num_of(self, model: str) -> int:
-        """Return how many requests for the model run."""
+        """Return the number of running requests for the model."""
         return self._num_running[model]
 
     def running(self) -> Counter[str]:
@@ -372,7 +372,7 @@ class ReplicaSlots:
         return self._num_running.copy()
 
     def load(self) -> tuple[ReplicaLoad, ...]:
-        """Return what every replica does."""
+        """Return the load of every replica."""
         return tuple(
             ReplicaLoad(name, replica.used, dict(replica.models), tuple(replica.recent), replica.is_gone)
             for name, replica in self._replicas.items()
@@ -391,16 +391,16 @@ class ReplicaSlots:
         self._believe(self._replicas[name], ())
         del self._replicas[name]
 
-    def _named(self, names: Collection[str]) -> list[tuple[str, _Replica]]:
+    def _present(self, names: Collection[str]) -> list[tuple[str, _Replica]]:
         return [(name, self._replicas[name]) for name in names if name in self._replicas]
 
 
 def held_until_s(
     starts: Mapping[str, OnDemandSwitch] | None, waiting: Waiting, latency_s: float, now_s: float
 ) -> float:
-    """Return until when a request waits for an idle worker or one with its model, whatever else has room.
+    """Return the time until which a request waits only for an idle worker or one with its model.
 
-    Not at all where nobody knows yet what it takes, or where its deadline is near.
+    It does not wait if its time is not known yet, or if its deadline is near.
     """
     if not starts or not latency_s:
         return waiting.arrived_s

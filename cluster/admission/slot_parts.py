@@ -1,4 +1,4 @@
-"""What one of several ingresses owns of the replicas that they share, and what it wants of them. Pure."""
+"""The slots of shared replicas that one of several ingresses owns, and its claims for more. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SlotParts:
         self._bound_part = 1 / num_sharing
         self._parts: Mapping[str, PoolPart] = {}
         self._is_suspended = False
-        self._last_urgency: dict[str, float] = {}  # by pool: the most urgent that waited when it was last looked
+        self._last_urgency: dict[str, float] = {}  # by pool: the most urgent waiting priority at the last look
         self._has_news = False
 
     def own_part(self, bound: int) -> int:
@@ -49,7 +49,7 @@ class SlotParts:
             pool.slots.suspend()
 
     def resume(self, now_s: float) -> None:
-        """Own again what was owned before `suspend`."""
+        """Own again the slots from before `suspend`."""
         self._is_suspended = False
         self.set_parts(self._parts, self._bound_part, now_s)
 
@@ -62,7 +62,7 @@ class SlotParts:
         pool.look_at_all()
 
     def take_news(self) -> bool:
-        """Return whether something has changed since the last look that the split of slots should follow at once."""
+        """Return whether a change since the last look calls for a new split of slots at once."""
         for name, pool in self._pools.items() if self.are_shared else ():
             urgency = pool.lanes.most_urgent
             self._has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
@@ -74,7 +74,7 @@ class SlotParts:
         return found
 
     def claims(self, now_s: float) -> dict[str, PoolClaims]:
-        """Return what the queue has and wants of the replicas, by pool."""
+        """Return by pool the slots that the queue holds and wants."""
         found = {}
         for name, pool in self._pools.items():
             owned = self._parts.get(name, _NO_PART).replicas
@@ -83,7 +83,7 @@ class SlotParts:
                 found[name] = PoolClaims(
                     {id_: replace(use, limit=owned.get(id_, NO_PART).limit) for id_, use in uses.items()},
                     tuple(
-                        SlotClaim(priority, tenant, pool.lanes.weight_of(tenant), share, (replica,))
+                        SlotClaim(priority, tenant, pool.lanes.config.weight_of(tenant), share, (replica,))
                         for (replica, priority, tenant), share in pool.slots.running_shares().items()
                     ),
                     self._waiting_claims(pool, now_s),
@@ -94,9 +94,9 @@ class SlotParts:
         return found
 
     def _waiting_claims(self, pool: Pool, now_s: float) -> tuple[SlotClaim, ...]:
-        """Return claims of the requests that wait, those together that may start on the same replicas.
+        """Return claims of waiting requests, together for those that may start on the same replicas.
 
-        Those of one tenant, priority and model count as if they were all like the first: thousands may wait.
+        Requests of one tenant, priority and model all count like the first: thousands may wait.
         """
         found: dict[tuple[tuple[str, ...] | None, int, str], SlotClaim] = {}
         for priority, front, number in pool.lanes.lines():
@@ -111,6 +111,6 @@ class SlotParts:
             if before and before.oldest_age_s > age_s:
                 found[key] = replace(before, share=share)
             else:
-                weight = pool.lanes.weight_of(demand.tenant)
+                weight = pool.lanes.config.weight_of(demand.tenant)
                 found[key] = SlotClaim(priority, demand.tenant, weight, share, names, age_s, demand.share)
         return tuple(found.values())

@@ -212,7 +212,7 @@ class WeightRegistry:
         return self._config
 
     async def controller_config(self) -> ControllerConfig:
-        """Return how models are to be placed, which the controller asks for again and again."""
+        """Return the settings of placement, which the controller polls."""
         return self._config.controller
 
     async def configure(self, config: ClusterConfig) -> None:
@@ -262,6 +262,7 @@ class WeightRegistry:
     list_models = _expose("_models", ServedModels.list_models)
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)
+    model_details = _expose("_models", ServedModels.model_details)
     report_attach = _expose("_loads", ModelLoads.report_attach)
     want = _expose("_models", ServedModels.want)
 
@@ -414,8 +415,8 @@ def _check_source(entry: Entry, config: ClusterConfig) -> None:
             check_inside(entry.path, roots)
         if isinstance(entry, ModelConfig) and isinstance(entry.like, Path):
             check_inside(entry.like, roots)
-        if isinstance(entry, ModelConfig) and entry.vae is not None:
-            check_inside(entry.vae, roots)
+        for path in entry.own_vaes.values() if isinstance(entry, ModelConfig) else ():
+            check_inside(path, roots)
         if isinstance(entry.path, str) and not (config.trusts(entry) or config.may_download(entry.path)):
             raise SourceRefused(f"{entry.path}: no hf:// pattern of model_roots fits it")
 

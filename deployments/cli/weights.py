@@ -121,7 +121,7 @@ def externalize(
             weight_dir=folder,
             allow_torch=allow_torch,
             like=base,
-            vae=vae,
+            vaes={} if vae is None else {"vae": vae},
             progress=progress,
         )
     _print_model(weight_store, manifest, as_json)
@@ -166,7 +166,7 @@ def inspect(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Show where every tensor is (--wide: with file and offset), or what each model takes."""
+    """Show the place of every tensor (--wide: with file and offset), or the bytes of each model."""
     from weights.operations.maintenance import summarize, totals
 
     check_plot(plot)
@@ -261,7 +261,7 @@ def index(store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
 
 @app.command()
 def compact(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would save.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the savings.")] = False,
     keep_plain: Annotated[
         bool, typer.Option("--keep-plain", help="Keep the plain bytes beside, for loads that are faster so.")
     ] = False,

@@ -64,6 +64,7 @@ class Draft:
     recheck: Callable[[], Manifest | None]
     relocates: bool = False
     source_mark: str = ""
+    base: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +84,9 @@ class _Placed:
 
 
 def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Path | None = None) -> Manifest:
-    """Write what the store lacks of `draft` and publish it. Packs are staged in `staging`, or inside the store.
+    """Write the missing part of `draft` and publish it. Packs are staged in `staging`, or inside the store.
 
-    What is shared with other models is read first: a damaged copy is not shared, and written anew. Raises FormatError
+    Tensors shared with other models are read first: a damaged copy is not shared, and written anew. Raises FormatError
     when the source changed, StoreError when the disk is full or cannot be written, or when the manifest would be too
     large to be read; nothing is published then.
     """
@@ -97,12 +98,12 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
         draft.write_skeleton(skeleton)
         shared = SharedExtents(store.packs, [component.tensors.values() for component in draft.components])
         files: list[_InlineComponent] = []
-        # What takes long, and needs no lock: the files of `inline` are the model's own, and packs never change.
+        # This takes long, and needs no lock: the files of `inline` are the model's own, and packs never change.
         if layout == "inline":
             files = _write_inline(pack, skeleton, draft.components)
         else:
             with store.locked():
-                known = _known(store, draft, layout, shared)
+                known = _shareable(store, draft, layout, shared)
             shared.choose(known)
         with store.locked():
             found = draft.recheck()
@@ -120,7 +121,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
     return manifest
 
 
-def _known(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExtents) -> StoreMeta:
+def _shareable(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExtents) -> StoreMeta:
     """Return the extents and tensors of the index that the draft may share."""
 
     def look_up(index: StoreIndex) -> StoreMeta:
@@ -139,7 +140,7 @@ def _layout_of(extent: StoredExtent) -> Layout:
 
 def _place_shared(store: WeightStore, draft: Draft, layout: Layout, staged: Path, shared: SharedExtents) -> _Placed:
     """Place tensors as `combined` or `separate`: what the store has, whoever brought it, is not written again."""
-    meta = _known(store, draft, layout, shared)
+    meta = _shareable(store, draft, layout, shared)
     damaged = shared.choose(meta)
     known = dict(meta.extents)
     tensors = [component.tensors.values() for component in draft.components]
@@ -272,6 +273,7 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
         source=draft.source,
         fingerprint=draft.fingerprint,
         source_mark=draft.source_mark,
+        base=draft.base,
         layout=layout,
         components={component.name: component for component in placed.components},
         extents=dict(sorted(placed.extents.items())),

@@ -1,7 +1,7 @@
-"""Reading an answer as its text comes: what is shown, what is reasoning, and what calls tools, by the model's form.
+"""Reads an answer as its text comes, and separates text, reasoning and tool calls by the model's form.
 
-One machine for all forms. It takes text in pieces, cut anywhere, and gives out what is certain; what it gives in all
-does not depend on the cuts. What looks like a call and is none stays text.
+One machine for all forms. It takes text in pieces, cut anywhere, and returns the certain part; the whole result
+does not depend on the cuts. Text that only looks like a call stays text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from deployments.engines.llm.call_readers import (
     Calls,
     JsonCall,
     Markers,
+    MarkSpelling,
     TaggedCall,
     Tape,
     WholeCall,
@@ -33,7 +34,7 @@ _BODY: Final = "<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """What a piece of an answer adds to its text, to its reasoning and to its calls."""
+    """A piece's additions to the text, the reasoning and the calls of an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -41,14 +42,14 @@ class AnswerPiece:
 
 
 class _Shown:
-    """Text for the reader of an answer, without blanks beside what is not shown."""
+    """Text for the reader of an answer, without blanks beside hidden parts."""
 
     def __init__(self, *, holds_blanks: bool) -> None:
         self._holds_blanks = holds_blanks
         self._pieces: list[str] = []
         self._blanks = ""
         self.has_text = False
-        self.is_inner = False  # something that is not shown has come: blanks before the next text are beside it
+        self.is_inner = False  # a hidden part has come: blanks before the next text are beside it
 
     def add(self, text: str) -> None:
         body = text.strip()
@@ -69,19 +70,19 @@ class _Shown:
         self.add(text[end:]) if text[end:] else None
 
     def end(self) -> None:
-        """Take no more: blanks at the end are shown where nothing was left out beside them."""
+        """End the text: blanks at its end are shown unless a hidden part is beside them."""
         if not self.is_inner:
             self._pieces.append(self._blanks)
         self._blanks = ""
 
     def take(self) -> str:
-        """Return what was added since the last time."""
+        """Return the text added since the last call."""
         pieces, self._pieces = self._pieces, []
         return "".join(pieces)
 
 
 class AnswerReader:
-    """Parts the text of one answer. `functions` are those that it may call; behind `max_calls` calls are left out."""
+    """Parts the text of one answer. It may call `functions`; calls after the first `max_calls` are left out."""
 
     def __init__(self, form: AnswerForm, functions: Sequence[Function] = (), max_calls: int | None = None) -> None:
         self._tools, self._form = form.tools, form.reasoning
@@ -89,8 +90,9 @@ class AnswerReader:
         self._thought = _Shown(holds_blanks=True)
         self._thought.is_inner = True
         self._tape, self._calls = Tape(), Calls(functions, max_calls)
+        self._spelling = MarkSpelling(form.tools.mark) if form.tools is not None and form.tools.mark else None
         self._call: CallReader | None = None
-        self._met_in: Callable[[], bool] = self._read_start  # where what may be a call was met
+        self._met_in: Callable[[], bool] = self._read_start  # the state in which a possible call was met
         self._state: Callable[[], bool] = self._read_start
         is_channels = self._tools is not None and self._tools.syntax == "channels"
         openings = self._tools.openings if self._tools is not None else ()
@@ -106,37 +108,43 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """Return how many calls have begun."""
+        """Return the number of calls that have begun."""
         return self._calls.num_calls
 
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether the next text belongs to a thought, if only as its end."""
+        return self._state == self._read_thought
+
     def feed(self, piece: str) -> AnswerPiece:
-        """Return what is certain now."""
+        """Read a piece, and return the part of the answer that is certain now."""
+        self._read(piece if self._spelling is None else self._spelling.feed(piece))
+        return self._take_piece()
+
+    def _read(self, piece: str) -> None:
         self._tape.held += piece
         while self._tape.held and self._state():
             pass
-        return self._taken()
 
     def flush(self, *, is_cut: bool = False) -> AnswerPiece:
-        """Return what was held back, at the end of the answer; `is_cut`: it would have gone on."""
+        """Return the text held back, at the end of the answer. `is_cut`: a limit ended the answer before its end."""
+        if self._spelling is not None:
+            self._read(self._spelling.flush())
         if not is_cut and self._state == self._read_call and self._call is not None:
             self._call.flush()
         held, self._tape.held = self._tape.held, ""
+        is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by special tokens
         if self._state == self._read_thought:
             self._thought.add(held)
         elif self._state in (self._read_start, self._read_text):
             self._text.add(held)
-        elif self._may_be_text(self._tape.raw + held):
-            self._tape.raw += held
+        elif self._tape.keeps_raw and not is_marked and (self._tape.raw + held).strip() not in self._openings:
+            self._tape.raw += held  # no call, and more than an opening of one
             self._give_up()
         self._text.end()
-        return self._taken()
+        return self._take_piece()
 
-    def _may_be_text(self, raw: str) -> bool:
-        """Return whether something was read that was no call, and is more than an opening of one."""
-        is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by tokens of its own
-        return self._tape.keeps_raw and not is_marked and raw.strip() not in self._openings
-
-    def _taken(self) -> AnswerPiece:
+    def _take_piece(self) -> AnswerPiece:
         return AnswerPiece(self._text.take(), self._thought.take(), self._calls.take())
 
     # Text and reasoning
@@ -156,7 +164,7 @@ class AnswerReader:
         return True
 
     def _read_up_to(self, markers: Markers, shown: _Shown) -> str | None:
-        """Show what stands before the next marker, and return that; None where there is none yet."""
+        """Show the text before the next marker, and return the marker; None where there is none yet."""
         tape = self._tape
         found = markers.find(tape.held)
         at, marker = found or (markers.num_safe(tape.held), "")
@@ -175,7 +183,7 @@ class AnswerReader:
             self._text.is_inner = True
             self._state = self._read_thought
         elif marker not in self._around and self._text.has_text:
-            self._text.add(marker)  # the end of a thought that nobody began, within a text
+            self._text.add(marker)  # the end of a thought without a beginning, within a text
         else:
             self._text.is_inner = True
         return True
@@ -191,10 +199,10 @@ class AnswerReader:
             self._state = self._read_text if self._text.has_text else self._read_start
         return True
 
-    # What may be calls
+    # Possible calls
 
     def _open(self, marker: str) -> None:
-        """Begin to read what may be calls."""
+        """Begin to read possible calls."""
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         tape.raw, tape.keeps_raw, self._met_in = marker, True, self._state
@@ -202,23 +210,20 @@ class AnswerReader:
             self._state = self._read_head
         elif tools.syntax in ("braces", "python"):
             stop = tools.call[1] if tools.syntax == "braces" else tools.section[1] if marker else ""
-            self._begin(WholeCall(tape, self._calls, tools, self._is_meant, stop))
+            self._call, self._state = WholeCall(tape, self._calls, tools, self._is_meant, stop), self._read_call
         elif marker and marker == tools.call[0].strip() and tools.syntax != "object":
             self._state = self._read_kind
         else:
             self._state = self._read_section
 
-    def _begin(self, call: CallReader) -> None:
-        self._call, self._state = call, self._read_call
-
     def _is_meant(self, name: str) -> bool:
-        """Return whether a call of this name is one: where no marker says so, and in thoughts, it must be known."""
+        """Return whether a call of this name counts: without a marker, and in thoughts, the function must be known."""
         assert self._tools is not None
         is_vague = self._tools.is_bare or (self._tape.keeps_raw and self._met_in == self._read_thought)
         return not is_vague or self._calls.knows(name)
 
     def _give_up(self) -> bool:
-        """Leave what was no call to the text, or to the reasoning, that it was met in."""
+        """Give text that is no call back to the text or the reasoning in which it was met."""
         raw, within = self._tape.raw, self._met_in == self._read_thought and self._tape.keeps_raw
         self._tape.certain()
         self._state = self._read_thought if within else self._read_text
@@ -240,7 +245,7 @@ class AnswerReader:
         return step != "wait"
 
     def _read_section(self) -> bool:
-        """Read what is between calls, up to the next one or to the end of all."""
+        """Read the text between calls, up to the next one or to the end of all."""
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         body = tape.held.lstrip()
@@ -263,12 +268,12 @@ class AnswerReader:
             is_call = body[0] == "{"
             tape.skip(blanks + (not is_call))
             if is_call:
-                self._begin(JsonCall(tape, self._calls, tools, self._is_meant))
+                self._call, self._state = JsonCall(tape, self._calls, tools, self._is_meant), self._read_call
             return True
         return self._give_up()
 
     def _read_noise(self, begin: str, end: str) -> bool:
-        """Skip what stands between calls of a family whose markers are tokens of their own: nothing there is text."""
+        """Skip text between calls of a family whose markers are special tokens: none of it is shown."""
         found = markers_of(begin, end).find(self._tape.held)
         if found is None:
             return False
@@ -280,17 +285,17 @@ class AnswerReader:
         return True
 
     def _read_kind(self) -> bool:
-        """Begin a call behind its opening. A family may write its older form, in JSON alone."""
+        """Begin a call after its opening. A family may write its older form, in JSON alone."""
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         if tools.syntax == "tagged":
-            self._begin(TaggedCall(tape, self._calls, tools, self._is_meant))
+            self._call, self._state = TaggedCall(tape, self._calls, tools, self._is_meant), self._read_call
             return True
         body = tape.held.lstrip()
         if body[:1] in ("[", "{"):
             self._state = self._read_section
         elif body:
-            self._begin(JsonCall(tape, self._calls, tools, self._is_meant))
+            self._call, self._state = JsonCall(tape, self._calls, tools, self._is_meant), self._read_call
         return bool(body)
 
     # Messages with heads
@@ -312,7 +317,7 @@ class AnswerReader:
         if recipient is not None and recipient[1] not in _PEOPLE:
             name = recipient[1].removeprefix("functions.")
             if self._calls.knows(name):
-                self._begin(JsonCall.named(tape, self._calls, tools, name))
+                self._call, self._state = JsonCall.named(tape, self._calls, tools, name), self._read_call
             else:
                 self._state = self._read_unwanted
             return True
@@ -320,7 +325,7 @@ class AnswerReader:
         return True
 
     def _read_unwanted(self) -> bool:
-        """Skip the body of a message to a tool that nobody offered."""
+        """Skip the body of a message to a tool that was not offered."""
         found = self._in_text.find(self._tape.held)
         self._tape.held = self._tape.held[found[0] if found else self._in_text.num_safe(self._tape.held) :]
         self._state = self._read_text if found else self._state

@@ -11,29 +11,60 @@ as PEFT's, or by input, as LyCORIS had them at first. Source: peft 0.21, `tuners
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
+from deployments.engines.nn.batch_invariant import add_product, conv2d, is_batch_invariant, linear
 from deployments.engines.nn.feature_maps import MappedPair
+from deployments.engines.nn.tensor_fields import form_of, tensors_of, with_tensors
 from deployments.engines.records.protocol import EngineError
 from weights.operations.adapters import LoraPair
 from weights.platform.torch_seam import forward_hooks_of, keyword_hooks_of
 
 Pairs = Mapping[str, LoraPair]
-FittedPairs = Mapping[nn.Module, LoraPair]  # by the layers that an adapter changes
 Hook = Callable[..., torch.Tensor]  # of a layer, its arguments, those by keyword if asked for, and its output
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TILE_BYTES: Final = 8 * 2**20  # of wide rows of W
 _products: weakref.WeakKeyDictionary[LoraPair, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+class FittedPairs(dict[nn.Module, LoraPair]):
+    """The pairs of an adapter by the layers that they change. Nobody changes it, or its tensors."""
+
+    @cached_property
+    def form(self) -> str:
+        """Return the identity of all but the tensors' values, for as long as the layers live."""
+        described = [(id(layer), form_of(pair)) for layer, pair in self.items()]
+        return hashlib.sha256(repr(described).encode()).hexdigest()
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of all pairs, those of a DoRA with the products of its rows; always the same objects."""
+        return tuple(one for layer, pair in self.items() for one in (*tensors_of(pair), *_known_products(layer, pair)))
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> FittedPairs:
+        """Return the pairs with others in the place of their `tensors`, taken in that order."""
+        given = list(islice(tensors, len(self.tensors)))
+        if all(map(is_, given, self.tensors)):
+            return self
+        left, found = iter(given), FittedPairs()
+        for layer, pair in self.items():
+            found[layer] = own = with_tensors(pair, left)
+            if pair.magnitude is not None:
+                _products[own] = next(left)
+        return found
 
 
 class AdaptedSpan(NamedTuple):
@@ -48,6 +79,20 @@ class AdaptedSpan(NamedTuple):
         first, last = max(self.start, start), min(self.stop, stop)
         return AdaptedSpan(self.uses, first - start, last - start) if first < last else None
 
+    @property
+    def form(self) -> Hashable:
+        """Return all but the values of `tensors`."""
+        return self.start, self.stop, tuple((pairs.form, strength) for pairs, strength in self.uses)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of its adapters."""
+        return (one for pairs, _ in self.uses for one in pairs.tensors)
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> AdaptedSpan:
+        """Return the span with others in the place of its `tensors`, taken in that order."""
+        return self._replace(uses=[(pairs.with_tensors(tensors), strength) for pairs, strength in self.uses])
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -60,7 +105,7 @@ class Batch:
     repeats: bool = False
 
     def part(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return what belongs to the rows `start` to `stop` of what goes through a layer, as a view."""
+        """Return the part of a layer's features that belongs to the rows `start` to `stop`, as a view."""
         if not start and stop >= self.num_rows:
             return x
         each, rest = divmod(len(x), self.num_rows)
@@ -122,7 +167,7 @@ def _hooked(layers: Iterable[nn.Module], hook: Hook, by_keyword: bool = False) -
             table.pop(hook, None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class MergedLayers:
     """One adapter at one strength, merged: `forwards` of the layers over private weights, for `replaced_forwards`.
 
@@ -138,7 +183,7 @@ class MergedLayers:
 def merge_pairs(pairs: FittedPairs, strength: float) -> MergedLayers:
     """Merge an adapter into copies of the layers that it changes. Reads their weights, so any thread may."""
     forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
-    beside: dict[nn.Module, LoraPair] = {}
+    beside = FittedPairs()
     with torch.no_grad():
         for layer, pair in pairs.items():
             if is_batch_invariant(layer) and not isinstance(pair, MappedPair):
@@ -149,7 +194,7 @@ def merge_pairs(pairs: FittedPairs, strength: float) -> MergedLayers:
 
 
 def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what the layer computes with its weight W + factor * up down, rounded once to the dtype of W."""
+    """Return a forward of the layer with the weight W + factor * up down, rounded once to the dtype of W."""
     own: torch.Tensor = layer.weight
     delta = pair.up.float().flatten(1) @ pair.down.float().flatten(1)  # a convolution's `up` is 1 x 1
     wide = torch.add(own.float(), delta.view(own.shape), alpha=factor)
@@ -233,7 +278,7 @@ def fit_pairs(module: nn.Module, pairs: Pairs) -> FittedPairs:
     """
     targets = check_targets(module, pairs)
     like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
-    return {targets[path]: pair.to(like.device, like.dtype) for path, pair in pairs.items()}
+    return FittedPairs({targets[path]: pair.to(like.device, like.dtype) for path, pair in pairs.items()})
 
 
 def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
@@ -274,7 +319,7 @@ def _check_norm(path: str, norm: Any, pair: LoraPair) -> None:
 
 
 def _norm_delta(norm: Any, x: torch.Tensor, pair: LoraPair, factor: float) -> torch.Tensor:
-    """Return what a changed weight and bias add to a norm's output, which is linear in both."""
+    """Return the change of a norm's output by changed weight and bias; it is linear in both."""
     weight = pair.up[:, 0].float() * factor
     bias = None if pair.bias is None else pair.bias.float() * factor
     if isinstance(norm, nn.GroupNorm):
@@ -292,6 +337,12 @@ def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, resul
         return
     if not pair.down.shape[1]:
         result += _norm_delta(layer, x, pair, factor).to(result.dtype)
+        return
+    if pair.magnitude is None and not isinstance(layer, _CONVOLUTIONS) and x.dtype == result.dtype:
+        down, up = pair.down.to(x.dtype), pair.up.to(x.dtype)
+        add_product(result, linear(x, down), up, factor)
+        if pair.bias is not None:
+            result += pair.bias.to(x.dtype) * factor
         return
     if pair.magnitude is None:
         result += _delta(layer, x, pair, factor)
@@ -325,9 +376,9 @@ def _add_mapped(
 
 
 def _writable(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """Return what a layer gave, in memory that nobody else reads.
+    """Return a layer's output in memory that nothing else reads.
 
-    What its own forward makes is nobody else's. HAZARD: what stands in the place of that may give the same memory again
+    The layer's own forward returns fresh memory. HAZARD: a replacement of it may return the same memory again
     in the next forward, or one row's memory for many rows.
     """
     return output.clone() if "forward" in vars(layer) else output
@@ -386,10 +437,7 @@ def _row_scales(layer: Any, pair: LoraPair, factor: float) -> torch.Tensor:
     The layer's weights are read the first time only. A row of zeros keeps its zeros.
     """
     assert pair.magnitude is not None
-    products = _products.get(pair)
-    if products is None:
-        products = _products[pair] = _row_products(layer, pair)
-    own, cross, added = products
+    ((own, cross, added),) = _known_products(layer, pair)
     norms = (own + 2 * factor * cross + factor**2 * added).clamp(min=0).sqrt()
     scales = torch.where(norms > 0, pair.magnitude.double() / norms, 1.0)
     return scales.float()
@@ -415,7 +463,7 @@ def _scaled_inputs(layer: Any, x: torch.Tensor, scales: torch.Tensor) -> torch.T
 
 
 def _product_without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what the layer's own weights make of x, whatever stands in the place of its forward now."""
+    """Return the product of x and the layer's own weights, whatever replaces its forward now."""
     if not is_batch_invariant(layer):
         output: torch.Tensor = type(layer).forward(layer, x)
         ones = (1,) * len(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else ()
@@ -424,6 +472,15 @@ def _product_without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
         assert not isinstance(layer.padding, str)  # diffusers gives numbers
         return conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
     return linear(x, layer.weight)
+
+
+def _known_products(layer: nn.Module, pair: LoraPair) -> tuple[torch.Tensor, ...]:
+    """Return the products of the rows of a DoRA, computed the first time; none of another pair."""
+    if pair.magnitude is None:
+        return ()
+    if (products := _products.get(pair)) is None:
+        products = _products[pair] = _row_products(layer, pair)
+    return (products,)
 
 
 def _row_products(layer: Any, pair: LoraPair) -> torch.Tensor:

@@ -64,7 +64,7 @@ class ImageData(TypedDict, total=False):
 
 
 class ImagesAnswer(ImageOrigin):
-    """The images of one request, and how they were made."""
+    """The images of one request, and their origin."""
 
     created: int
     data: list[ImageData]
@@ -123,7 +123,7 @@ def create_images_router(
         "/v1/images/edits", response_model=ImagesAnswer, responses=_RESPONSES, openapi_extra=_form_of(EditBody)
     )
     async def edit(request: Request) -> Response:
-        """Paint an image anew where it is masked or transparent, else the whole of it, by a prompt."""
+        """Paint the masked or transparent part of an image anew by a prompt, or all of it without such a part."""
         body, files = await _read(EditBody, request, limits)
         return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
@@ -134,7 +134,7 @@ def create_images_router(
         openapi_extra=_form_of(VariationBody),
     )
     async def vary(request: Request) -> Response:
-        """Make images that are like an image."""
+        """Make images like a given image."""
         body, files = await _read(VariationBody, request, limits)
         return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
@@ -164,7 +164,7 @@ async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) ->
 
 
 def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
-    """Return what the OpenAPI page says of a form's body."""
+    """Return the OpenAPI schema of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     for name in JSON_FIELDS:

@@ -85,7 +85,7 @@ class _SharedFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response: the items of its own request, and the answer, as JSON; the response that they follow on."""
+    """A response: the items of its own request and the answer as JSON, and the previous response."""
 
     id: str
     previous_id: str | None
@@ -96,7 +96,7 @@ class StoredResponse:
 class StoredResponses:
     """The kept responses, bounded by age and by bytes; the oldest of the tenants with the most go first.
 
-    Only its own tenant finds a response. Thread-safe; calls block for a moment. Where the file cannot be used, nothing
+    Only its own tenant finds a response. Thread-safe; calls block for a moment. If the file cannot be used, nothing
     is found, and `keep` raises OSError.
     """
 
@@ -105,10 +105,10 @@ class StoredResponses:
         self._file = _SharedFile(config.folder, f"responses-{cluster}", _RESPONSES_FILE, _RESPONSES_SCHEMA)
         self._clock = clock
         self._lock = threading.Lock()
-        self._unswept_bytes = config.max_bytes  # what others have left there
+        self._unswept_bytes = config.max_bytes  # left there by others
 
     def keep(self, tenant: str, response: StoredResponse) -> None:
-        """Keep a response. Raises OSError where that cannot be done."""
+        """Keep a response. Raises OSError if the file cannot be used."""
         nbytes = len(response.input) + len(response.answer)
         row = (response.id, tenant, self._clock(), nbytes, response.previous_id, response.input, response.answer)
         with self._lock:
@@ -119,7 +119,7 @@ class StoredResponses:
                 self._sweep()
 
     def find(self, tenant: str, id_: str) -> StoredResponse | None:
-        """Return a response, which is as good as new from now on; None when it has ended or never was."""
+        """Return a response, and renew its age; None for an expired or unknown one."""
         now = self._clock()
         with self._lock, contextlib.suppress(OSError):
             rows = self._file.run(_USED, (now, id_, tenant, now - self._config.ttl_s))
@@ -133,7 +133,7 @@ class StoredResponses:
         return False
 
     def _sweep(self) -> None:
-        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same file."""
+        """Remove expired responses, and those above the limit. HAZARD: other ingress replicas sweep the same file."""
         self._file.run(_EXPIRED, (self._clock() - self._config.ttl_s,))
         sizes = self._file.run(_SIZES, ())
         surplus = sum(nbytes for _, nbytes in sizes) - self._config.max_bytes

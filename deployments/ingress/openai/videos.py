@@ -80,13 +80,13 @@ NamedAudio = Annotated[dict[Name, str], Field(max_length=MAX_NAMED_IMAGES)]
 
 
 class ReferenceBody(ClientPart):
-    """An image or a video by OpenAI's form. It is in the request: nothing is fetched."""
+    """An image or a video in OpenAI's form. It is in the request: nothing is fetched."""
 
     image_url: str = Field(description="a data URL of a PNG, JPEG or WebP file, or of a video")
 
 
 class _ClipBody(ClipOptions, ClientPart):
-    """The fields that videos and audio have in common. In a form, `extra`, `lora` and `scheduler_options` are JSON."""
+    """The common fields of videos and audio. In a form, `extra`, `lora` and `scheduler_options` are JSON."""
 
     seed: Seed = None
     audio: NamedAudio = Field({}, description=_AUDIO)
@@ -97,7 +97,7 @@ class _ClipBody(ClipOptions, ClientPart):
     def _from_json(cls, value: object) -> object:
         return from_form(value)
 
-    def hears(self, files: Mapping[str, Sequence[bytes]], limits: LimitsConfig) -> dict[str, Any]:
+    def audio_fields(self, files: Mapping[str, Sequence[bytes]], limits: LimitsConfig) -> dict[str, Any]:
         """Return the fields `audio` and `extra` of the record. Blocks: it reads WAV files. Raises InvalidRequest."""
         extra, found = split_extra(self.extra)
         given = [(name, AudioFile(f"audio.{name}", file)) for name, file in self.audio.items()]
@@ -112,7 +112,7 @@ class _ClipBody(ClipOptions, ClientPart):
 class VideoBody(VideoOptions, _ClipBody):
     """OpenAI's request for a video and more. In a form, `extra`, `lora` and `scheduler_options` are JSON.
 
-    `input_reference` is the image that the video begins with or follows, or the video that it is made of: a file in a
+    `input_reference` is the first or guiding image of the video, or the video that it is made from: a file in a
     form. It goes to the parameter `image` or `video` of the class.
     """
 
@@ -124,7 +124,7 @@ class VideoBody(VideoOptions, _ClipBody):
         """Return the request with the files of its form. Blocks: it decodes images. Raises InvalidRequest."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in VideoOptions.model_fields} | sides_of(self)
         heard = {name: found for name, found in files.items() if name != _REFERENCE and all(map(is_wav, found))}
-        fields |= self.hears(heard, limits)
+        fields |= self.audio_fields(heard, limits)
         files = {name: found for name, found in files.items() if name not in heard}
         given: dict[str, Any] = {f"images.{name}": found for name, found in self.images.items()}
         given |= {name: found if len(found) > 1 else found[0] for name, found in files.items()}
@@ -142,23 +142,23 @@ class VideoBody(VideoOptions, _ClipBody):
 
 
 class AudioBody(_ClipBody):
-    """A request for audio: music and sounds by a prompt, or made of other audio."""
+    """A request for audio: music and sounds by a prompt, or from other audio."""
 
     def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ClipRequest:
         """Return the request with the files of its form. Blocks: it reads WAV files. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in ClipOptions.model_fields}
-        return as_record(ClipRequest, fields | self.hears(files, limits))
+        return as_record(ClipRequest, fields | self.audio_fields(files, limits))
 
 
 class VideoError(Answer):
-    """The reason why a video could not be made."""
+    """The reason of a video's failure."""
 
     code: str
     message: str
 
 
 class VideoAnswer(Answer):
-    """A video as OpenAI has it, and what it was made with once it is completed."""
+    """A video in OpenAI's form, with its facts once it is completed."""
 
     id: str
     object: Literal["video"]
@@ -192,7 +192,7 @@ class VideosAnswer(Answer):
 
 
 class VideoDeleted(Answer):
-    """The end of a video."""
+    """The deletion of a video."""
 
     id: str
     object: Literal["video.deleted"]
@@ -286,7 +286,7 @@ def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsC
         openapi_extra=body_schema,
     )
     async def generate(request: Request) -> Response:
-        """Music or sounds of a prompt, or made of other audio, as a WAV file."""
+        """Music or sounds by a prompt, or from other audio, as a WAV file."""
         body, files = await _read(AudioBody, request, limits)
         record = await readers.read(body.to_record, files, limits)
         result = await service.make_clip(await service.checked_clip(record, "audio"))
@@ -298,7 +298,7 @@ def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsC
 
 
 async def _read(class_: type[_BodyT], request: Request, limits: LimitsConfig) -> tuple[_BodyT, dict[str, list[bytes]]]:
-    """Return the fields and files of a body, JSON or a form. Raises what FastAPI raises for a field that is wrong."""
+    """Return the fields and files of a body, JSON or a form. Raises FastAPI's error for a wrong field."""
     files: dict[str, list[bytes]] = {}
     fields: Any
     num_bytes = 0  # a form's fields are bounded, and small
@@ -390,7 +390,7 @@ _BODY: Final = _body_schema(VideoBody)
 
 
 def _facts_of(result: ClipResult) -> dict[str, Any]:
-    """Return what the answer of a finished video says of it."""
+    """Return the facts of a finished video for its answer."""
     return {
         "size": f"{result.width}x{result.height}",
         "seconds": f"{result.seconds:.6g}",

@@ -1,4 +1,4 @@
-"""What requests ask of the admission queue: on which terms, for how much work, and for how long."""
+"""The demands of requests on the admission queue: their terms, their work, and their time limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deployments.pipelines.records import PipelineRequest
 
 
 class Demands:
-    """Reckons terms and demands by the settings that the queue has now."""
+    """Computes terms and demands by the present settings of the queue."""
 
     def __init__(self, config: ClusterConfig, queue: Dispatcher, snapshot: RegistrySnapshot) -> None:
         self._config = config
@@ -20,7 +20,7 @@ class Demands:
         self._snapshot = snapshot
 
     def terms(self, request: Request | PipelineRequest) -> Terms:
-        """Return the terms of a request as far as it or its headers say, and may. Raises InvalidRequest."""
+        """Return the terms of a request by its fields and headers, within its rights. Raises InvalidRequest."""
         terms = with_fields(current_terms.get(), request).within_rights(self._queue.config)
         terms.checked(self._queue.config)
         return terms

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import (
     Adapters,
+    ControlRows,
     Defaults,
     EditDefaults,
+    EncodeImages,
     Family,
     ImageDefaults,
     ImageSize,
+    Latents,
     Network,
     References,
     Rows,
+    sum_residuals,
 )
 from deployments.engines.diffusion.families.flow_matching import (
     PATCH,
@@ -39,7 +43,7 @@ if TYPE_CHECKING:  # the ingress has no torch
     import numpy.typing as npt
     import torch
 
-# The model was trained behind these words; their own encodings, of the first 34 tokens, are left out.
+# The system prompt of the model's training; its own encodings, of the first 34 tokens, are left out.
 READING: Final = PromptForm(
     layers=(-1,),
     template="<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -54,8 +58,8 @@ _EDIT_TEMPLATE: Final = (
     "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 _IMAGE: Final = "<|vision_start|>{image}<|vision_end|>"
-_AREA: Final = 1024 * 1024  # pixels of an image that is changed, and of the result
-_SMALL_AREA: Final = 384 * 384  # of one that is only seen
+_AREA: Final = 1024 * 1024  # pixels of an edited image, and of the result
+_SMALL_AREA: Final = 384 * 384  # of an image for the language model alone
 _SIDE_MULTIPLE: Final = 32
 _MAX_RATIO: Final = 16  # of the sides
 _TEXT_STEP: Final = 256  # tokens
@@ -69,7 +73,7 @@ class NormKeeping(TrueGuidance):
     """Guidance against a negative prompt at the prompt's own strength."""
 
     def combine(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
-        """Guide without making a patch's prediction longer than it is for the prompt alone."""
+        """Guide with each patch's prediction as long as for the prompt alone."""
         import torch
 
         guided = super().combine(negative, prompt, scale)
@@ -88,8 +92,34 @@ class QwenLatents(PackedLatents):
         return latents_BCHW / (1.0 / std) + mean
 
 
+class QwenAdapters(Adapters):
+    """ControlNets that read latents of an image in patches, and the prompt, beside a negative one too."""
+
+    control_keys: ClassVar[Mapping[str, Sequence[str]]] = {
+        "QwenImageControlNetModel": (
+            *("in_channels", "patch_size", "num_attention_heads", "attention_head_dim", "joint_attention_dim"),
+            "axes_dims_rope",
+        )
+    }
+    controls_read_prompt: ClassVar[bool] = True
+    encodes_controls: ClassVar[bool] = True
+
+    def __init__(self, latents: Latents) -> None:
+        self._latents = latents
+
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
+        return (self._latents.pack(encode(pixels_B3HW * 2 - 1)),)
+
+    def control_refusal(
+        self, class_name: str, config: Mapping[str, Any], denoiser_config: Mapping[str, Any], pixels_per_latent: int
+    ) -> str | None:
+        if more := config.get("extra_condition_channels"):
+            return f"reads {more} channels beside its image's (extra_condition_channels), which is not supported"
+        return None
+
+
 class QwenNetwork(Network):
-    """Two streams, of patches and of the prompt. Those of models that make `edits` tell images beside by their time."""
+    """Two streams, of patches and of the prompt. Models with `edits` mark reference images by their time."""
 
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "img_in.*", "txt_in.*", "proj_out.weight")
 
@@ -111,17 +141,33 @@ class QwenNetwork(Network):
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         beside = rows.sizes[0].references if rows.sizes else ()
         shapes = [(1, one.latent_height // PATCH, one.latent_width // PATCH) for one in (size, *beside)]
+        timesteps = rows.timesteps.to(rows.latents.dtype) / 1000
+
+        def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor]]:
+            residuals: Sequence[torch.Tensor] = control.net(
+                hidden_states=rows.latents,
+                controlnet_cond=control.images,
+                timestep=timesteps,
+                encoder_hidden_states=control.prompts,
+                img_shapes=[shapes] * len(rows),
+                return_dict=False,
+            )
+            return [residuals]
+
+        (blocks,) = sum_residuals(rows, run) or (None,)
         noise: torch.Tensor = denoiser(
             hidden_states=rows.latents,
-            timestep=rows.timesteps.to(rows.latents.dtype) / 1000,
+            timestep=timesteps,
             encoder_hidden_states=rows.prompts,
             encoder_hidden_states_mask=rows.mask,
             img_shapes=[shapes] * len(rows),
+            controlnet_block_samples=blocks,
             return_dict=False,
         )[0]
         return noise[:, : num_patches(size)]
 
 
+_LATENTS: Final = QwenLatents()
 QWEN_IMAGE: Final = Family(
     class_name="QwenImagePipeline",
     other_class_names=("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"),
@@ -135,17 +181,18 @@ QWEN_IMAGE: Final = Family(
     ),
     network=QwenNetwork(),
     texts=QwenTexts(READING, max_tokens=1024, without_negative="unguided"),
-    latents=QwenLatents(),
+    latents=_LATENTS,
     guidance=NormKeeping(),
     steps=ShiftedSteps(),
+    adapters=QwenAdapters(_LATENTS),
 )
 
 
 class EditTexts(QwenTexts):
-    """A prompt longer than 1024 tokens, which stock takes whole, is cut."""
+    """Prompts longer than 1024 tokens, which stock takes whole, are cut."""
 
     def padded_length(self, num_tokens: int) -> int:
-        """Return a power of two for a short text, and for one with an image, of thousands of tokens, a multiple."""
+        """Return a power of two for a short text, and a multiple of a step for a text of thousands of tokens."""
         if num_tokens <= _TEXT_STEP:
             return super().padded_length(num_tokens)
         return math.ceil(num_tokens / _TEXT_STEP) * _TEXT_STEP
@@ -157,11 +204,11 @@ class EditLatents(QwenLatents):
 
 
 class EditAdapters(Adapters):
-    repeats_rows: ClassVar[bool] = True  # with their times, and then with time 0, which is that of images beside
+    repeats_rows: ClassVar[bool] = True  # with their times, and again with time 0 for reference images
 
 
 class OneReference(References):
-    """One image is changed, which the language model sees as large as the VAE does."""
+    """One edited image, which the language model sees as large as the VAE does."""
 
     most: ClassVar[int] = 1
 
@@ -177,7 +224,7 @@ class OneReference(References):
 
 
 class SeveralReferences(OneReference):
-    """Several images are changed into one; the language model sees them smaller."""
+    """Several images edited into one; the language model sees them smaller."""
 
     most: ClassVar[int] = 8  # stock bounds nothing; trained on up to three
 
@@ -189,7 +236,7 @@ class SeveralReferences(OneReference):
 
 
 def _sides_of_area(pixels: npt.NDArray[np.uint8], area: int) -> tuple[int, int]:
-    """Return the width and height of so many pixels, about, in the ratio of an image's. Raises EngineError."""
+    """Return a width and height of about so many pixels, in the image's ratio. Raises EngineError."""
     height, width = pixels.shape[:2]
     if max(height, width) > _MAX_RATIO * min(height, width):
         raise EngineError(f"an image of {width}x{height} pixels: no side may be more than {_MAX_RATIO} times the other")

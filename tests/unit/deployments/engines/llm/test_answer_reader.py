@@ -22,7 +22,7 @@ from deployments.engines.llm.answer_grammars import LarkGrammar, call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import CalledTool, Function, whole_calls
 from deployments.engines.llm.chat_prompts import ChatOptions, render_chat
-from deployments.engines.llm.template_forms import answer_form, wants_text_arguments
+from deployments.engines.llm.template_forms import answer_form, template_forms
 from deployments.engines.records.protocol import EngineError
 
 FUNCTIONS = [
@@ -457,5 +457,125 @@ def test_a_form_is_found_where_prompts_begin_a_thought(name: str) -> None:
     """What the template writes behind a prompt then begins as a marker of calls does: with the same sign."""
     template = TEMPLATES[name] + "{% if add_generation_prompt %}<think>\n{% endif %}"
     assert answer_form(tokenizer_of(template), has_tools=True).tools is TOOL_FORMS[name]
-    wants_text = wants_text_arguments(tokenizer_of(TEMPLATES[name]))
-    assert wants_text_arguments(tokenizer_of(template)) == wants_text == (name == "deepseek-v3.1")
+    for one in (template, TEMPLATES[name]):
+        forms = template_forms(tokenizer_of(one), one)
+        assert (forms.has_text_arguments, forms.has_short_ids) == (name == "deepseek-v3.1", False)
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMS.items() if form.mark])
+@pytest.mark.parametrize("mark", ["\uff5c\uff5cDSML\uff5c\uff5c", "|DSML|", "||dsml||", "\uff5cDsml\uff5c\uff5c"])
+def test_marks_with_other_bars_and_letters_are_those_that_are_meant(name: str, mark: str) -> None:
+    """As models write them in long chats."""
+    rng = seeded_random()
+    calls = random_calls(rng)
+    _, text = written(TEMPLATES[name], calls)
+    assert TOOL_FORMS[name].mark in text
+    drifted = "So: " + text.replace(TOOL_FORMS[name].mark, mark)
+    for pieces in ([drifted], list(drifted), *(random_cuts(drifted, rng) for _ in range(5))):
+        assert read(form_of(name), pieces) == ("So:", "", calls)
+    for other in ("a < b", "<", "</", "a <|", "<|DSM", "if x <|y| else", "<|DSML", "</||DSM\n"):
+        assert read(form_of(name), list(other))[0].rstrip() == other.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{city: "O\'Neil, {and} \\"sons\\"", nights:3}', {"city": 'O\'Neil, {and} "sons"', "nights": 3}),
+        ('{"city":"Ulm","guests":["a, b", <|"|>c "d" }<|"|>]}', {"city": "Ulm", "guests": ["a, b", 'c "d" }']}),
+        ('{city:3" pipe,nights:1}', {"city": '3" pipe', "nights": 1}),
+    ],
+)
+def test_texts_in_plain_quotes_are_texts_in_gemma_s_calls(text: str, expected: dict[str, Any]) -> None:
+    answer = f"<|tool_call>call:book{text}<tool_call|>Well."
+    for pieces in ([answer], list(answer), random_cuts(answer, seeded_random())):
+        assert read(form_of("gemma4"), pieces) == ("Well.", "", [("book", expected)])
+
+
+def test_values_in_tags_of_their_own_may_have_members_of_the_same_name() -> None:
+    mark = "]<]minimax[>["
+    leaf = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    parameters = {
+        "type": "object",
+        "properties": {"a": leaf, "l": {"type": "array", "items": leaf}, "s": {"type": "string"}},
+    }
+    function = Function(name="f", parameters=parameters)
+
+    def tag(name: str, inner: str) -> str:
+        return f"{mark}<{name}>{inner}{mark}</{name}>"
+
+    a = tag("a", "\n" + tag("a", "7") + tag("b", "12") + "\n")
+    items = tag("l", tag("item", tag("b", "x < y")) + tag("item", tag("a", "many")))
+    body = f"\n{a}\n{items}{tag('s', ' <b>] ')}\n{mark}</invoke>{mark}</tool_call>"
+    text = f'Ok.{mark}<tool_call>{mark}<invoke name="f">{body}'
+    expected = {"a": {"a": 7, "b": "12"}, "l": [{"b": "x < y"}, {"a": "many"}], "s": " <b>] "}
+    for pieces in ([text], list(text), random_cuts(text, seeded_random())):
+        reader = AnswerReader(AnswerForm(TOOL_FORMS["minimax-m3"]), [function])
+        read_back = [*map(reader.feed, pieces), reader.flush()]
+        (call,) = whole_calls([call for piece in read_back for call in piece.calls])
+        assert json.loads(call.arguments) == expected
+        assert "".join(piece.text for piece in read_back) == "Ok."
+    reader = AnswerReader(AnswerForm(TOOL_FORMS["minimax-m3"]), [function])
+    pieces = [reader.feed(text[: text.index("many")]), reader.flush(is_cut=True)]
+    cut = "".join(call.arguments for piece in pieces for call in piece.calls)
+    assert cut == '{"a": {"a": 7, "b": "12"}, "l": '
+    lark = LarkGrammar({})
+    grammar = LLMatcher.grammar_from_lark(lark.text(call_rule(lark, TOOL_FORMS["minimax-m3"], [function])))
+    forced = (
+        f'f">{tag("a", tag("a", "7"))}{tag("l", tag("item", tag("b", "x < y")) * 2)}{tag("s", "<b>")}{mark}</invoke>'
+    )
+    matcher = LLMatcher(_bytes(), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.try_consume_tokens(list(forced.encode())) == len(forced.encode())
+    assert matcher.is_accepting()
+
+
+THINKING = [name for name, form in REASONING_FORMS.items() if name != "harmony" and form.ends_with_calls]
+
+
+def mixed(name: str, thinks: str, rng: random.Random) -> str:
+    """Return an answer of thoughts, texts and calls in any order, as a family writes them."""
+    opening, closing = (
+        f"\n{one}\n" for one in (REASONING_FORMS[thinks].openings or ("",))[:1] + REASONING_FORMS[thinks].closings[:1]
+    )
+    parts = []
+    for _ in range(rng.randint(1, 5)):
+        kind, text = rng.choice(["thought", "text", "calls"]), rng.choice([*TEXTS[1:], "I write <tool_call> and {"])
+        if name == "harmony" and kind != "calls":
+            channel = "analysis" if kind == "thought" else "final"
+            parts.append(f"<|channel|>{channel}<|message|>{text}<|end|><|start|>assistant")
+        elif kind == "calls":
+            calls = random_calls(rng)[: 1 if name == "harmony" else None]
+            parts.append(
+                written(TEMPLATES[name], calls)[1] + ("<|call|><|start|>assistant" if name == "harmony" else "")
+            )
+        else:
+            parts.append(opening + text + closing if kind == "thought" else text)
+    return "".join(parts)
+
+
+def read_raw(
+    form: AnswerForm, pieces: Sequence[str], begun: str, *, is_cut: bool
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return what is read, with the arguments of calls as they came: they may have no end."""
+    reader = AnswerReader(form, FUNCTIONS)
+    found = [reader.feed(begun), *map(reader.feed, pieces), reader.flush(is_cut=is_cut)]
+    calls = whole_calls([call for piece in found for call in piece.calls])
+    texts = "".join(piece.text for piece in found), "".join(piece.reasoning for piece in found)
+    return *texts, [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.drawn(7)
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_streamed_answers_are_the_whole_ones_wherever_they_end(name: str) -> None:
+    """Thoughts, texts and several calls in any order, ended anywhere: by the bound on tokens, or by themselves."""
+    rng = seeded_random()
+    for _ in range(25):
+        thinks = "harmony" if name == "harmony" else rng.choice(THINKING)
+        form = AnswerForm(TOOL_FORMS[name], REASONING_FORMS[thinks])
+        text = mixed(name, thinks, rng)
+        begun = "<|start|>assistant" if name == "harmony" else rng.choice(("", *REASONING_FORMS[thinks].openings[:1]))
+        for size in (len(text), rng.randrange(1, len(text) + 1), rng.randrange(1, len(text) + 1)):
+            cut, is_cut = text[:size], rng.random() < 0.5
+            whole = read_raw(form, [cut], begun, is_cut=is_cut)
+            for pieces in (list(cut), random_cuts(cut, rng), random_cuts(cut, rng)):
+                assert read_raw(form, pieces, begun, is_cut=is_cut) == whole, (thinks, begun, cut)
