@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match
 from cluster.jobs.records import Job, JobFilter, Order, Status
 from configs.http import INFERENCE_PATHS
 from deployments.ingress.jobs.desk import JobDesk
-from deployments.ingress.messages.bodies import ClientPart, JsonRoute
+from deployments.ingress.messages.bodies import ClientPart, JsonRoute, body_bytes
 from deployments.ingress.messages.responses import (
     Answer,
     EventStream,
@@ -118,7 +118,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     async def create(body: JobBody, request: Request) -> Response:
         """Begin a job: its request is run once, also when the server ends meanwhile. Ask for it by its id."""
         _check_endpoint(body.endpoint, request.app.routes)
-        content = await call_aside(int(request.headers.get("content-length", "0")), to_json, body.body)
+        content = await call_aside(body_bytes.get(), to_json, body.body)
         job = await desk.add(
             request,
             body.endpoint,
