@@ -56,6 +56,7 @@ class JobOwner:
         self._clocks = clocks or Clocks()
         self._was_restarted = was_restarted
         self._is_known = False  # who runs what
+        self._knowing = asyncio.Lock()
         self._disk = JobDisk(folder)
         self._leases = Leases()
         self._queued = asyncio.Event()  # replaced whenever there may be work
@@ -163,20 +164,15 @@ class JobOwner:
 
     async def _know_running(self) -> None:
         """Learn which jobs run. Who runs them says so again; after a new start of everything nobody does."""
-        if self._is_known:
-            return
-        running = await self._disk.run(lambda: self._disk.book.running())
-        if self._was_asked():
-            return
-        for id_, start, key in running:
-            self._leases.add(id_, start, key, "", self._clocks.steady_s())
-        if not self._was_restarted:
-            await self._requeue([(id_, start) for id_, start, _ in running])
-
-    def _was_asked(self) -> bool:
-        """Return whether somebody else has learned meanwhile which jobs run; from now on it is known."""
-        was_known, self._is_known = self._is_known, True
-        return was_known
+        async with self._knowing:
+            if self._is_known:
+                return
+            running = await self._disk.run(lambda: self._disk.book.running())
+            for id_, start, key in running:
+                self._leases.add(id_, start, key, "", self._clocks.steady_s())
+            self._is_known = True
+            if not self._was_restarted:
+                await self._requeue([(id_, start) for id_, start, _ in running])
 
     async def _requeue_lost(self) -> None:
         """Queue the jobs again whose ingress is silent."""
