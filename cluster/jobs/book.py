@@ -293,7 +293,7 @@ def _opened(file: Path, busy_s: float) -> sqlite3.Connection:
 
 
 def _digest_of(new: NewJob) -> bytes:
-    """Return what two requests with one idempotency key have in common. A form's text is another each time."""
+    """Return the digest that requests with one idempotency key share. A form's text is another each time."""
     type_ = dict(new.headers).get("content-type", "")
     body = b"" if type_.startswith("multipart/") else new.body
     return hashlib.sha256(json.dumps([new.endpoint, type_.partition(";")[0]]).encode() + b"\0" + body).digest()

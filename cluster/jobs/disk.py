@@ -32,7 +32,7 @@ class JobDisk:
         self._results = ResultFiles(folder / RESULTS)
 
     async def run(self, work: Callable[..., _R], *arguments: Any) -> _R:
-        """Return what `work`, a method that blocks, makes of these arguments. Raises JobsUnavailable."""
+        """Call `work`, which blocks, in the one thread, and return its result. Raises JobsUnavailable."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._told, work, *arguments)
 
     @property

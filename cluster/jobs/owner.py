@@ -193,7 +193,7 @@ class JobOwner:
         return replace(job, progress=self._leases.progress(job.id))
 
     def _let_go(self, id_: str, *, is_gone: bool) -> None:
-        """Forget who runs a job, if it runs no more, and tell who watches it."""
+        """Drop the lease of a job, if it runs no more, and tell who watches it."""
         self._leases.drop([id_] if is_gone else [])
         self._tell(id_)
 

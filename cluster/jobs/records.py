@@ -97,7 +97,7 @@ class JobFilter:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What somebody knows of a job and waits for a change of."""
+    """The state of a job that somebody knows, and waits for another one."""
 
     status: Status
     progress: int | None

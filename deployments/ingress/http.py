@@ -261,7 +261,7 @@ def _lifespan(
     desk: JobDesk,
     on_start: Callable[[], None],
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Return what calls `on_start`, and runs jobs and the gRPC server beside the application."""
+    """Return the lifespan: it calls `on_start`, and runs jobs and the gRPC server beside the application."""
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:

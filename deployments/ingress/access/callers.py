@@ -68,7 +68,7 @@ class Callers:
         return self._caller(entry)
 
     def named(self, name: str) -> Caller | None:
-        """Return who asks by the key of that name, as jobs do later, None where nobody needs a key.
+        """Return the caller of the key of that name, for a job; None where nobody needs a key.
 
         Raises NotAuthenticated when there is none any more.
         """

@@ -164,7 +164,7 @@ class JobRunner:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _ask(self, taken: TakenJob, caller: Caller | None) -> tuple[JobAnswer, bytes]:
-        """Return what the application answers to the job's request. Raises _TooLarge."""
+        """Return the application's answer to the job's request. Raises _TooLarge."""
         status, headers, body = 500, list[tuple[bytes, bytes]](), bytearray()
         most, messages = self._desk.config.max_result_bytes, iter([taken.body])
 
@@ -234,7 +234,7 @@ def _retry_after_s(answer: JobAnswer) -> float:
 
 
 def _error_of(status: int, body: bytes) -> JobError:
-    """Return what an answer says of its failure, in whatever form."""
+    """Return the code and message of a bad answer, in whatever form they are."""
     message, code = f"the endpoint answered {status}; that is the job's result", f"http_{status}"
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(body[:_MAX_ERROR_BYTES])

@@ -26,7 +26,7 @@ class Demands:
         return terms
 
     def demand(self, request: Request, terms: Terms) -> Demand:
-        """Return what a request asks for that has its defaults."""
+        """Return the demand of a request that has its defaults."""
         timeout_s, record = self.timeout_s(terms), self._snapshot.find_model(request.model)
         is_stock = record is not None and record.kind == "diffusion" and is_stock_class(record.class_name)
         return demand_of(request, terms.checked(self._queue.config), timeout_s, self._config, is_stock=is_stock)
