@@ -55,7 +55,8 @@ class JobOwner:
         self.config = config  # a new one counts from the next call on
         self._clocks = clocks or Clocks()
         self._was_restarted = was_restarted
-        self._is_known = False  # True once the runners of jobs are known
+        self._is_known = False  # who runs what
+        self._knowing = asyncio.Lock()
         self._disk = JobDisk(folder)
         self._leases = Leases()
         self._queued = asyncio.Event()  # replaced whenever there may be work
@@ -162,21 +163,16 @@ class JobOwner:
         self._disk.close()
 
     async def _know_running(self) -> None:
-        """Learn the running jobs. Their ingresses report them again, unless the whole cluster was started anew."""
-        if self._is_known:
-            return
-        running = await self._disk.run(lambda: self._disk.book.running())
-        if self._was_asked():
-            return
-        for id_, start, key in running:
-            self._leases.add(id_, start, key, "", self._clocks.steady_s())
-        if not self._was_restarted:
-            await self._requeue([(id_, start) for id_, start, _ in running])
-
-    def _was_asked(self) -> bool:
-        """Return whether another call has learned the running jobs meanwhile; from now on they are known."""
-        was_known, self._is_known = self._is_known, True
-        return was_known
+        """Learn which jobs run. Who runs them says so again; after a new start of everything nobody does."""
+        async with self._knowing:
+            if self._is_known:
+                return
+            running = await self._disk.run(lambda: self._disk.book.running())
+            for id_, start, key in running:
+                self._leases.add(id_, start, key, "", self._clocks.steady_s())
+            self._is_known = True
+            if not self._was_restarted:
+                await self._requeue([(id_, start) for id_, start, _ in running])
 
     async def _requeue_lost(self) -> None:
         """Queue the jobs of silent ingresses again."""
@@ -197,7 +193,7 @@ class JobOwner:
         return replace(job, progress=self._leases.progress(job.id))
 
     def _let_go(self, id_: str, *, is_gone: bool) -> None:
-        """Forget the runner of a job that no longer runs, and wake its watchers."""
+        """Drop the lease of a job, if it runs no more, and tell who watches it."""
         self._leases.drop([id_] if is_gone else [])
         self._tell(id_)
 

@@ -104,20 +104,19 @@ class JobDesk:
                 return
             job = found
 
-    async def result(self, job: Job) -> AsyncIterator[bytes] | None:
-        """Return the pieces of a job's result, None if it is gone."""
+    async def result(self, job: Job, span: range) -> AsyncIterator[bytes] | None:
+        """Return the pieces of a span of a job's result, None where there is none any more."""
         key = current_key()
-        first = await self.call(WeightRegistry.read_result, key, job.id, 0, _PIECE_BYTES)
-        return None if first is None else self._pieces(key, job, first)
+        first = await self.call(WeightRegistry.read_result, key, job.id, span.start, min(_PIECE_BYTES, len(span)))
+        return None if first is None else self._pieces(key, job.id, span, first)
 
-    async def _pieces(self, key: str, job: Job, piece: bytes | None) -> AsyncIterator[bytes]:
-        offset = 0
+    async def _pieces(self, key: str, id_: str, span: range, piece: bytes | None) -> AsyncIterator[bytes]:
         while piece:
             yield piece
-            offset += len(piece)
-            if offset >= job.num_bytes:
+            span = span[len(piece) :]
+            if not span:
                 return
-            piece = await self.call(WeightRegistry.read_result, key, job.id, offset, _PIECE_BYTES)
+            piece = await self.call(WeightRegistry.read_result, key, id_, span.start, min(_PIECE_BYTES, len(span)))
 
     async def call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the owner. Raises ServiceErrors, and RayActorError while it is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any, Final, Literal
 
@@ -14,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 from cluster.jobs.records import Job, JobFilter, Order, Status
 from configs.http import INFERENCE_PATHS
 from deployments.ingress.jobs.desk import JobDesk
-from deployments.ingress.messages.bodies import ClientPart, JsonRoute
+from deployments.ingress.messages.bodies import ClientPart, JsonRoute, body_bytes
 from deployments.ingress.messages.responses import (
     Answer,
     EventStream,
@@ -34,6 +35,7 @@ _GONE: Final = {"_404": "no such job: it was deleted, has ended, or is another k
 _AWAY: Final = {"_503": "no job is kept now"}
 _MAX_ENDPOINT: Final = 512
 _JSON: Final = "application/json"
+_RANGE: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
 _FACTS: Final = ("model", "prompt")  # of a body, as the lists of jobs and videos show them
 
 
@@ -118,7 +120,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     async def create(body: JobBody, request: Request) -> Response:
         """Begin a job: its request runs once, also if the server ends meanwhile. Fetch it by its id."""
         _check_endpoint(body.endpoint, request.app.routes)
-        content = await call_aside(int(request.headers.get("content-length", "0")), to_json, body.body)
+        content = await call_aside(body_bytes.get(), to_json, body.body)
         job = await desk.add(
             request,
             body.endpoint,
@@ -158,10 +160,10 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
         responses=documented(_409="the job has no result: it has not ended, or ended without one", **_GONE, **_AWAY)
         | {"default": {"content": {"*/*": {}}, "description": "the answer of the job's endpoint, with its status"}},
     )
-    async def result(job_id: str) -> Response:
-        """The answer of the job's endpoint, unchanged."""
+    async def result(job_id: str, request: Request) -> Response:
+        """The answer of the job's endpoint, as it would have given it."""
         job = await desk.find(job_id)
-        return _not_found(job_id) if job is None else await result_response(desk, job)
+        return _not_found(job_id) if job is None else await result_response(desk, job, request)
 
     @router.get(
         PATH + "/{job_id}/events",
@@ -197,18 +199,38 @@ def job_response(job: Job, status: int = 202) -> Response:
     return json_response(_answer_of(job), status, {"Location": f"{PATH}/{job.id}"} if status == 202 else None)
 
 
-async def result_response(desk: JobDesk, job: Job) -> Response:
-    """Return the answer of a job's endpoint, or why there is none."""
-    pieces = await desk.result(job) if job.answer is not None else None
+async def result_response(desk: JobDesk, job: Job, request: Request) -> Response:
+    """Return the answer of a job's endpoint, the range of it that the request wants; or why there is none."""
+    is_good = job.answer is not None and job.answer.status == 200
+    span = _span_of(request.headers.get("range", "") if is_good else "", job.num_bytes)
+    if span is None:
+        return Response(status_code=416, headers={"Content-Range": f"bytes */{job.num_bytes}"})
+    pieces = await desk.result(job, span) if job.answer is not None else None
     if job.answer is None or pieces is None:
         return _not_completed(job)
-    response = StreamingResponse(pieces, job.answer.status)
+    is_part = len(span) < job.num_bytes
+    response = StreamingResponse(pieces, 206 if is_part else job.answer.status)
+    own = [("content-length", str(len(span))), *([("accept-ranges", "bytes")] if is_good else [])]
+    if is_part:
+        own.append(("content-range", f"bytes {span.start}-{span.stop - 1}/{job.num_bytes}"))
     response.raw_headers = [
         (name.encode("latin-1"), value.encode("latin-1"))
-        for name, value in (*job.answer.headers, ("content-length", str(job.num_bytes)))
+        for name, value in (*job.answer.headers, *own)
         if not name.startswith(INNER)
     ]
     return response
+
+
+def _span_of(header: str, num_bytes: int) -> range | None:
+    """Return the bytes that a header `Range` asks for: all for one that is not of one range, None outside of them."""
+    found = _RANGE.fullmatch(header.strip())
+    if found is None or found.groups() == ("", ""):
+        return range(num_bytes)
+    first, last = found.groups()
+    if not first:
+        return range(num_bytes)[-int(last) :] if int(last) else None
+    span = range(num_bytes)[int(first) : int(last) + 1 if last else None]
+    return span or None
 
 
 def _not_completed(job: Job) -> Response:

@@ -78,7 +78,7 @@ class JobRunner:
             await asyncio.wait(tasks)
 
     async def _take_on(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, said = FIRST_PAUSE_S, ""
         while True:
             most = self._desk.config.max_running
             self._has_room.clear()
@@ -87,12 +87,14 @@ class JobRunner:
                 continue
             try:
                 taken = await self._desk.call(WeightRegistry.take_jobs, self._name, room, max(1, most // 2), TAKE_S)
-            except Exception as error:  # any error: the next try may succeed
-                logger.warning("no jobs can be taken now: %s", str(error).partition("\n")[0])
+            except Exception as error:  # whatever it is, the next time may do better
+                if (reason := str(error).partition("\n")[0]) != said:
+                    logger.warning("no jobs can be taken now: %s", reason)
+                    said = reason
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
-            pause_s = FIRST_PAUSE_S
+            pause_s, said = FIRST_PAUSE_S, ""
             for job in taken:
                 self._begin(job)
 

@@ -246,17 +246,17 @@ def create_videos_router(service: Service, desk: JobDesk, readers: ImageReaders,
     @router.get(
         _PATH + "/{video_id}/content",
         response_class=Response,
-        responses=documented(400, _409="the video is not completed", **_GONE),
+        responses=documented(400, _409="the video is not completed", _416="no such range", **_GONE),
     )
-    async def content(video_id: str, variant: Literal["video"] = "video") -> Response:
+    async def content(video_id: str, request: Request, variant: Literal["video"] = "video") -> Response:
         """The file of a completed video."""
         job = await found(video_id)
         if job is None:
             return _not_found(video_id)
         if job.status != "done":
             return _not_completed(job)
-        response = await result_response(desk, job)
-        if response.status_code == 200:
+        response = await result_response(desk, job, request)
+        if response.status_code in (200, 206):
             suffix = response.headers["content-type"].partition("/")[2]
             response.headers["Content-Disposition"] = f'attachment; filename="{job.id}.{suffix}"'
             response.headers["Cache-Control"] = "private"

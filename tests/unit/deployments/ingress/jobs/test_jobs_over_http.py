@@ -203,6 +203,40 @@ async def test_a_request_in_the_background_is_a_job(http: httpx.AsyncClient, end
     assert again.json()["id"] == job["id"]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "span"),
+    [
+        ("bytes=0-0", slice(0, 1)),
+        ("bytes=2-5", slice(2, 6)),
+        ("bytes=3-", slice(3, None)),
+        ("bytes=-4", slice(-4, None)),
+        ("bytes=5-999999", slice(5, None)),
+        ("bytes=0-", slice(None)),
+        ("bytes=1-2,4-5", slice(None)),
+        ("bytes=-", slice(None)),
+        ("lines=1-2", slice(None)),
+        ("bytes=999999-", None),
+        ("bytes=-0", None),
+        ("bytes=5-2", None),
+    ],
+)
+async def test_a_part_of_a_result_is_given(http: httpx.AsyncClient, wanted: str, span: slice | None) -> None:
+    id_ = await begun(http, CHATS, CHAT)
+    await ended(http, id_)
+    whole = (await http.get(f"/v1/jobs/{id_}/result")).content
+    part = await http.get(f"/v1/jobs/{id_}/result", headers={"Range": wanted})
+    if span is None:
+        assert (part.status_code, part.headers["content-range"]) == (416, f"bytes */{len(whole)}")
+        return
+    right = range(len(whole))[span]
+    assert part.content == whole[span]
+    assert int(part.headers["content-length"]) == len(right)
+    is_part = len(right) < len(whole)
+    assert part.status_code == (206 if is_part else 200)
+    expected = f"bytes {right.start}-{right.stop - 1}/{len(whole)}" if is_part else None
+    assert part.headers.get("content-range") == expected
+
+
 async def test_a_form_may_be_run_in_the_background(http: httpx.AsyncClient, replicas: Replicas) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (16, 8), (200, 30, 30)).save(buffer, "png")
