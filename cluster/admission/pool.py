@@ -15,15 +15,15 @@ A forecast is that of a model, not of a client: it says when there would be room
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
+from cluster.admission.shares import Crowd
 from cluster.admission.tenant_turns import MAX_CLOCKS, OpenModels, TenantTurns, newest
 from cluster.admission.waiting_book import WaitingBook
 from cluster.records.load_failures import LoadFailures
@@ -35,58 +35,6 @@ _ENOUGH: Final = 3  # measurements
 _FADES_IN_S: Final = 3.0  # a kind of request that no longer comes bounds nobody's wait
 _LEAST_SHARE: Final = 0.1
 _DRAINED: Final = 0.5  # of a full queue: those who are refused together come back to room for many of them
-_MOST_STALE: Final = 64  # entries of a crowd's heap, beside a few for each tenant
-
-
-class _Crowd:
-    """The requests that wait, for one model or for all, counted by tenant.
-
-    The heap has an entry for each tenant that is at least as long as the tenant's line; what is longer is put right
-    when it comes up. So each change costs the logarithm of the number of tenants.
-    """
-
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
-        self._weight_of = weight_of
-        self._counts: Counter[str] = Counter()
-        self._longest: list[tuple[float, str]] = []  # a heap: lengths below 0
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def length(self, tenant: str, num_more: int = 0) -> float:
-        """Return the tenant's requests, and so many more, by its weight."""
-        return (self._counts[tenant] + num_more) / self._weight_of(tenant)
-
-    def add(self, tenant: str) -> None:
-        """Count one more."""
-        self._counts[tenant] += 1
-        heapq.heappush(self._longest, (-self.length(tenant), tenant))
-        if len(self._longest) > 4 * len(self._counts) + _MOST_STALE:
-            self.reweigh(self._weight_of)
-
-    def remove(self, tenant: str) -> None:
-        """Count one less."""
-        self._counts[tenant] -= 1
-        if not self._counts[tenant]:
-            del self._counts[tenant]
-
-    def longest(self) -> tuple[float, str] | None:
-        """Return the length of the longest line by weight, and whose it is."""
-        while self._longest:
-            length, tenant = -self._longest[0][0], self._longest[0][1]
-            if tenant not in self._counts:
-                heapq.heappop(self._longest)
-            elif length > self.length(tenant):
-                heapq.heapreplace(self._longest, (-self.length(tenant), tenant))
-            else:
-                return length, tenant
-        return None
-
-    def reweigh(self, weight_of: Callable[[str], float]) -> None:
-        """Use these weights from now on."""
-        self._weight_of = weight_of
-        self._longest = [(-self.length(tenant), tenant) for tenant in self._counts]
-        heapq.heapify(self._longest)
 
 
 class Lanes:
@@ -101,8 +49,8 @@ class Lanes:
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = _Crowd(weight_of)
-        self._crowds: dict[str, _Crowd] = {}  # by model
+        self._crowd = Crowd(weight_of)
+        self._crowds: dict[str, Crowd] = {}  # by model
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -137,7 +85,7 @@ class Lanes:
         self._class(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
         self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, _Crowd(self.weight_of)).add(demand.tenant)
+        self._crowds.setdefault(demand.model, Crowd(self.weight_of)).add(demand.tenant)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""
@@ -209,11 +157,9 @@ class Lanes:
         is another tenant's, and how much that has. `model` is the one whose bound is reached, None for that of all.
         """
         crowd = self._crowd if model is None else self._crowds.get(model)
-        longest = crowd.longest() if crowd else None
-        if crowd and longest and longest[1] != demand.tenant and longest[0] > crowd.length(demand.tenant, 1):
-            found = self._least_urgent(longest[1], model, 0)
-            if found is not None:
-                return True, longest[0], found
+        richer = crowd.richer_than(demand.tenant) if crowd else None
+        if richer and (found := self._least_urgent(richer[1], model, 0)) is not None:
+            return True, richer[0], found
         found = self._least_urgent(demand.tenant, model, demand.priority)
         return (False, float(found.demand.priority), found) if found else None
 
