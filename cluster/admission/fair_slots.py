@@ -17,6 +17,7 @@ from typing import Final
 
 from cluster.admission.dispatcher import NotAdmitted
 from cluster.admission.records import Refusal
+from cluster.admission.shares import Crowd, given_until
 from cluster.records.errors import ClusterError
 
 # The holder of a slot hardly pauses: all holders go on between two looks of the event loop at its sockets.
@@ -34,6 +35,13 @@ class SlotsFull(ClusterError):
         self.num_waiting = num_waiting
 
 
+class _Alike:
+    """All tenants have one weight: requests are read before anybody knows their cost."""
+
+    def weight_of(self, tenant: str) -> float:
+        return 1.0
+
+
 class FairSlots:
     """A number of slots on one event loop, and at most `max_waiting()` waiters.
 
@@ -44,6 +52,7 @@ class FairSlots:
         self._num_free = number
         self._max_waiting = max_waiting
         self._lines: OrderedDict[str, dict[asyncio.Future[None], None]] = OrderedDict()  # the next tenant first
+        self._crowd = Crowd(_Alike())
         self.num_waiting = 0
 
     @property
@@ -52,9 +61,10 @@ class FairSlots:
         return self._num_free == 0
 
     def num_ahead(self, tenant: str) -> int:
-        """Return the number of slots given out before a new request of the tenant gets one."""
-        num_own, num_tenants = len(self._lines.get(tenant, ())), len(self._lines.keys() | {tenant})
-        return min(self.num_waiting, (num_own + 1) * num_tenants)
+        """Return how many slots are given out before one of the tenant who comes now has one."""
+        num_own = len(self._lines.get(tenant, ()))
+        others = [(1.0, len(line)) for other, line in self._lines.items() if other != tenant]
+        return num_own + int(given_until(num_own + 1, others))
 
     async def acquire(self, tenant: str) -> None:
         """Wait for a slot, which the caller has to release. Raises SlotsFull, at once or to make room for another."""
@@ -65,6 +75,7 @@ class FairSlots:
             self._make_room(tenant)
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, {})[slot] = None
+        self._crowd.add(tenant)
         self.num_waiting += 1
         try:
             await slot
@@ -89,21 +100,19 @@ class FairSlots:
         self._num_free += 1
 
     def _make_room(self, tenant: str) -> None:
-        if not self._lines:  # nobody may wait at all
+        if (richer := self._crowd.richer_than(tenant)) is None:
             raise SlotsFull(self.num_waiting)
-        most = max(self._lines, key=lambda name: len(self._lines[name]))
-        if len(self._lines[most]) <= len(self._lines.get(tenant, ())) + 1:
-            raise SlotsFull(self.num_waiting)
-        newest = next(reversed(self._lines[most]))
+        newest = next(reversed(self._lines[richer[1]]))
         if not newest.done():
             newest.set_exception(SlotsFull(self.num_waiting))
-        self._remove(most, newest)
+        self._remove(richer[1], newest)
 
     def _remove(self, tenant: str, slot: asyncio.Future[None]) -> None:
         """Remove a waiter; a second time does nothing."""
         line = self._lines.get(tenant, {})
         if slot in line:
             del line[slot]
+            self._crowd.remove(tenant)
             self.num_waiting -= 1
             if not line:
                 del self._lines[tenant]

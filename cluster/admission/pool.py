@@ -15,15 +15,15 @@ A forecast is for a model, not for a client: it says when there is room if no ot
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
+from cluster.admission.shares import Crowd
 from cluster.admission.tenant_turns import MAX_CLOCKS, OpenModels, TenantTurns, newest
 from cluster.admission.waiting_book import WaitingBook
 from cluster.records.load_failures import LoadFailures
@@ -34,59 +34,7 @@ _MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half
 _ENOUGH: Final = 3  # measurements
 _FADES_IN_S: Final = 3.0  # a kind of request that no longer comes stops bounding waits
 _LEAST_SHARE: Final = 0.1
-_DRAINED: Final = 0.5  # of a full queue: clients refused together find room for many when they come back
-_MOST_STALE: Final = 64  # entries of a crowd's heap, beside a few for each tenant
-
-
-class _Crowd:
-    """The waiting requests for one model or for all, counted by tenant.
-
-    Each tenant has a heap entry at least as long as its line; a longer one is corrected
-    when it comes up. So each change costs O(log tenants).
-    """
-
-    def __init__(self, config: AdmissionConfig) -> None:
-        self._config = config
-        self._counts: Counter[str] = Counter()
-        self._longest: list[tuple[float, str]] = []  # a heap: lengths below 0
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def length(self, tenant: str, num_more: int = 0) -> float:
-        """Return the number of the tenant's requests plus `more`, divided by its weight."""
-        return (self._counts[tenant] + num_more) / self._config.weight_of(tenant)
-
-    def add(self, tenant: str) -> None:
-        """Count one more."""
-        self._counts[tenant] += 1
-        heapq.heappush(self._longest, (-self.length(tenant), tenant))
-        if len(self._longest) > 4 * len(self._counts) + _MOST_STALE:
-            self.reweigh(self._config)
-
-    def remove(self, tenant: str) -> None:
-        """Count one less."""
-        self._counts[tenant] -= 1
-        if not self._counts[tenant]:
-            del self._counts[tenant]
-
-    def longest(self) -> tuple[float, str] | None:
-        """Return the length of the longest line by weight, and its tenant."""
-        while self._longest:
-            length, tenant = -self._longest[0][0], self._longest[0][1]
-            if tenant not in self._counts:
-                heapq.heappop(self._longest)
-            elif length > self.length(tenant):
-                heapq.heapreplace(self._longest, (-self.length(tenant), tenant))
-            else:
-                return length, tenant
-        return None
-
-    def reweigh(self, config: AdmissionConfig) -> None:
-        """Use its weights from now on."""
-        self._config = config
-        self._longest = [(-self.length(tenant), tenant) for tenant in self._counts]
-        heapq.heapify(self._longest)
+_DRAINED: Final = 0.5  # of a full queue: those who are refused together come back to room for many of them
 
 
 class Lanes:
@@ -100,8 +48,8 @@ class Lanes:
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = _Crowd(config)
-        self._crowds: dict[str, _Crowd] = {}  # by model
+        self._crowd = Crowd(config)
+        self._crowds: dict[str, Crowd] = {}  # by model
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -136,7 +84,7 @@ class Lanes:
         self._class(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
         self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, _Crowd(self.config)).add(demand.tenant)
+        self._crowds.setdefault(demand.model, Crowd(self.config)).add(demand.tenant)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""
@@ -208,11 +156,9 @@ class Lanes:
         is another tenant's, and that tenant's length. `model` is the one at its bound, None for the bound of all.
         """
         crowd = self._crowd if model is None else self._crowds.get(model)
-        longest = crowd.longest() if crowd else None
-        if crowd and longest and longest[1] != demand.tenant and longest[0] > crowd.length(demand.tenant, 1):
-            found = self._least_urgent(longest[1], model, 0)
-            if found is not None:
-                return True, longest[0], found
+        richer = crowd.richer_than(demand.tenant) if crowd else None
+        if richer and (found := self._least_urgent(richer[1], model, 0)) is not None:
+            return True, richer[0], found
         found = self._least_urgent(demand.tenant, model, demand.priority)
         return (False, float(found.demand.priority), found) if found else None
 

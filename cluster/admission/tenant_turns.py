@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Final
 
 from cluster.admission.records import Waiting
+from cluster.admission.shares import given_until
 from configs.admission import AdmissionConfig
 
 MAX_CLOCKS: Final = 1024  # of tenants without waiting requests
@@ -227,12 +228,12 @@ class TenantTurns:
         own = self._busy.get(tenant)
         num_others = len(self._busy) - (own is not None)
         if num_others <= FEW:
-            others = [lane for lane in self._busy.values() if lane is not own]
-            return own_s + sum([min(lane.cost_s, own_s * lane.weight / weight) for lane in others])
-        cost_s, others_weight = (
-            (self.cost_s - own.cost_s, self._weight - own.weight) if own else (self.cost_s, self._weight)
-        )
-        return own_s + min(max(0.0, cost_s), own_s * others_weight / weight)
+            others = [(lane.weight, lane.cost_s) for lane in self._busy.values() if lane is not own]
+        elif own:
+            others = [(self._weight - own.weight, max(0.0, self.cost_s - own.cost_s))]
+        else:
+            others = [(self._weight, max(0.0, self.cost_s))]
+        return own_s + given_until(own_s / weight, others)
 
     def waiting_lanes(self) -> Iterator[Lane]:
         """Yield the waiting lanes, as they were at the beginning."""

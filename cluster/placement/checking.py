@@ -42,6 +42,7 @@ def usable_state(
     checked_models: dict[str, ModelState] = {}
     same_models = {id(model) for model in before.models.values()}
     same_workers = {id(worker) for worker in before.workers.values()}
+    has_changed = False  # what models are made of
     for model in models:
         if id(model) in same_models and model.id not in checked_models:
             checked_models[model.id] = model
@@ -49,9 +50,13 @@ def usable_state(
         kept = model if _is_sound_model(model, checked_models) else _mended_model(model, checked_models, notes)
         if kept is not None:
             checked_models[kept.id] = kept
+            known = before.models.get(kept.id)
+            has_changed |= known is None or known.components is not kept.components
+    has_changed |= len(checked_models) != len(before.models)
     checked_workers: dict[str, WorkerState] = {}
     for worker in workers:
-        if id(worker) in same_workers and worker.id not in checked_workers and _is_consistent(worker, checked_models):
+        is_same = id(worker) in same_workers and worker.id not in checked_workers
+        if is_same and (not has_changed or _is_consistent(worker, checked_models)):
             checked_workers[worker.id] = worker
             continue
         usable = _checked_worker(worker, checked_workers, checked_models, notes)

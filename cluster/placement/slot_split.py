@@ -11,18 +11,17 @@ only one ingress has a slot at a time. A request that needs several slots has th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 from cluster.admission.records import PoolClaims, SlotClaim
+from cluster.admission.shares import fill
 
 ARRIVALS_S: Final = 2.0  # of arrivals count as if they waited: refusing many earns as much as letting many wait
 MAX_SLOTS: Final = 10_000  # of a replica
 _ROUNDING: Final = 1e-6
 _LEAST_RATE: Final = 1e-3
-
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +58,6 @@ class _ClaimGroup:
     @property
     def capacity(self) -> int:
         return self.num_slots * len(self.replicas)
-
-
-def _fill(amount: float, claims: Mapping[K, tuple[float, float]]) -> dict[K, float]:
-    """Divide an amount among claims (weight, most) by weight, none above its most."""
-    given: dict[K, float] = {}
-    weights = sum([weight for weight, _ in claims.values()])
-    for key, (weight, most) in sorted(claims.items(), key=lambda item: item[1][1] / item[1][0]):
-        # The rest may be slightly below 0 by rounding.
-        given[key] = min(most, max(0.0, amount) * weight / weights) if weights > 0 else 0.0
-        amount, weights = amount - given[key], weights - weight
-    return given
 
 
 def split_pool(
@@ -175,9 +163,9 @@ def _exact_parts(group: _ClaimGroup, boosts: Mapping[str, float]) -> tuple[dict[
                     own.setdefault(tenant, {})[name] = num * boosts[name], num
                     weights[tenant] = weight
         tenants = {tenant: (weights[tenant], sum([num for _, num in each.values()])) for tenant, each in own.items()}
-        for tenant, amount in _fill(left, tenants).items():
+        for tenant, amount in fill(left, tenants).items():
             left -= amount
-            for name, part in _fill(amount, own[tenant]).items():
+            for name, part in fill(amount, own[tenant]).items():
                 parts[name] += part
     return parts, max(0.0, left)
 

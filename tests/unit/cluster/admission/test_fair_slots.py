@@ -53,3 +53,26 @@ async def test_where_nobody_may_wait_a_newcomer_is_refused() -> None:
     slots.release()
     await slots.acquire("b")
     assert slots.are_taken
+
+
+@seeds(50)
+async def test_a_newcomer_is_told_how_many_go_before_it_give_or_take_the_turn_of_each_other_tenant(seed: int) -> None:
+    rng = random.Random(seed)
+    slots, order = FairSlots(1, lambda: 1000), list[int]()
+    await slots.acquire("first")
+
+    async def wait(tenant: str, number: int) -> None:
+        await slots.acquire(tenant)
+        order.append(number)
+
+    tenants = [rng.choice("aaabcd") for _ in range(rng.randint(0, 40))]
+    tasks = [asyncio.create_task(wait(tenant, number)) for number, tenant in enumerate(tenants)]
+    await asyncio.sleep(0)
+    newcomer = rng.choice("abcde")
+    told = slots.num_ahead(newcomer)
+    tasks.append(asyncio.create_task(wait(newcomer, len(tenants))))
+    for _ in tasks:
+        await asyncio.sleep(0)
+        slots.release()
+    await asyncio.gather(*tasks)
+    assert told - len({*tenants} - {newcomer}) <= order.index(len(tenants)) <= told

@@ -11,7 +11,7 @@ import pytest
 from kit.seeding import seeded_random
 
 from cluster.admission.records import PoolClaims, ReplicaUse, SlotClaim
-from cluster.placement.slot_split import PoolSplit, _fill, split_pool
+from cluster.placement.slot_split import PoolSplit, split_pool
 
 SLOT = 0.25
 
@@ -34,14 +34,6 @@ def claims(
 
 def split(**ingresses: PoolClaims) -> PoolSplit:
     return split_pool(ingresses, dict.fromkeys(ingresses, 0.0))
-
-
-def test_an_amount_is_filled_by_weight_up_to_what_each_wants() -> None:
-    assert _fill(10.0, {"a": (1.0, 100.0), "b": (1.0, 100.0)}) == {"a": 5.0, "b": 5.0}
-    assert _fill(10.0, {"a": (1.0, 2.0), "b": (1.0, 100.0)}) == {"a": 2.0, "b": 8.0}
-    assert _fill(12.0, {"a": (3.0, 100.0), "b": (1.0, 100.0)}) == {"a": 9.0, "b": 3.0}
-    assert sum(_fill(10.0, {"a": (1.0, 2.0), "b": (1.0, 3.0)}).values()) == 5.0
-    assert _fill(1.0, {}) == {}
 
 
 def test_an_ingress_alone_has_all() -> None:
