@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Final
 
-from cluster.admission.dispatcher import NotAdmitted
+from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Refusal
 from cluster.records.errors import ClusterError
 
@@ -35,14 +34,14 @@ class SlotsFull(ClusterError):
 
 
 class FairSlots:
-    """A number of slots on one event loop, and at most `max_waiting()` waiters.
+    """A number of slots on one event loop, and at most `max_waiting` waiters.
 
     Beyond that, the newest waiter of the tenant that has the most makes room for a tenant that has fewer.
     """
 
-    def __init__(self, number: int, max_waiting: Callable[[], int]) -> None:
+    def __init__(self, number: int, max_waiting: int) -> None:
         self._num_free = number
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._lines: OrderedDict[str, dict[asyncio.Future[None], None]] = OrderedDict()  # the next tenant first
         self.num_waiting = 0
 
@@ -61,7 +60,7 @@ class FairSlots:
         if self._num_free:
             self._num_free -= 1
             return
-        if self.num_waiting >= self._max_waiting():
+        if self.num_waiting >= self.max_waiting:
             self._make_room(tenant)
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, {})[slot] = None
@@ -130,11 +129,12 @@ def release_read_slot() -> None:
 
 
 class ReadLimiter:
-    """The read slots of one event loop. At most `max_waiting()` requests wait for one."""
+    """The read slots before an admission queue. At most as many requests wait for one as may wait in the queue."""
 
-    def __init__(self, max_waiting: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._slots = FairSlots(NUM_READ_SLOTS, max_waiting)
+    def __init__(self, queue: Dispatcher) -> None:
+        self.now_s = queue.now_s
+        self._queue = queue
+        self._slots = FairSlots(NUM_READ_SLOTS, queue.config.max_waiting)
         self._interval_s = 0.0  # between two slots that requests waited for
         self._given_s = 0.0  # when the last one was given out
 
@@ -145,17 +145,19 @@ class ReadLimiter:
 
     @contextlib.asynccontextmanager
     async def slot(self, tenant: str, ends_s: float) -> AsyncIterator[None]:
-        """Wait for a slot and hold it, no longer than the context lasts, for a request whose time `ends_s` on `clock`.
+        """Wait for a slot and hold it, no longer than the context lasts, for a request whose time
+        `ends_s` on the queue's clock.
 
         Raises NotAdmitted.
         """
-        began_s = self.clock()
+        began_s = self.now_s()
         longest_s = max(_SHORT_S, _MOST_SHARE * (ends_s - began_s))
         has_to_wait = self._slots.are_taken
         if began_s >= ends_s:
             raise NotAdmitted(Refusal("expired"))
         if has_to_wait and self._wait_s(tenant) > min(longest_s, ends_s - began_s):
             raise NotAdmitted(self._overloaded(tenant, longest_s))
+        self._slots.max_waiting = self._queue.config.max_waiting
         try:
             await self._slots.acquire(tenant)
         except SlotsFull as full:
@@ -163,7 +165,7 @@ class ReadLimiter:
         slot = _Slot(self._slots)
         _current_slot.set(slot)
         try:
-            now_s = self.clock()
+            now_s = self.now_s()
             if has_to_wait:
                 self._interval_s += _NEW * (now_s - self._given_s - self._interval_s)
             self._given_s = now_s

@@ -250,7 +250,7 @@ class ReadGate:
 
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in once it has a slot. It has none while its client sends: slow ones hold up nobody."""
-        arrived_s = self._arrivals.arrived_s(scope, time.time(), self._limiter.clock())
+        arrived_s = self._arrivals.arrived_s(scope, time.time(), self._limiter.now_s())
         try:
             messages = await receive_small(receive)
         except ServiceError as slow:
@@ -269,7 +269,7 @@ class ReadGate:
                 return
             if _has_left(leaving):
                 return
-            waited_s = self._limiter.clock() - arrived_s
+            waited_s = self._limiter.now_s() - arrived_s
             scope[WAITED] = waited_s if waited_s > _LEAST_S else 0.0
             await self._app(scope, rest, send)
 

@@ -146,7 +146,7 @@ def create_http_app(
         app.router.routes.extend(router.routes)
     if callers.need_keys:
         describe_keys(app)
-    limiter = limiter or ReadLimiter(lambda: service.queue.config.max_waiting)
+    limiter = limiter or ReadLimiter(service.queue)
     _add_gates(app, config, limiter, _http_access(callers, config, http_host, app))
     return app
 
@@ -301,7 +301,7 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        limiter = ReadLimiter(lambda: self._queue.config.max_waiting)
+        limiter = ReadLimiter(self._queue)
         callers = Callers(self._config.access, self._config.ingress.num_replicas)
         app = create_http_app(self._service, self._config, self._http_host, self._watch_replicas, callers, limiter)
         access = _http_access(callers, self._config, self._http_host, app)

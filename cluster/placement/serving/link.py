@@ -229,22 +229,17 @@ class QueuesAway(ClusterError):
 
 
 class SlotLink(Link):
-    """The link of one ingress, and the queues of all of them together. Arguments are those of `Link`.
-
-    `clock` is the queue's.
-    """
+    """The link of one ingress, and the queues of all of them together. Arguments are those of `Link`."""
 
     def __init__(
         self,
         name: str,
         queue: Dispatcher,
         connect: Callable[[], Any],
-        clock: Callable[[], float] = time.monotonic,
         process: ProcessMark | None = None,
     ) -> None:
         super().__init__(name, connect, queue.own_slots.changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
         self._queue = queue
-        self._clock = clock
         self._process = process or ProcessMark.this()
         self._session = ""
         self._revision = 0
@@ -274,7 +269,7 @@ class SlotLink(Link):
 
     async def _report_once(self) -> None:
         """Tell what is here. Two in a row that fail show that the controller is away."""
-        began_s = self._clock()
+        began_s = self._queue.now_s()
         report = await self._report(began_s)
         if self._is_reported(report, began_s, SLOT_REST_S):
             return

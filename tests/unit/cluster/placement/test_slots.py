@@ -170,9 +170,7 @@ class Ingress:
         clock = asyncio.get_running_loop().time
         self.queue = Dispatcher(config or AdmissionConfig(), clock, num_sharing=2)
         self.queue.set_replicas(POOL, REPLICAS)
-        self.link = SlotLink(
-            uuid.uuid4().hex, self.queue, lambda: actor.handle_of(lambda: self.is_alive), clock, process
-        )
+        self.link = SlotLink(uuid.uuid4().hex, self.queue, lambda: actor.handle_of(lambda: self.is_alive), process)
         self.link.start()
         self.running = running
         self.tasks: set[asyncio.Task[str]] = set()
