@@ -202,7 +202,7 @@ class AnswerReader:
             self._state = self._read_head
         elif tools.syntax in ("braces", "python"):
             stop = tools.call[1] if tools.syntax == "braces" else tools.section[1] if marker else ""
-            self._begin(WholeCall(tape, self._calls, tools, self._is_meant, stop))
+            self._begin(WholeCall(tape, self._calls, tools, stop, must_know=self._must_know))
         elif marker and marker == tools.call[0].strip() and tools.syntax != "object":
             self._state = self._read_kind
         else:
@@ -211,11 +211,11 @@ class AnswerReader:
     def _begin(self, call: CallReader) -> None:
         self._call, self._state = call, self._read_call
 
-    def _is_meant(self, name: str) -> bool:
-        """Return whether a call of this name is one: where no marker says so, and in thoughts, it must be known."""
+    @property
+    def _must_know(self) -> bool:
+        """Whether only a known name makes a call: no marker says that it is one, or it stands in a thought."""
         assert self._tools is not None
-        is_vague = self._tools.is_bare or (self._tape.keeps_raw and self._met_in == self._read_thought)
-        return not is_vague or self._calls.knows(name)
+        return self._tools.is_bare or (self._tape.keeps_raw and self._met_in == self._read_thought)
 
     def _give_up(self) -> bool:
         """Leave what was no call to the text, or to the reasoning, that it was met in."""
@@ -263,7 +263,7 @@ class AnswerReader:
             is_call = body[0] == "{"
             tape.skip(blanks + (not is_call))
             if is_call:
-                self._begin(JsonCall(tape, self._calls, tools, self._is_meant))
+                self._begin(JsonCall(tape, self._calls, tools, must_know=self._must_know))
             return True
         return self._give_up()
 
@@ -284,13 +284,13 @@ class AnswerReader:
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         if tools.syntax == "tagged":
-            self._begin(TaggedCall(tape, self._calls, tools, self._is_meant))
+            self._begin(TaggedCall(tape, self._calls, tools, must_know=self._must_know))
             return True
         body = tape.held.lstrip()
         if body[:1] in ("[", "{"):
             self._state = self._read_section
         elif body:
-            self._begin(JsonCall(tape, self._calls, tools, self._is_meant))
+            self._begin(JsonCall(tape, self._calls, tools, must_know=self._must_know))
         return bool(body)
 
     # Messages with heads
