@@ -29,6 +29,7 @@ from cluster.door.places import HTTP_ADDRESS
 from cluster.placement.serving.actor import connect_controller
 from cluster.placement.serving.link import Link, SlotLink, link_queue
 from cluster.process.logs import configure_logs
+from cluster.process.ray_calls import NamedActor
 from cluster.process.telemetry import EdgeMetrics
 from cluster.process.tracing import begin_tracing
 from cluster.ray_seam.handles import watch_replicas
@@ -131,7 +132,7 @@ def create_http_app(
     readers = ImageReaders()
     fetcher = ImageFetcher(config.ingress.image_hosts, config.ingress.limits.max_upload_bytes)
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
-    controller = ControllerCalls(partial(connect_controller, config) if config.controller.enabled else None)
+    controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
     for router in (
         *_client_routers(service, config, readers, images, view),
@@ -290,7 +291,7 @@ class Ingress:
         begin_tracing(config.tracing)
         self._http_host = _checked_host(config)
         name = ray.get_runtime_context().get_actor_name()
-        snapshot = RegistrySnapshot(lambda: connect_registry(config), replica=name)
+        snapshot = RegistrySnapshot(NamedActor(partial(connect_registry, config)), replica=name)
         self._config = config
         self._handles = {ENCODER: encoder, WORKER: worker}
         self._queue = Dispatcher(config.admission, num_sharing=config.ingress.num_replicas)
@@ -361,9 +362,9 @@ class Ingress:
         config = self._config
         if not config.has_controller:
             return []
-        connect = partial(connect_controller, config)
-        links: list[Link] = [link_queue(name, self._queue, connect, config.controller.tick_s)]
-        return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, connect)]
+        controller = _controller_of(config)
+        links: list[Link] = [link_queue(name, self._queue, controller, config.controller.tick_s)]
+        return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, controller)]
 
     def _why_none(self, pool: str) -> WhyNone:
         """Return what tells why no replica can answer. Serve's controller is asked when the queue knows none."""
@@ -373,6 +374,10 @@ class Ingress:
             return None if self._queue.num_replicas(pool) else await states.why_none_can()
 
         return why_none_can
+
+
+def _controller_of(config: ClusterConfig) -> NamedActor:
+    return NamedActor(partial(connect_controller, config))
 
 
 def _checked_host(config: ClusterConfig) -> str:

@@ -14,6 +14,7 @@ import logging
 import time
 import uuid
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 from cluster.admission.outcomes import EndedRequests
@@ -30,7 +31,7 @@ from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.state import SloClass, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from cluster.process.logs import configure_logs
-from cluster.process.ray_calls import connect_actor, node_addresses
+from cluster.process.ray_calls import NamedActor, connect_actor, node_addresses
 from cluster.process.telemetry import ControllerMetrics
 from cluster.ray_seam.serve_control import ServeReplicas
 from cluster.records.actor_names import controller_name
@@ -58,7 +59,7 @@ class Controller:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         configure_logs(config.logging.format)
         self._config = config.controller
-        self._registry = FollowedRegistry(RegistrySnapshot(lambda: connect_registry(config)))
+        self._registry = FollowedRegistry(RegistrySnapshot(NamedActor(partial(connect_registry, config))))
         self._observations = Observations(self._slo_of, time.monotonic())
         self._deciding = Deciding(LATENCY_FIRST, self._observations, lambda: uuid.uuid4().hex[:16])
         self._mailboxes = Mailboxes()

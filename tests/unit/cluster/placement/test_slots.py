@@ -37,6 +37,7 @@ from cluster.placement.serving.link import SLOT_REPORT_S, QueuesAway, SlotLink
 from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.slot_book import SILENT_S, SLOT_REST_S
 from cluster.process.processes import ProcessMark
+from cluster.process.ray_calls import NamedActor
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
@@ -170,7 +171,9 @@ class Ingress:
         clock = asyncio.get_running_loop().time
         self.queue = Dispatcher(config or AdmissionConfig(), clock, num_sharing=2)
         self.queue.set_replicas(POOL, REPLICAS)
-        self.link = SlotLink(uuid.uuid4().hex, self.queue, lambda: actor.handle_of(lambda: self.is_alive), process)
+        self.link = SlotLink(
+            uuid.uuid4().hex, self.queue, NamedActor(lambda: actor.handle_of(lambda: self.is_alive)), process
+        )
         self.link.start()
         self.running = running
         self.tasks: set[asyncio.Task[str]] = set()

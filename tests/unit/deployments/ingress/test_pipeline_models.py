@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.process.ray_calls import NamedActor
 from cluster.records.text_routes import is_route
 from cluster.registry.directory import DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
@@ -221,7 +222,7 @@ def registry() -> Registry:
 
 @pytest.fixture
 async def watch(registry: Registry) -> AsyncIterator[RegistrySnapshot]:
-    watch = RegistrySnapshot(lambda: registry)
+    watch = RegistrySnapshot(NamedActor(lambda: registry))
     yield watch
     watch.close()
 

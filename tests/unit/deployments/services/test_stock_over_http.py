@@ -27,6 +27,7 @@ from unit.deployments.engine_loops import stream_images
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import VideosConfig, WorkerConfig
 from configs.model import AdapterConfig, GenerationDefaults
@@ -102,7 +103,7 @@ async def client(
         entry=AdapterConfig(id="style", path="/", base=("wan",)),
     )
     ingress = CONFIG.ingress.model_copy(update={"videos": VideosConfig(folder=tmp_path / "videos")})
-    config, watch = CONFIG.model_copy(update={"ingress": ingress}), RegistrySnapshot(lambda: worker)
+    config, watch = CONFIG.model_copy(update={"ingress": ingress}), RegistrySnapshot(NamedActor(lambda: worker))
     handle = FakeHandle(worker)
     async with client_over(create_http_app(Service(config, watch, handle, handle), config)) as http:
         yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)

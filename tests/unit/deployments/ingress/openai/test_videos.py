@@ -23,6 +23,7 @@ from PIL import Image
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, SWITCH, Replicas, client_over, problem
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
 from configs.cluster import VideosConfig
@@ -85,7 +86,7 @@ def open_videos(as_described: Any, makers: Makers, tmp_path: Path) -> Open:
         access = AccessConfig(keys_file=keys, allowed_hosts=["test"])
         ingress = CONFIG.ingress.model_copy(update={"videos": settings})
         config = CONFIG.model_copy(update={"ingress": ingress, "access": access})
-        watch, handle = RegistrySnapshot(lambda: makers), FakeHandle(makers)
+        watch, handle = RegistrySnapshot(NamedActor(lambda: makers)), FakeHandle(makers)
         app = create_http_app(Service(config, watch, handle, handle), config)
         async with client_over(app, event_hooks=as_described(app)) as client:
             yield client
