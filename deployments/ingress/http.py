@@ -41,7 +41,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.admin.live import NUM_DECISIONS, ClusterView, create_live_router
+from deployments.ingress.admin.live import ClusterView, create_live_router
 from deployments.ingress.admin.routes import ControllerCalls, create_admin_router, create_controller_router
 from deployments.ingress.compat.a1111 import create_a1111_router
 from deployments.ingress.compat.anthropic import create_messages_router
@@ -133,7 +133,7 @@ def create_http_app(
     fetcher = ImageFetcher(config.ingress.image_hosts, config.ingress.limits.max_upload_bytes)
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
     controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
-    view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
+    view = ClusterView(service.operations, service.queues, controller)
     for router in (
         *_client_routers(service, config, readers, images, view),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
@@ -297,9 +297,8 @@ class Ingress:
         self._queue = Dispatcher(config.admission, num_sharing=config.ingress.num_replicas)
         self._links = self._make_links(uuid.uuid4().hex)
         slot_link = next((link for link in self._links if isinstance(link, SlotLink)), None)
-        self._service = Service(
-            config, snapshot, encoder, worker, self._why_none, self._queue, slot_link, EdgeMetrics()
-        )
+        why_none = {pool: self._why_none(pool) for pool in self._handles}
+        self._service = Service(config, snapshot, encoder, worker, why_none, self._queue, slot_link, EdgeMetrics())
 
     def __serve_build_asgi_app__(self) -> Any:
         limiter = ReadLimiter(self._queue)

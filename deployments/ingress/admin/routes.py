@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Body, Query
@@ -301,7 +300,7 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         return json_response(answer, 200 if health.num_ready else 503)
 
     nodes = NodeMetrics(node_exporters)
-    residency = ResidencyMetrics(partial(_without_models, service.operations))
+    residency = ResidencyMetrics(service.operations)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -320,11 +319,6 @@ async def _queue_page(service: Service) -> str:
         return admission_metrics(await service.queues.snapshot())
     except QueuesAway:
         return ""
-
-
-async def _without_models(operations: Operations) -> dict[str, Any]:
-    cluster = await operations.describe_cluster(Page(max_models=0))
-    return cluster.model_dump(mode="json", exclude_unset=True)
 
 
 def _add_cluster_route(router: APIRouter, operations: Operations) -> None:

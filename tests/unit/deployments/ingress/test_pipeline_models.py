@@ -105,8 +105,8 @@ def ask() -> Models:
 @pytest.fixture
 def models(ask: Models) -> PipelineModels:
     configs = [PipelineConfig.model_validate(config) for config in (IMAGES, WORDS, VECTORS)]
-    pipelines = Pipelines(configs, ask, lambda: KNOWN)
-    return PipelineModels(pipelines, pipelines.run_pipeline)
+    pipelines = Pipelines(configs, ask, SimpleNamespace(records=KNOWN))
+    return PipelineModels(pipelines, pipelines)
 
 
 async def test_images_have_seeds_in_a_row(models: PipelineModels) -> None:
