@@ -54,42 +54,32 @@ def _is_lost(error: BaseException | None) -> bool:
     return error is not None and isinstance(error.__cause__, RayActorError)
 
 
-def _nowhere() -> bool:
-    return False
-
-
 class _Retries:
-    """The count of retries of one request. None begins after its deadline.
+    """The count of retries of one request.
 
-    `is_elsewhere` takes in that the replica could not load the model, and says whether another one may.
+    With a `slot`, another replica may have it where one cannot load the model.
     """
 
-    def __init__(
-        self,
-        deadline: Deadline,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        is_elsewhere: Callable[[], bool] = _nowhere,
-    ) -> None:
-        self._deadline = deadline
-        self._sleep = sleep
-        self._is_elsewhere = is_elsewhere
+    def __init__(self, slot: AdmissionSlot | None = None) -> None:
+        self._slot = slot
         self._has_moved = False
         self._num_died = self._num_missed = 0
         self.is_suspect = False
 
-    async def after(self, error: Exception, num_pieces: int = 0) -> None:
-        """Wait until the request may be sent again.
+    def pause_after(self, error: Exception, num_pieces: int = 0) -> float:
+        """Return the seconds to wait before the request is sent again.
 
-        Raises the replica's own error when there is one, DeadlineExceeded, and ReplicaLost when the request was on too
-        many replicas that died, when none could be reached for long, or when `num_pieces` of a stream have gone out
-        already that another replica would begin anew.
+        Raises the replica's own error when there is one, and ReplicaLost when the request was on too many replicas that
+        died, when none could be reached for long, or when `num_pieces` of a stream have gone out already that another
+        replica would begin anew.
         """
         if isinstance(error, CannotLoad):
             # HAZARD: also told of the last failure, or else the next request would come here again.
-            if not self._is_elsewhere() or self._has_moved or num_pieces:
+            is_elsewhere = self._slot is not None and self._slot.is_elsewhere()
+            if not is_elsewhere or self._has_moved or num_pieces:
                 raise error
             self._has_moved, self.is_suspect = True, False
-            return
+            return 0.0
         if not _is_lost(error):
             raise error
         if num_pieces:
@@ -105,8 +95,7 @@ class _Retries:
             if self._num_died > MAX_RETRIES:
                 raise ReplicaLost(f"{self._num_died} replicas were lost while they worked on this request") from error
             self.is_suspect = True
-        async with self._deadline.bounding():
-            await self._sleep(min(PAUSE_S * 2 ** min(self._num_missed, 4), LONGEST_PAUSE_S))
+        return min(PAUSE_S * 2 ** min(self._num_missed, 4), LONGEST_PAUSE_S)
 
 
 class Resumption:
@@ -179,7 +168,7 @@ class RetriedCalls:
                 return self._calls.call(method, *arguments, deadline=deadline, place=slot.replica(), route=route)
 
             # The texts of a route have a replica of their own, whichever the place was.
-            result = await self.answered(send, deadline, _nowhere if route else slot.is_elsewhere)
+            result = await self.answered(send, deadline, None if route else slot)
             _note_answer(slot, result)
         return result
 
@@ -201,7 +190,7 @@ class RetriedCalls:
                 await on_piece(piece)
 
         with admitted(self._queue, demand) as slot:
-            retries = _Retries(deadline, is_elsewhere=slot.is_elsewhere)
+            retries = _Retries(slot)
             while True:
                 try:
                     async with self._turn(retries, deadline):
@@ -218,7 +207,7 @@ class RetriedCalls:
                 except Exception as error:
                     if resumption.is_complete and _is_lost(error):
                         break
-                    await retries.after(error, resumption.num_final)
+                    await _pause(retries.pause_after(error, resumption.num_final), deadline)
             if last is not None:
                 _note_answer(slot, last)
         return last
@@ -236,16 +225,16 @@ class RetriedCalls:
         return Deadline(self._timeout_s)
 
     async def answered(
-        self, send: Callable[[], Awaitable[Any]], deadline: Deadline, is_elsewhere: Callable[[], bool] = _nowhere
+        self, send: Callable[[], Awaitable[Any]], deadline: Deadline, slot: AdmissionSlot | None = None
     ) -> Any:
-        """Return the result of `send`, of a second replica if need be."""
-        retries = _Retries(deadline, is_elsewhere=is_elsewhere)
+        """Return the result of `send`, of a second replica if need be. No try begins after the deadline."""
+        retries = _Retries(slot)
         while True:
             try:
                 async with self._turn(retries, deadline):
                     return await send()
             except Exception as error:
-                await retries.after(error)
+                await _pause(retries.pause_after(error), deadline)
 
     def _turn(self, retries: _Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """Return the turn of a try: suspects go one at a time, all others at once."""
@@ -263,6 +252,12 @@ class RetriedCalls:
             yield
         finally:
             self._suspects.release()
+
+
+async def _pause(seconds: float, deadline: Deadline) -> None:
+    """Wait. Raises DeadlineExceeded."""
+    async with deadline.bounding():
+        await asyncio.sleep(seconds)
 
 
 def _note_answer(slot: AdmissionSlot, answer: Any) -> None:
