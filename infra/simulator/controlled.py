@@ -72,8 +72,7 @@ class Controlled:
         self._is_described = False
         self._observations = Observations(lambda id_: world.models[id_].slo, -WARM_UP_S)
         self._observations.catalog = {id_: CatalogEntry("simulated", _VERSION) for id_ in world.models}
-        ids = itertools.count()
-        self._deciding = Deciding(policy, self._observations, lambda: str(next(ids)))
+        self._deciding = Deciding(policy, self._observations, map(str, itertools.count()))
         self._placement = Placement()
         self.is_controller_up = is_controller_up
         self.decisions: list[TimedDecision] = []

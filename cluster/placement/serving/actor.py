@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
@@ -61,7 +62,7 @@ class Controller:
         self._config = config.controller
         self._registry = FollowedRegistry(RegistrySnapshot(NamedActor(partial(connect_registry, config))))
         self._observations = Observations(self._slo_of, time.monotonic())
-        self._deciding = Deciding(LATENCY_FIRST, self._observations, lambda: uuid.uuid4().hex[:16])
+        self._deciding = Deciding(LATENCY_FIRST, self._observations, _new_ids())
         self._mailboxes = Mailboxes()
         self._changed = asyncio.Event()
         self._heard = asyncio.Event()  # something that the next decision may differ by, though not at once
@@ -282,6 +283,11 @@ class Controller:
     def _slo_of(self, model: str) -> SloClass:
         name, found = self._config.slo_of(model)
         return SloClass(name, found.target_s, found.weight)
+
+
+def _new_ids() -> Iterator[str]:
+    while True:
+        yield uuid.uuid4().hex[:16]
 
 
 def _has_changed(before: WorkerReport, after: WorkerReport) -> bool:
