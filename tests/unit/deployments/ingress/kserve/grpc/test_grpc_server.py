@@ -284,7 +284,7 @@ async def test_a_watcher_hears_of_changes_only() -> None:
     states: list[Any] = [True, True, errors.ModelUnavailable("restarting"), False, True]
     told, told_other, num_looks = [], [], 0
 
-    async def is_ready() -> bool:
+    async def server_ready() -> bool:
         nonlocal num_looks
         num_looks += 1
         state = states.pop(0)
@@ -298,7 +298,7 @@ async def test_a_watcher_hears_of_changes_only() -> None:
         if not states:
             await asyncio.Event().wait()
 
-    servicer = _HealthServicer(is_ready, (), sleep)
+    servicer = _HealthServicer(SimpleNamespace(server_ready=server_ready), (), sleep)
 
     def watch(heard: list[int], service: str = "") -> asyncio.Task[None]:
         async def write(answer: health.HealthCheckResponse) -> None:
