@@ -19,7 +19,6 @@ from fastapi import APIRouter, FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from cluster.admission.dispatcher import Dispatcher
@@ -203,7 +202,7 @@ def _around_gate(config: ClusterConfig, gate: ASGIApp) -> ASGIApp:
 
 def _http_access(callers: Callers, config: ClusterConfig, http_host: str | None, app: FastAPI) -> HttpAccess:
     host = config.http.host if http_host is None else http_host
-    return HttpAccess(callers, config.access, host, partial(_is_path, app))
+    return HttpAccess(callers, config.access, host, app)
 
 
 def _openai_routers(
@@ -240,12 +239,6 @@ def _compat_routers(
         yield create_ollama_router(service, images)
     if compat.a1111:
         yield create_a1111_router(service, config, readers)
-
-
-def _is_path(app: FastAPI, path: str) -> bool:
-    """Return whether the application has a route at `path`, of any method."""
-    scope = {"type": "http", "method": "GET", "path": path}
-    return any(route.matches(scope)[0] != Match.NONE for route in app.routes)
 
 
 def _lifespan(
