@@ -28,7 +28,8 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
 from deployments.ingress.messages.terms import AdmissionSlot, admitted
-from deployments.pipelines.plans import SegmentResult
+from deployments.pipelines.plans import SegmentCall, SegmentResult
+from deployments.pipelines.runner import SegmentReply
 from deployments.records import ImageProgress
 from deployments.records.errors import CannotLoad, ReplicaLost
 from deployments.records.tasks import Deadline
@@ -270,17 +271,20 @@ def _note_answer(slot: AdmissionSlot, answer: Any) -> None:
 class EncoderReply:
     """The reply of a segment, asked again elsewhere when the replica that worked on it dies.
 
-    `send` begins a call of `encoder`, with the responses of `upstream` as they are then, and returns Serve's
-    response, which may be handed on without coming here.
+    Each try gets the responses of `upstream` as they are then. Its own `response` is Serve's, which may be handed on
+    without coming here.
     """
 
-    def __init__(self, encoder: RetriedCalls, send: Callable[[], Any], upstream: Sequence[EncoderReply] = ()) -> None:
+    def __init__(
+        self, encoder: RetriedCalls, call: SegmentCall, upstream: Sequence[SegmentReply] = (), route: str = ""
+    ) -> None:
         self._encoder = encoder
-        self._send = send
-        self._deadline = encoder.deadline()
+        self._call = call
         self._upstream = upstream
+        self._route = route
+        self._deadline = encoder.deadline()
         self._has_failed = False
-        self.response = send()
+        self.response = self._begin()
 
     def __await__(self) -> Generator[Any, None, SegmentResult]:
         return self._answered().__await__()
@@ -289,11 +293,16 @@ class EncoderReply:
         """Cancel the call."""
         self.response.cancel()
 
+    def _begin(self) -> Any:
+        results = [reply.response for reply in self._upstream]
+        return self._encoder.begin_call("run_segment", self._call, *results, route=self._route)
+
     def _send_again(self) -> None:
         """Send the call again, and those of earlier segments too: the replica that died may be any on the way."""
         for reply in self._upstream:
-            reply._send_again()
-        self.response = self._send()
+            if isinstance(reply, EncoderReply):
+                reply._send_again()
+        self.response = self._begin()
         self._has_failed = False
 
     async def _answered(self) -> SegmentResult:

@@ -311,14 +311,7 @@ class Service:
 
         items = [item for batch in call.inputs.values() if isinstance(batch, list) for item in batch]
         texts = [item for item in items if isinstance(item, str | tuple)]
-        route = route_of(texts) if texts else ""
-
-        def begin() -> Any:
-            results = [reply.response for reply in upstream]
-            return self._encoder.begin_call("run_segment", versioned, *results, route=route)
-
-        replies = [reply for reply in upstream if isinstance(reply, EncoderReply)]
-        return EncoderReply(self._encoder, begin, replies)
+        return EncoderReply(self._encoder, versioned, upstream, route_of(texts) if texts else "")
 
     async def batching(self) -> BatchingConfig:
         """Return how the text encoders batch requests now."""
