@@ -93,7 +93,7 @@ class FakeActor:
         self.loses: Callable[[], bool] = lambda: False  # a call or its answer, on the way
 
     async def start(self) -> None:
-        self.desk = SlotDesk(asyncio.get_running_loop().time)
+        self.desk = SlotDesk()
 
     async def crash(self) -> None:
         """Kill it; Ray starts it anew."""
@@ -656,7 +656,7 @@ def test_a_look_at_processes_that_fails_ends_no_looking(monkeypatch: pytest.Monk
     monkeypatch.setattr("cluster.placement.serving.slot_desk._is_running", is_running)
 
     async def work() -> None:
-        desk = SlotDesk(asyncio.get_running_loop().time)
+        desk = SlotDesk()
         try:
             await desk.report_slots("gone", SlotReport(1, "", 0, NO_PROCESS, {}))
             await asyncio.sleep(10 * SILENT_S)
