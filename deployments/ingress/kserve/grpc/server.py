@@ -69,15 +69,9 @@ class _HealthServicer:
     All known services are ready as soon as the server is as a whole.
     """
 
-    def __init__(
-        self,
-        server: ServerState,
-        services: tuple[str, ...],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, server: ServerState, services: tuple[str, ...]) -> None:
         self._server = server
         self._services = ("", *services)
-        self._sleep = sleep
         self._num_watchers = 0
         self._poller: asyncio.Task[None] | None = None  # while there are watchers
         self._last: Any = None  # the status that it saw
@@ -123,7 +117,7 @@ class _HealthServicer:
                 self._last = status
                 changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
                 changed.set_result(None)
-            await self._sleep(_WATCH_INTERVAL_S)
+            await asyncio.sleep(_WATCH_INTERVAL_S)
 
     async def _status(self, service: str) -> Any:
         if service not in self._services:
