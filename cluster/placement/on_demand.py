@@ -1,7 +1,7 @@
 """Models that need no order: a switch to them takes not much longer than a request. Pure.
 
 To wait for a worker that is planned would cost such a request more than the switch does, so the queue starts it by
-itself (`replica_slots.py`), on an idle worker at once, and the worker switches while the text is encoded.
+itself (`replica_choice.py`), on an idle worker at once, and the worker switches while the text is encoded.
 """
 
 from __future__ import annotations
