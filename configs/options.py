@@ -39,7 +39,7 @@ class Acceleration(BaseModel):
         return step < self.warmup or (step - self.warmup - 1) % self.interval == 0
 
     def num_computed(self, num_steps: int, start: int = 0) -> int:
-        """Return how many steps from `start` on are computed: at most, where the interval adapts."""
+        """Return the number of steps computed from `start` on: an upper bound where the interval adapts."""
         if self.max_error is not None:
             return num_steps - start
         return sum(map(self.computes, range(start, num_steps)))
@@ -55,7 +55,7 @@ class Variation(BaseModel):
 
 
 class SamplingOptions(BaseModel):
-    """How the tokens of a text are drawn."""
+    """The options of sampling tokens."""
 
     max_tokens: _Count | None = Field(None, description="maximum tokens of an answer")
     temperature: _Finite | None = Field(None, ge=0, le=2)
@@ -91,7 +91,7 @@ class Sampling:
 
 
 class DiffusionOptions(BaseModel):
-    """How an image or a clip is made."""
+    """The options of an image or a clip."""
 
     negative_prompt: str | None = None
     num_inference_steps: _Count | None = None
@@ -112,7 +112,7 @@ class DiffusionOptions(BaseModel):
 
 
 class PictureOptions(DiffusionOptions):
-    """How an image is made."""
+    """The options of an image."""
 
     width: _Count | None = Field(None, description="pixels")
     height: _Count | None = Field(None, description="pixels")

@@ -1,1 +1,1 @@
-"""Admission: which requests are read, wait, start and are refused."""
+"""Admission of requests: which of them are read, wait, start or are refused."""

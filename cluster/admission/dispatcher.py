@@ -53,11 +53,11 @@ class OwnSlots:
         self._is_suspended = False
 
     def claims(self) -> dict[str, PoolClaims]:
-        """Return what the queue has and wants of the replicas that others share, by pool."""
+        """Return by pool the slots that the queue holds and wants of replicas shared with other ingresses."""
         return self._queue.parts.claims(self._dispatcher.now_s())
 
     def requests_per_s(self) -> float:
-        """Return how many requests came of late."""
+        """Return the recent rate of arrivals."""
         return self._queue.arrivals.per_s(self._dispatcher.now_s())[0]
 
     def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float) -> None:
@@ -102,8 +102,8 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._replicas: dict[str, frozenset[str]] = {}
         self._avoided: dict[str, set[str]] = {}
-        self.met_pools: set[str] = set()  # that have had a replica
-        self.changed = asyncio.Event()  # set when a controller should look at once; it clears it
+        self.met_pools: set[str] = set()  # the pools that have ever had a replica
+        self.changed = asyncio.Event()  # set when a controller should look at once; the controller clears it
         self.own_slots = OwnSlots(self, self._queue)
 
     @property
@@ -128,17 +128,17 @@ class Dispatcher:
         return ticket
 
     def slot(self, ticket: int) -> asyncio.Future[str]:
-        """Return the future replica: it comes when the request may start. Raises, awaited: NotAdmitted."""
+        """Return a future of the replica, set when the request may start. Awaiting it raises NotAdmitted."""
         return self._slots[ticket]
 
     def reassign(self, ticket: int, *, is_lost: bool = True) -> asyncio.Future[str]:
-        """Return another replica to wait for, as `give_back`. Raises, awaited: NotAdmitted."""
+        """Give the request back (`give_back`); return a future of its next replica. Awaiting it raises NotAdmitted."""
         self._slots[ticket] = asyncio.get_running_loop().create_future()
         self.give_back(ticket, is_lost=is_lost)
         return self._slots[ticket]
 
     def note_unable(self, ticket: int) -> bool:
-        """Take in that a running request's replica could not load its model: others of that model go elsewhere.
+        """Note that a running request's replica could not load its model: other requests of that model go elsewhere.
 
         Return whether there is another replica for this one.
         """
@@ -147,10 +147,10 @@ class Dispatcher:
     def give_back(self, ticket: int, *, is_lost: bool = True) -> None:
         """Let a request wait again, before all others.
 
-        Where its replica `is_lost`, nothing starts there for a moment, in which the list of replicas follows.
+        If its replica `is_lost`, nothing starts there for a moment, until the list of replicas is up to date.
         """
         pool, replica = self._queue.give_back(ticket, self.now_s())
-        if is_lost and replica:  # one without a name is whichever Serve chooses
+        if is_lost and replica:  # without a name, Serve chooses the replica
             self._avoided.setdefault(pool, set()).add(replica)
             asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
             self._list_replicas(pool)
@@ -163,7 +163,7 @@ class Dispatcher:
         self.pump()
 
     def set_replicas(self, pool: str, names: Collection[str]) -> None:
-        """Say which replicas there are."""
+        """Set the list of replicas."""
         self._replicas[pool] = frozenset(names)
         if names:
             self.met_pools.add(pool)
@@ -225,7 +225,7 @@ class Dispatcher:
 
 
 def _settle(slot: asyncio.Future[str], event: Started | Refused) -> None:
-    """Set what became of a slot, unless who awaits it is about to leave."""
+    """Set the result of a slot, unless its caller is about to leave."""
     if slot.done():
         return
     if isinstance(event, Refused):

@@ -1,4 +1,4 @@
-"""Slots that few have at a time: waiters of one tenant are served FIFO, and the tenants in turn.
+"""A few slots shared fairly: the waiters of one tenant are served FIFO, and the tenants in turn.
 
 Read slots are such: few requests are read at once, so that the event loop has time for probes and answers under
 overload. A request has its slot from its whole body until it is in the admission queue, or until its answer. A request
@@ -18,15 +18,15 @@ from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Refusal
 from cluster.records.errors import ClusterError
 
-# Who has a slot hardly pauses, and all of them go on between two looks of the event loop at its sockets.
+# The holder of a slot hardly pauses: all holders go on between two looks of the event loop at its sockets.
 NUM_READ_SLOTS: Final = 3
 _MOST_SHARE: Final = 0.5  # of a request's time that it may wait to be read
-_SHORT_S: Final = 0.25  # a wait for which nobody is refused who has more time than that
+_SHORT_S: Final = 0.25  # a wait that a request with more time than that is never refused for
 _NEW: Final = 0.05  # weight of a new interval in the mean of those between two slots
 
 
 class SlotsFull(ClusterError):
-    """Raised when as many wait for a slot as may: `num_waiting`."""
+    """Raised when the most waiters, `num_waiting`, wait for a slot already."""
 
     def __init__(self, num_waiting: int) -> None:
         super().__init__(num_waiting)
@@ -47,16 +47,16 @@ class FairSlots:
 
     @property
     def are_taken(self) -> bool:
-        """Return whether a request that comes now has to wait."""
+        """Return whether a new request has to wait."""
         return self._num_free == 0
 
     def num_ahead(self, tenant: str) -> int:
-        """Return how many slots are given out before one of the tenant who comes now has one."""
+        """Return the number of slots given out before a new request of the tenant gets one."""
         num_own, num_tenants = len(self._lines.get(tenant, ())), len(self._lines.keys() | {tenant})
         return min(self.num_waiting, (num_own + 1) * num_tenants)
 
     async def acquire(self, tenant: str) -> None:
-        """Wait for a slot, which the caller has to release. Raises SlotsFull, at once or when it has to make room."""
+        """Wait for a slot, which the caller has to release. Raises SlotsFull, at once or to make room for another."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -145,8 +145,7 @@ class ReadLimiter:
 
     @contextlib.asynccontextmanager
     async def slot(self, tenant: str, ends_s: float) -> AsyncIterator[None]:
-        """Wait for a slot and hold it, no longer than the context lasts, for a request whose time
-        `ends_s` on the queue's clock.
+        """Wait for a slot and hold it at most as long as the context. The request's time ends at `ends_s`, by `now_s`.
 
         Raises NotAdmitted.
         """
@@ -178,9 +177,9 @@ class ReadLimiter:
             slot.release()
 
     def _wait_s(self, tenant: str) -> float:
-        """Return how long one of the tenant who comes now waits, at the pace of the last ones."""
+        """Return the seconds that a new request of the tenant would wait, at the recent pace."""
         return self._slots.num_ahead(tenant) * self._interval_s
 
     def _overloaded(self, tenant: str, longest_s: float) -> Refusal:
-        """Return a refusal with the time until a newcomer waits no longer than that: those before it are read then."""
+        """Return a refusal with the time until the present requests are read: then a new one would be read at once."""
         return Refusal("unread", max(0.0, self._wait_s(tenant) - longest_s))

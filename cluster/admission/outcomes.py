@@ -1,6 +1,6 @@
-"""Outcomes of requests: those that ended lately, which `atelier trace` records, and how many started or were refused.
+"""Outcomes of requests: the recently ended ones, which `atelier trace` records, and counts of starts and refusals.
 
-The counts are by model and tenant, as many of both as somebody reads. Pure: times are those of the queue's clock.
+Counts are by model and tenant, of a limited number of both. Pure: times are those of the queue's clock.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EndedLog:
         )
 
     def take_over(self, ended: EndedRequests, now_s: float, known: int) -> None:
-        """Remember requests of another log, but those before its number `known`; `now_s` is this clock."""
+        """Take over the requests of another log from its number `known` on; `now_s` is this clock."""
         first, later_s = ended.next_number - len(ended.requests), now_s - ended.now_s
         for request in ended.requests[max(0, known - first) :]:
             times = request.arrived_s + later_s, request.started_s + later_s, request.ended_s + later_s
@@ -82,9 +82,9 @@ class EndedLog:
             self._num_ended += 1
 
     def after(self, number: int | None, now_s: float) -> EndedRequests:
-        """Return the requests from `number` on that are still known; without one, none.
+        """Return the requests from `number` on that are still known; none without a number.
 
-        A number that is not reached yet is of a queue before this one: then all count.
+        A number that is not reached yet is that of an earlier queue: then all requests count.
         """
         if number is None:
             return EndedRequests((), self._num_ended, now_s)
@@ -104,12 +104,12 @@ class _Counts:
 
 
 def _key_of(demand: Demand) -> TenantKey:
-    """Return where a request is counted."""
+    """Return the key that a request is counted under."""
     return demand.pool, demand.model, demand.tenant
 
 
 class TenantCounts:
-    """The counts of the pairs that were asked for last, `MAX_TENANT_LOADS` of them."""
+    """The counts of the last used pairs of model and tenant, `MAX_TENANT_LOADS` of them."""
 
     def __init__(self) -> None:
         self._counts: Recent[TenantKey, _Counts] = Recent(MAX_TENANT_LOADS)
@@ -128,7 +128,7 @@ class TenantCounts:
         return self._counts.used(_key_of(demand), _Counts)
 
     def loads(self, lines: Iterable[tuple[TenantKey, int, float]], now_s: float) -> tuple[TenantLoad, ...]:
-        """Return what is known, beside those of each that wait: how many, and when the first of them came."""
+        """Return the load of each tenant. `lines` gives the number that wait, and the time when the oldest came."""
         waiting = {key: (number, now_s - first_s) for key, number, first_s in lines}
         found = []
         for key in {**self._counts, **waiting}:
@@ -158,6 +158,6 @@ def _both(one: TenantLoad, other: TenantLoad) -> TenantLoad:
 
 
 def _most_telling(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
-    """Return those with most that wait, then most refusals; no more than `MAX_TENANT_LOADS`."""
+    """Return the loads with the most waiting requests, then the most refusals: at most `MAX_TENANT_LOADS`."""
     ordered = sorted(loads, key=lambda one: (-one.waiting, -one.refused, -one.started, one.key))
     return tuple(ordered[:MAX_TENANT_LOADS])

@@ -1,4 +1,4 @@
-"""Where requests may start: by the controller's placement, and by what replicas could not load. Pure."""
+"""The replicas where requests may start, by the controller's placement and the failed loads. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Places:
             pool.look_at_all()
 
     def drop_what_is_over(self, now_s: float) -> None:
-        """Let everything start everywhere once the placement's time is over."""
+        """Drop the placement once its time is over: everything may start everywhere."""
         if self._holds and now_s >= self._placement.until_s:
             self._holds = False
             for pool in self._pools.values():
@@ -52,7 +52,7 @@ class Places:
         return self._allowed.get((pool, replica), ())
 
     def rivals(self, pool: str, replica: str, now_s: float) -> list[str]:
-        """Return those of the models that a replica has that may start there."""
+        """Return the models that a replica has and that may start there."""
         at_hand = self._pools[pool].slots.replicas[replica].recent
         return self._placement.models_of(pool, replica, at_hand, now_s)
 
@@ -61,13 +61,13 @@ class Places:
         return self._placement.replicas_of(demand.pool, demand.model, now_s) == ()
 
     def why_never(self, demand: Demand, now_s: float) -> Refusal | None:
-        """Return why a request that waits will not start at all; None where it may."""
+        """Return why a waiting request will never start; None if it may."""
         if demand.deadline_s <= now_s:
             return Refusal("expired")
         return self._placement.refusal_of(demand.pool, demand.model, now_s)
 
     def options(self, waiting: Waiting, full: Collection[str], now_s: float) -> Options:
-        """Return where a request may start, `full` replicas left out, and what is known of its model."""
+        """Return the replicas where a request may start, without the `full` ones, and the figures of its model."""
         demand, placement = waiting.demand, self._placement
         among = self._able(demand, placement.replicas_of(demand.pool, demand.model, now_s), now_s)
         times = self._times.times(demand.model)
@@ -82,7 +82,7 @@ class Places:
         )
 
     def _able(self, demand: Demand, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
-        """Return those of the replicas that have not just failed with the model; all where every one has."""
+        """Return the replicas that have not just failed with the model; all of them if every one has."""
         pool = self._pools[demand.pool]
         if not (unable := pool.failures.unable(demand.model, demand.version, now_s)):
             return among
@@ -90,7 +90,7 @@ class Places:
         return [name for name in able if among is None or name in among] if able else among
 
     def is_full(self, pool: str, model: str, now_s: float, full: Collection[str] = ()) -> bool:
-        """Return whether the placement leaves no room for any request of the model: none of them need be tried."""
+        """Return whether the placement has no room for any request of the model, so that none need be tried."""
         among = self._placement.replicas_of(pool, model, now_s)
         if among is None or self._placement.refusal_of(pool, model, now_s) is not None:
             return False

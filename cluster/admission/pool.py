@@ -7,10 +7,10 @@ behind goes next. Inside a tenant, requests are served in the order of their arr
 The oldest request of all goes next once `max_overtakes` others went before it although they came later, whatever its
 priority. Requests that come back from a replica that died go before all others.
 
-Priorities order what starts, and what of its own a tenant gives up where the queue is full. How much of a full queue a
-tenant has, the weights say: urgency displaces nobody else's requests.
+Priorities order the starts, and the tenant's own requests that leave a full queue. How much of a full queue a
+tenant has, its weight says: urgency displaces no other tenant's requests.
 
-A forecast is that of a model, not of a client: it says when there would be room if nobody else came, and keeps none.
+A forecast is for a model, not for a client: it says when there is room if no other request comes, and reserves none.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from weights.residency.recent import Recent
 
 _MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
 _ENOUGH: Final = 3  # measurements
-_FADES_IN_S: Final = 3.0  # a kind of request that no longer comes bounds nobody's wait
+_FADES_IN_S: Final = 3.0  # a kind of request that no longer comes stops bounding waits
 _LEAST_SHARE: Final = 0.1
-_DRAINED: Final = 0.5  # of a full queue: those who are refused together come back to room for many of them
+_DRAINED: Final = 0.5  # of a full queue: clients refused together find room for many when they come back
 _MOST_STALE: Final = 64  # entries of a crowd's heap, beside a few for each tenant
 
 
 class _Crowd:
-    """The requests that wait, for one model or for all, counted by tenant.
+    """The waiting requests for one model or for all, counted by tenant.
 
-    The heap has an entry for each tenant that is at least as long as the tenant's line; what is longer is put right
-    when it comes up. So each change costs the logarithm of the number of tenants.
+    Each tenant has a heap entry at least as long as its line; a longer one is corrected
+    when it comes up. So each change costs O(log tenants).
     """
 
     def __init__(self, config: AdmissionConfig) -> None:
@@ -54,7 +54,7 @@ class _Crowd:
         return len(self._counts)
 
     def length(self, tenant: str, num_more: int = 0) -> float:
-        """Return the tenant's requests, and so many more, by its weight."""
+        """Return the number of the tenant's requests plus `more`, divided by its weight."""
         return (self._counts[tenant] + num_more) / self._config.weight_of(tenant)
 
     def add(self, tenant: str) -> None:
@@ -71,7 +71,7 @@ class _Crowd:
             del self._counts[tenant]
 
     def longest(self) -> tuple[float, str] | None:
-        """Return the length of the longest line by weight, and whose it is."""
+        """Return the length of the longest line by weight, and its tenant."""
         while self._longest:
             length, tenant = -self._longest[0][0], self._longest[0][1]
             if tenant not in self._counts:
@@ -111,7 +111,7 @@ class Lanes:
 
     @property
     def most_urgent(self) -> float:
-        """The most urgent priority that waits, 0 for what lost its replica, infinity for nothing."""
+        """The most urgent waiting priority: 0 for a request whose replica died, infinity for none."""
         busy = [priority for priority, turns in self._classes.items() if turns.has_work]
         return 0 if self._returned else min(busy, default=math.inf)
 
@@ -126,12 +126,12 @@ class Lanes:
 
     @property
     def cost_s(self) -> float:
-        """Replica seconds of all that waits."""
+        """Replica seconds of all waiting requests."""
         returned_s = sum([waiting.cost_s for waiting in self._returned.values()])
         return returned_s + sum([turns.cost_s + turns.stalled_s for turns in self._classes.values()])
 
     def add(self, waiting: Waiting) -> None:
-        """Add a request behind those that came before."""
+        """Add a request behind all earlier ones."""
         demand = waiting.demand
         self._class(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
@@ -185,7 +185,7 @@ class Lanes:
         return min(fronts, key=lambda front: front.number, default=None)
 
     def start_request(self, ticket: int, cost_s: float) -> Waiting:
-        """Take a request out because it starts: its tenant is charged with `cost_s`, which it may cost."""
+        """Take out a request that starts, and charge its tenant with `cost_s`, its estimated cost."""
         overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
         waiting = self.remove(ticket)
         self._num_overtakes += overtakes
@@ -197,15 +197,15 @@ class Lanes:
         return waiting
 
     def settle(self, started: Waiting, cost_s: float) -> None:
-        """Charge what a request did cost instead of what it might have."""
+        """Charge a request's real cost instead of the estimate."""
         self._class(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
 
     def displaced_by(self, demand: Demand, model: str | None) -> tuple[bool, float, Waiting] | None:
-        """Return the request that leaves a full queue in favour of `demand`; None when it is `demand` that has to go.
+        """Return the request that leaves a full queue in favour of `demand`; None when `demand` itself has to go.
 
-        That is one of the tenant that has the most waiting by its weight, if that is more than the tenant of `demand`
-        would have, or else one of its own that is less urgent: the newest of the least urgent. With it comes whether it
-        is another tenant's, and how much that has. `model` is the one whose bound is reached, None for that of all.
+        It is one of the tenant with the most waiting requests by weight, if that is more than the tenant of `demand`
+        would have, or else a less urgent one of its own: the newest of the least urgent. Returned with it: whether it
+        is another tenant's, and that tenant's length. `model` is the one at its bound, None for the bound of all.
         """
         crowd = self._crowd if model is None else self._crowds.get(model)
         longest = crowd.longest() if crowd else None
@@ -217,7 +217,7 @@ class Lanes:
         return (False, float(found.demand.priority), found) if found else None
 
     def ahead_s(self, demand: Demand) -> float:
-        """Return the replica seconds of work that would be done before a request that came now."""
+        """Return the replica seconds of work that would be done before a new request."""
         before = sum([waiting.cost_s for waiting in self._returned.values()])
         before += sum([turns.cost_s for priority, turns in self._classes.items() if priority < demand.priority])
         if demand.model in self._stalled:
@@ -228,7 +228,7 @@ class Lanes:
     def walk(self, cost_of: Callable[[Demand], float]) -> Iterator[tuple[Waiting, float]]:
         """Yield every request with the replica seconds of work before it, costs estimated anew by `cost_of`.
 
-        A request that the caller removes before it goes on does not count for those behind it in its lane.
+        If the caller removes a request before the next one, it does not count for those behind it in its lane.
         """
         for turns in self._classes.values():
             turns.count_again(lambda waiting: cost_of(waiting.demand))
@@ -258,7 +258,7 @@ class Lanes:
             crowd.reweigh(config)
 
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
-        """Return the newest of a tenant's least urgent requests, of those that are less urgent than `priority`."""
+        """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""
         for each in sorted(self._classes, reverse=True):
             if each > priority and (lane := self._classes[each].waiting_lane(tenant)) is not None:
                 line = lane.waiting if model is None else lane.models.get(model)
@@ -274,17 +274,17 @@ class Lanes:
 
 
 class _FairWait:
-    """The longest wait that lets requests of all kinds in that a tenant sends.
+    """The longest wait that still lets in requests of all the kinds that a tenant sends.
 
     In an overload, short requests would be let in until only they can still be in time. So no request may wait for a
-    larger part of its time than the longest requests that come can. Those that could hardly wait at all do not count.
+    larger part of its time than the longest of the present kinds can. Kinds that could hardly wait at all do not count.
     """
 
     def __init__(self) -> None:
-        self._shares: Recent[str, tuple[float, float]] = Recent(MAX_CLOCKS)  # by tenant, and when that was
+        self._shares: Recent[str, tuple[float, float]] = Recent(MAX_CLOCKS)  # by tenant, with the time of the entry
 
     def bound_s(self, tenant: str, budget_s: float, latency_s: float, now_s: float) -> float:
-        """Return how long a request that comes now may wait that has `budget_s` and takes `latency_s` of them."""
+        """Return the longest wait of a new request with `budget_s` seconds, of which running takes `latency_s`."""
         own = 1 - latency_s / budget_s
         share, noted_s = self._shares.get(tenant) or (1.0, now_s)
         share += (1 - share) * -math.expm1(min(0.0, noted_s - now_s) / _FADES_IN_S)
@@ -295,17 +295,17 @@ class _FairWait:
 
 
 class Pool:
-    """The requests for one deployment: those that wait, and its replicas, which other ingresses may share."""
+    """The waiting requests for one deployment, and its replicas, which other ingresses may share."""
 
     def __init__(self, config: AdmissionConfig, *, is_shared: bool = False) -> None:
         self.lanes = Lanes(config)
         self.slots = ReplicaSlots(is_shared=is_shared)
         self.offered = ArrivalRate()  # shares of replicas
-        self.least_share = 1.0  # that a request took
+        self.least_share = 1.0  # of a replica, taken by a request so far
         self.num_started = 0
-        self.has_ended = False  # a request, since slots were looked at
+        self.has_ended = False  # True if a request has ended since the last look at slots
         self.waiting = WaitingBook()
-        self.maybe_open: set[str] = set()  # the models that wait and were not found to have no room since
+        self.maybe_open: set[str] = set()  # the waiting models that may have room
         self.fair_wait = _FairWait()
         self.failures = LoadFailures()
 
@@ -314,12 +314,12 @@ class Pool:
         return self.waiting.num_by_model[model] > 0 or self.slots.num_of(model) > 0
 
     def note_waiting(self, waiting: Waiting) -> None:
-        """Count a request that waits."""
+        """Count a waiting request."""
         self.waiting.add(waiting)
         self.maybe_open.add(waiting.demand.model)
 
     def look_at_all(self) -> None:
-        """Look for room for all that waits, at the next chance."""
+        """Look for room for all waiting models at the next chance."""
         self.maybe_open = set(self.waiting.num_by_model)
 
     def note_room(self, models: Iterable[str]) -> None:
@@ -341,12 +341,12 @@ class Forecast:
         self._times = times
 
     def cost_s(self, demand: Demand) -> float:
-        """Return the replica seconds that a request may take; before any was measured, as many as its share."""
+        """Return the estimated replica seconds of a request; before any measurement its share, in seconds."""
         times = self._times.times(demand.model)
         return times.cost_s(demand.work, demand.share) if times else demand.share
 
     def why_untimely(self, pool: Pool, demand: Demand, now_s: float) -> Refusal | None:
-        """Return why a request that comes now cannot be done in time; None if it can, or if nobody knows."""
+        """Return why a new request cannot be done in time; None if it can, or if that is not known."""
         budget_s = demand.deadline_s - now_s
         if budget_s <= 0:
             return Refusal("expired")
@@ -354,7 +354,7 @@ class Forecast:
         if times is None or budget_s == math.inf:
             return None
         if times.is_stale(now_s) and not pool.is_at_hand(demand.model):
-            return None  # one at a time tells whether the model is as slow as it was
+            return None  # one at a time is let in to measure whether the model is still as slow
         ahead_s = pool.lanes.ahead_s(demand)
         wait_s = pool.slots.start_in_s(demand.share, ahead_s, now_s) * _MARGIN
         refusal = self._why_late(pool, times, demand, ahead_s, wait_s, now_s)
@@ -379,13 +379,13 @@ class Forecast:
         return Refusal(reason, max(0.0, wait_s - longest_s) / _MARGIN, needs_s=needs_s)
 
     def room_in_s(self, pool: Pool, demand: Demand, now_s: float) -> float:
-        """Return in how many seconds a full queue will have room again: a part of it for those who are refused."""
+        """Return the seconds until a full queue has room again for a good part of the refused clients."""
         start_s = pool.slots.start_in_s(demand.share, _DRAINED * pool.lanes.cost_s, now_s)
         return start_s if start_s < math.inf else self.cost_s(demand)
 
     def late_ones(self, pool: Pool, now_s: float) -> Iterator[tuple[Waiting, Refusal]]:
-        """Yield those that wait and cannot be done in time any more, each to be taken out before the next one."""
-        late_s: dict[tuple[str, float, float], float] = {}  # of those that wait, many are alike
+        """Yield waiting requests that can no longer end in time. Take each out before the next one."""
+        late_s: dict[tuple[str, float, float], float] = {}  # many waiting requests are alike
         for waiting, ahead_s in pool.lanes.walk(self.cost_s):
             demand = waiting.demand
             budget_s = demand.deadline_s - now_s

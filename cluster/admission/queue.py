@@ -1,13 +1,13 @@
-"""The admission queue: which requests may wait, which one starts where and when, and which ones leave. Pure.
+"""The admission queue: it decides which requests wait, which start where and when, and which leave. Pure.
 
-Requests wait here until a replica can start them. One is refused when it comes
-- because the queue is full, of its model or of all (`Lanes` says who goes when tenants or priorities differ),
-- because it would not be done by its deadline, by what requests took so far (`pool.py`, `service_times.py`).
-Requests that wait already leave as soon as they cannot be done in time any more. A refusal says when the queue would
-have room for the request, if no others came.
+Requests wait here until a replica can start them. A new request is refused
+- because the queue of its model or of all is full (`Lanes` chooses who goes when tenants or priorities differ),
+- because it would miss its deadline, by the measured service times (`pool.py`, `service_times.py`).
+Waiting requests leave as soon as they can no longer be done in time. A refusal says when the queue would
+have room for the request if no others came.
 
-`pump` returns what has to happen; times are parameters. `Placement` is how a controller orders the queue, and
-`AdmissionSnapshot` what it reads. `parts` are the queue's own of replicas that several ingresses share.
+`pump` returns the starts and refusals; times are parameters. By a `Placement` a controller steers the queue, and by
+an `AdmissionSnapshot` it reads the queue. `parts` are the queue's own parts of replicas that several ingresses share.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from configs.admission import AdmissionConfig
 
 __all__ = ["REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 
-REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
-REVIEWED: Final = 1024  # requests at a time; where more wait, it is as much less often
+REVIEW_S: Final = 0.25  # between two forecasts for the waiting requests
+REVIEWED: Final = 1024  # requests at a time; if more wait, forecasts are rarer in proportion
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
-_MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
+_MOSTLY: Final = 0.2  # of its time: a request that spent more of its time in a switch says little about the next one
 
 logger = logging.getLogger("atelier.admission")
 
@@ -65,7 +65,7 @@ class AdmissionQueue:
         self._forecast = Forecast(self._times)
         self.places = Places(self._pools, self._times)
         self.parts = SlotParts(self._pools, self.places, num_sharing)
-        self._pool_of: dict[int, str] = {}  # of every ticket, waiting or running
+        self._pool_of: dict[int, str] = {}  # by ticket, waiting or running
         self._counts = ModelCounts()
         self._tenant_counts = TenantCounts()
         self._refused: list[Refused] = []
@@ -73,11 +73,11 @@ class AdmissionQueue:
         self._num_arrived = 0
         self._reviewed_s = -math.inf
         self._has_failed_to_learn = False
-        self._held_until_s = math.inf  # the first that waits for its model in spite of room elsewhere
+        self._held_until_s = math.inf  # for the first request that waits for its model in spite of room elsewhere
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait, over all pools."""
+        """Number of waiting requests over all pools."""
         return sum(len(pool.lanes) for pool in self._pools.values())
 
     @property
@@ -85,7 +85,7 @@ class AdmissionQueue:
         return sum(pool.slots.num_running for pool in self._pools.values())
 
     def submit(self, ticket: int, demand: Demand, now_s: float) -> None:
-        """Let a request in, or refuse it: `pump` returns it then. `ticket` is a number that none has that is here."""
+        """Let a request in, or refuse it: then `pump` returns it. `ticket` is a number that no present request has."""
         if ticket in self._pool_of:
             raise ValueError(f"ticket {ticket} is in the queue already")
         pool = self._pool(demand.pool)
@@ -156,7 +156,7 @@ class AdmissionQueue:
         try:
             self.ended.note_end(ended, now_s, switch_s, is_answered)
             self._learn(pool, ended, now_s, is_answered, switch_s)
-        except Exception:  # whatever it is: the slot is free, and those who wait need no statistics
+        except Exception:  # any error: the slot is free, and waiting requests need no statistics
             if not self._has_failed_to_learn:
                 logger.exception(
                     "requests are not measured; what was known of model %r holds", ended.waiting.demand.model
@@ -170,8 +170,8 @@ class AdmissionQueue:
             self._times.note_switch(demand.model, switch_s)
         times = self._times.times(demand.model)
         is_first = times is None
-        # One that was given up says how long it takes at the least: in an overload, those that take the longest are
-        # given up at their deadlines, and would never be measured.
+        # A request given up took at least its time so far. In an overload the longest ones are
+        # given up at their deadlines, and would never be measured otherwise.
         is_telling = is_answered or (times is not None and times.is_longer(demand.work, ended.busy_s, ended.latency_s))
         if is_telling and (is_first or switch_s < _MOSTLY * ended.latency_s):
             served_s = max(ended.latency_s - switch_s, 0.0) if is_first else ended.latency_s
@@ -195,13 +195,13 @@ class AdmissionQueue:
         self.places.set_placement(placement)
 
     def retune(self, config: AdmissionConfig) -> None:
-        """Use other bounds and weights from now on. Who waits already stays."""
+        """Use other bounds and weights from now on. Waiting requests stay."""
         self.config = config
         for pool in self._pools.values():
             pool.lanes.retune(config)
 
     def pump(self, now_s: float) -> list[Started | Refused]:
-        """Return what happens now. Call it after every change, and again at `look_again_s`."""
+        """Return the requests that start or are refused now. Call it after every change, and at `look_again_s`."""
         happened: list[Started | Refused] = []
         self._held_until_s = math.inf
         if self.num_waiting and now_s >= self._review_at_s():
@@ -223,11 +223,11 @@ class AdmissionQueue:
         return happened
 
     def look_again_s(self) -> float:
-        """Return when `pump` is due if nothing changes before."""
+        """Return the time when `pump` is due if nothing changes before."""
         return min(self._review_at_s(), self._held_until_s) if self.num_waiting else math.inf
 
     def _review_at_s(self) -> float:
-        """Return when those that wait are predicted anew: many not as often, so that no more are looked at a second."""
+        """Return the time of the next forecast for waiting requests. The more wait, the rarer: its cost is bounded."""
         return self._reviewed_s + REVIEW_S * max(1.0, self.num_waiting / REVIEWED)
 
     def snapshot(self, now_s: float) -> AdmissionSnapshot:
@@ -273,7 +273,7 @@ class AdmissionQueue:
         return AdmissionSnapshot(tuple(loads), replicas, dict(tenants), shares)
 
     def _make_room(self, pool: Pool, waiting: Waiting, now_s: float) -> Refusal | None:
-        """Return why the queue has no room for the request; None if it has, perhaps that of another one."""
+        """Return why the queue has no room for the request; None if it has, maybe by displacing another one."""
         demand = waiting.demand
         if demand.is_inner:
             return None

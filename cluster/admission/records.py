@@ -1,7 +1,7 @@
 """Records of admission: requests, what `pump` returns, a controller's view and its orders, and slots. Pure.
 
-Of several ingresses, each has its slots: amounts of them are shares of a replica, and those of one that requests take
-add up to 1.
+Each of several ingresses has its own slots. Amounts of slots are shares of a replica: the shares that requests take
+of one replica add up to at most 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Reason = Literal["model_full", "queue_full", "late", "crowded", "hopeless", "exp
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request, as far as admission goes.
+    """A request as admission sees it.
 
     `work` is in a unit of its `model` (pixels x steps, tokens). `share` is the part of a replica that it takes while
     it runs, above 0 and at most 1. `deadline_s` is a time of the queue's clock. `is_inner`: it is a part of a request
     that was admitted before, and no bound may refuse it. Raises ValueError for work or a share that no statistic can
-    count. `version` is the model's: what is known of replicas that could not load it holds for that one.
+    count. `version` is the model's: failed loads are remembered for that version.
     """
 
     pool: str
@@ -46,7 +46,7 @@ class Demand:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that waits since `arrived_s`, the `number`th that came. `cost_s`: replica seconds that it may take."""
+    """A request that waits since `arrived_s`, the `number`th to arrive. `cost_s`: its estimated replica seconds."""
 
     ticket: int
     demand: Demand
@@ -57,9 +57,9 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUse:
-    """One ingress's slots of a replica: `used` by what runs, and `limit`, its own. `running` are requests by model.
+    """One ingress's slots of a replica: `used` by requests, and `limit`, its own. `running` counts requests by model.
 
-    `load_s` are the replica seconds that they may take. `is_listed`: the ingress would start more there.
+    `load_s` are their estimated replica seconds. `is_listed`: the ingress would start more there.
     """
 
     used: float
@@ -71,10 +71,10 @@ class ReplicaUse:
 
 @dataclass(frozen=True, slots=True)
 class SlotClaim:
-    """Requests of one priority and tenant that run or wait: the shares that they take in all.
+    """The running or waiting requests of one priority and tenant: the sum of their shares.
 
-    `replicas` are those where they run or may start, None for any. `oldest_age_s` is how long the first of those that
-    wait has waited, and `next_share` what it takes.
+    `replicas` are those where they run or may start, None for any. `oldest_age_s` is the wait of the oldest
+    waiting one, and `next_share` its share.
     """
 
     priority: int
@@ -88,9 +88,9 @@ class SlotClaim:
 
 @dataclass(frozen=True, slots=True)
 class PoolClaims:
-    """One ingress in one pool. `least_share` is the least that a request took, 1 before the first.
+    """One ingress in one pool. `least_share` is the least share of a request so far, 1 before the first.
 
-    `share_per_s` came of late, refused requests as well. `num_started` counts requests since the ingress began.
+    `share_per_s` is the recent rate of arrivals, refused ones included. `num_started` counts from the ingress's start.
     """
 
     replicas: Mapping[str, ReplicaUse] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class PoolClaims:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPart:
-    """One ingress's part of a replica, and what the others do there: `others` are their running requests by model."""
+    """One ingress's part of a replica. `others` are the other ingresses' running requests there, by model."""
 
     limit: float
     others: Mapping[str, int] = field(default_factory=dict)
@@ -113,8 +113,8 @@ class ReplicaPart:
 
 @dataclass(frozen=True, slots=True)
 class PoolPart:
-    """One ingress's part of a pool. `capacity` is how many replicas it can count on: parts go back and forth by whole
-    slots. `is_wanted`: others wait for slots.
+    """One ingress's part of a pool. `capacity` is the number of replicas that it can count on: parts move by whole
+    slots. `is_wanted`: other ingresses wait for slots.
     """
 
     replicas: Mapping[str, ReplicaPart]
@@ -124,9 +124,9 @@ class PoolPart:
 
 @dataclass(frozen=True, slots=True)
 class OnDemandSwitch:
-    """A worker that a model may start on without an order: it switches by itself, in `switch_s`.
+    """A worker where a model may start without an order: the worker switches by itself, in `switch_s`.
 
-    `is_beside`: the model fits beside all that is ready there, so nothing goes for it, and nothing has to end first.
+    `is_beside`: the model fits beside all models ready there, so none is evicted, and no request has to end first.
     """
 
     switch_s: float
@@ -135,7 +135,7 @@ class OnDemandSwitch:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """A replica: the part of it that is used, running requests by model, and the models believed to be at hand."""
+    """A replica: its used part, running requests by model, and the models believed to be at hand."""
 
     name: str
     used: float
@@ -146,7 +146,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class TenantLoad:
-    """One tenant's requests for one model. `waited_s` is what those that started waited in all, a sum."""
+    """One tenant's requests for one model. `waited_s` is the sum of the waits of those that started."""
 
     pool: str
     model: str
@@ -165,12 +165,12 @@ class TenantLoad:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that leaves unserved. `limit` is the bound that was reached, `needs_s` what it is predicted to take.
+    """A request that leaves unserved. `limit` is the bound that was reached, `needs_s` its predicted time.
 
-    `retry_after_s` is when it could be served, None where nothing would change. "crowded": it would be in time, and if
-    its like were let in, those that take longer would never be. "hopeless": it takes longer than its
+    `retry_after_s` is the time until it could be served, None if a wait is in vain. "crowded": it would be in time, but
+    if all of its kind were let in, longer requests would never be. "hopeless": it takes longer than its
     time even alone; "expired": its time is over; "unservable": a controller says in `text` why no replica serves it.
-    "unread": it would spend most of its time on waiting to be read.
+    "unread": it would spend most of its time waiting to be read.
     """
 
     reason: Reason
@@ -198,11 +198,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A controller's orders: the replicas on which a model may start, by pool and model. () lets it wait.
+    """A controller's orders: the replicas on which a model may start, by pool and model; () makes it wait.
 
     Models that are not named may start anywhere; requests for those in `unservable` leave with that refusal. Models in
     `on_demand` may start where they are not ready; `chances` are the shares of all arrivals that models have. `ready`
-    has the models of each replica. Nothing of it holds after `until_s`: a controller that is gone holds nobody up.
+    has the models of each replica. Nothing of it holds after `until_s`, so a dead controller blocks no request.
     """
 
     replicas: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class Placement:
         return [model for (name, model), replicas in self.replicas.items() if name == pool and not replicas]
 
     def models_of(self, pool: str, replica: str, models: Iterable[str], now_s: float) -> list[str]:
-        """Return those of the models that may start on the replica."""
+        """Return the models that may start on the replica."""
         allowed = [(model, self.replicas_of(pool, model, now_s)) for model in models]
         return [model for model, replicas in allowed if replicas is None or replica in replicas]
 
@@ -230,7 +230,7 @@ class Placement:
         return self.on_demand.get((pool, model)) if now_s < self.until_s else None
 
     def refusal_of(self, pool: str, model: str, now_s: float) -> Refusal | None:
-        """Return why requests for a model leave; None where they need not."""
+        """Return the refusal of requests for a model; None if they may stay."""
         return self.unservable.get((pool, model)) if now_s < self.until_s else None
 
 
@@ -239,8 +239,8 @@ class ModelLoad:
     """One model's requests. Rates are arrivals per second over a short and a long window.
 
     `service_s` are replica seconds and `latency_s` the time in a replica of a mean request; 0 when none was measured.
-    `slack_s` is the time until the earliest deadline among those that wait, None without one. `unstarted_s` is how long
-    requests have waited without one of them being started.
+    `slack_s` is the time until the earliest deadline of a waiting one, None without one. `unstarted_s` is how long
+    requests have waited since the last start.
     """
 
     pool: str
@@ -275,5 +275,5 @@ class AdmissionSnapshot:
 
     @property
     def lasting(self) -> AdmissionSnapshot:
-        """The snapshot without what time alone changes: rates, which fade."""
+        """The snapshot without the fields that change with time alone: rates, which decay."""
         return replace(self, models=tuple(replace(load, rate_short=0.0, rate_long=0.0) for load in self.models))

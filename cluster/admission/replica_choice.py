@@ -16,17 +16,17 @@ from typing import Final
 from cluster.admission.records import Demand, OnDemandSwitch, Waiting
 from cluster.admission.replicas import Replica, Replicas
 
-LOSS_SWITCHES: Final = 0.5  # of a model that goes and is wanted next; half of them would have gone anyway until then
-HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for others' batches to end
+LOSS_SWITCHES: Final = 0.5  # for evicting a model that is wanted next; half of them would be gone by then anyway
+HOLD_TIMES: Final = 4.0  # times a request's switch and run: the longest that it waits for others' batches to end
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The places where a request may start, and what it takes there beside the work.
+    """The places where a request may start, and its costs there beside the work.
 
-    `among` are the replicas on which its model may start, None for all. `switch_s` is what a switch to the model takes
-    where it is not at hand, unless `on_demand` says it, and `joining_s` by how much one that joins a batch delays each
-    of the others, and each of them it. `chances` is how likely each model is asked for next. Until `held_until_s` the
+    `among` are the replicas on which its model may start, None for all. `switch_s` is the time of a switch to the model
+    where it is not at hand, unless `on_demand` has one. `joining_s` is the mutual delay between a request that joins a
+    batch and each of the others. `chances` are the models' chances to be asked for next. Until `held_until_s` the
     request starts nowhere that other models have to end first.
     """
 
@@ -40,7 +40,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The replica for a request, and what a switch to its model takes there. `is_alone`: other models go for it."""
+    """The replica for a request, and the seconds of a switch to its model there. `is_alone`: other models go for it."""
 
     replica: str
     switch_s: float = 0.0
@@ -50,8 +50,8 @@ class Assignment:
 def best_replica(replicas: Replicas, demand: Demand, options: Options, now_s: float) -> Assignment | None:
     """Return the replica with room where the wait is shortest; None when the request has to wait.
 
-    The wait is what the requests there delay it by and it them, the rest of a switch, and one to a model that the
-    replica is not believed to have at hand.
+    The wait is the mutual delay of it and the requests there, the rest of a switch, and one to a model that the replica
+    is not believed to have at hand.
     """
     best: tuple[float, float, str] | None = None
     for name, replica in replicas.items(options.among):
@@ -79,7 +79,7 @@ def possible_replicas(replicas: Replicas, model: str, options: Options, now_s: f
 
 
 def _missing_s(replicas: Replicas, name: str, model: str, options: Options, now_s: float) -> float | None:
-    """Return what it costs to get the model ready, those that lose theirs counted; None where that must wait."""
+    """Return the seconds to get the model ready, with the expected loss of evictions; None if it has to wait."""
     replica = replicas[name]
     if model in replica.recent:
         return 0.0
@@ -93,7 +93,7 @@ def _missing_s(replicas: Replicas, name: str, model: str, options: Options, now_
 
 
 def _loss(replicas: Replicas, replica: Replica, chances: Mapping[str, float]) -> float:
-    """Return how likely the next request is for a model that goes and that no other replica has."""
+    """Return the chance that the next request is for a model that would be evicted and is on no other replica."""
     lost = 1.0 if replica.recent else 0.0
     for model in replica.recent:
         lost = min(lost, chances.get(model, 0.0) if replicas.has_only_one(model) else 0.0)
@@ -103,9 +103,9 @@ def _loss(replicas: Replicas, replica: Replica, chances: Mapping[str, float]) ->
 def held_until_s(
     starts: Mapping[str, OnDemandSwitch] | None, waiting: Waiting, latency_s: float, now_s: float
 ) -> float:
-    """Return until when a request waits for an idle worker or one with its model, whatever else has room.
+    """Return the time until which a request waits only for an idle worker or one with its model.
 
-    Not at all where nobody knows yet what it takes, or where its deadline is near.
+    It does not wait if its time is not known yet, or if its deadline is near.
     """
     if not starts or not latency_s:
         return waiting.arrived_s

@@ -1,10 +1,10 @@
 """The requests that run on the replicas of one pool: who has which slot, and when the next ones become free. Pure.
 
-A request takes a share of a replica, its slot there, and a replica is full when the shares of what it runs add up to 1.
-A request whose share does not fit beside others starts on a replica that runs nothing.
+A request takes a share of a replica, its slot there. A replica is full when the shares of its requests add up to 1.
+A request whose share does not fit beside others starts on an idle replica.
 
-Where several ingresses have queues, each owns a part of every replica, the others run theirs beside it, and nothing
-starts beyond that part. What has no name is the ingress's own.
+If several ingresses have queues, each owns a part of every replica, the others run theirs beside it, and nothing
+starts beyond that part. A replica without a name is the ingress's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_PART: Final = ReplicaPart(0.0)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has left its replica: seconds of the whole replica that it had, and seconds from start to end."""
+    """A request that has left its replica: its seconds of the whole replica, and its seconds from start to end."""
 
     waiting: Waiting
     replica: str
@@ -38,7 +38,7 @@ class _RunningRequest:
     waiting: Waiting
     replica: str
     started_s: float
-    began: float  # the replica's `clock` then
+    began: float  # the replica's `clock` at the start
     latency: BatchLatency  # expected
 
     def left_s(self, replica: Replica, now_s: float) -> float:
@@ -57,7 +57,7 @@ class ReplicaSlots:
     def __init__(self, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
         self._capacity = 0.0  # where it is shared
-        self.has_overdrawn = False  # something ended where more ran than may; who reads it clears it
+        self.has_overdrawn = False  # a request ended where more ran than allowed; its reader clears it
         self.replicas = Replicas()
         self._runs: dict[int, _RunningRequest] = {}
         self._num_running: Counter[str] = Counter()  # by model
@@ -73,12 +73,12 @@ class ReplicaSlots:
         return self._capacity if self._is_shared and "" not in self.replicas else float(len(self.replicas.names()))
 
     def run_of(self, ticket: int) -> tuple[Demand, str] | None:
-        """Return what a request asks for, and the replica that it runs on; None for one that does not run."""
+        """Return the demand of a running request and its replica; None for any other request."""
         run = self._runs.get(ticket)
         return (run.waiting.demand, run.replica) if run else None
 
     def set_replicas(self, names: Collection[str], now_s: float) -> None:
-        """Give work to these replicas from now on. What others run stays theirs until it ends."""
+        """Give work to these replicas from now on. Requests on others stay there until they end."""
         for name, replica in list(self.replicas.items()):
             replica.is_gone = name not in names
             if replica.is_gone and not replica.models:
@@ -110,7 +110,7 @@ class ReplicaSlots:
             replica.limit = 0.0 if name else 1.0
 
     def uses(self) -> dict[str, ReplicaUse]:
-        """Return what this queue has of each replica with a name."""
+        """Return this queue's slots on each named replica."""
         return {
             name: ReplicaUse(replica.used, replica.limit, dict(replica.models), replica.load_s, not replica.is_gone)
             for name, replica in self.replicas.items()
@@ -118,7 +118,7 @@ class ReplicaSlots:
         }
 
     def running_shares(self) -> dict[tuple[str, int, str], float]:
-        """Return the shares of what runs, by replica, priority and tenant."""
+        """Return the shares of running requests by replica, priority and tenant."""
         found: dict[tuple[str, int, str], float] = {}
         for run in self._runs.values():
             demand = run.waiting.demand
@@ -144,7 +144,7 @@ class ReplicaSlots:
         self._ends = None
 
     def end(self, ticket: int, now_s: float) -> Ended:
-        """Count a request as running no longer, however it ended."""
+        """Stop counting a request as running, however it ended."""
         run = self._runs.pop(ticket)
         self._ends = None
         replica, waiting = self.replicas[run.replica], run.waiting
@@ -165,7 +165,7 @@ class ReplicaSlots:
         return Ended(waiting, run.replica, busy_s, now_s - run.started_s)
 
     def start_in_s(self, share: float, ahead_s: float, now_s: float) -> float:
-        """Return in how many seconds a request would start that has `ahead_s` replica seconds of work before it.
+        """Return the seconds until a request would start that has `ahead_s` replica seconds of work before it.
 
         Infinity: there is no replica, or no part of one. Slots become free in the order in which the running requests
         are expected to end, round by round: requests that began together as a batch end together, too.
@@ -187,9 +187,9 @@ class ReplicaSlots:
         return num_rounds * round_s + max(0.0, end_s - now_s)
 
     def num_sharing(self, share: float, ahead_s: float) -> float:
-        """Return how many of that share would have the replica together with a request that waits behind `ahead_s`.
+        """Return how many requests of that share would run together on a replica, behind `ahead_s` seconds of work.
 
-        Where something is before it, replicas are full when it starts; where nothing is, it has the emptiest one.
+        If work is before it, replicas are full when it starts; if not, it gets the emptiest one.
         """
         if not ahead_s:
             free = [replica.all_used for replica in self.replicas if replica.has_room(share)]
@@ -198,7 +198,7 @@ class ReplicaSlots:
         return 1 / share
 
     def num_of(self, model: str) -> int:
-        """Return how many requests for the model run."""
+        """Return the number of running requests for the model."""
         return self._num_running[model]
 
     def running(self) -> Counter[str]:
@@ -206,7 +206,7 @@ class ReplicaSlots:
         return self._num_running.copy()
 
     def load(self) -> tuple[ReplicaLoad, ...]:
-        """Return what every replica does."""
+        """Return the load of every replica."""
         return tuple(
             ReplicaLoad(name, replica.used, dict(replica.models), tuple(replica.recent), replica.is_gone)
             for name, replica in self.replicas.items()

@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: the ones that it ran last
-JOIN_DELAYS: Final = 2.0  # who joins a batch is delayed by each of the others, and delays each of them
+MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: those that it ran last
+JOIN_DELAYS: Final = 2.0  # a request that joins a batch is delayed by each of the others, and delays each of them
 ROUNDING: Final = 1e-9  # of shares that add up to 1
 
 
 @dataclass(slots=True)
 class Replica:
-    """One replica. `clock` counts seconds per unit of share: it is slower the more runs beside each other."""
+    """One replica. `clock` counts seconds per unit of share: it is slower the more requests run together."""
 
-    limit: float = 1.0  # of what may run for this queue
+    limit: float = 1.0  # of the shares that this queue may run
     used: float = 0.0
     load_s: float = 0.0
     others: Mapping[str, int] = field(default_factory=dict)  # running for other ingresses, by model
@@ -108,14 +108,14 @@ class Replicas:
         self._num_at_hand.update(replica.recent.keys())
 
     def forget_model(self, name: str, model: str) -> None:
-        """Believe no longer that the replica has the model at hand."""
+        """Stop believing that the replica has the model at hand."""
         if name in self._replicas:
             self.believe(self._replicas[name], [each for each in self._replicas[name].recent if each != model])
 
     def set_resident(self, resident: Mapping[str, Iterable[str]]) -> None:
         """Believe that these models are at hand, by replica, and no others.
 
-        Not where something runs that is not among them: it started after those who say so have looked.
+        A replica with another running model is left out: that request started after the report was made.
         """
         for name, models in resident.items():
             replica = self._replicas.get(name)

@@ -14,35 +14,35 @@ MAX_MODELS: Final = 4096  # that are remembered
 SHORT_S: Final = 5.0
 LONG_S: Final = 60.0
 _NEW: Final = 0.15  # weight of a new measurement in the present level
-_NEW_SHAPE: Final = 0.02  # and in how times depend on work, which takes many to tell
-_FAR: Final = 2  # sizes: of what is so much larger than all that was measured nobody knows how long it takes
-_TRY_TIMES: Final = 10.0  # its latency: so often a size that is refused is let through, to be measured anew
+_NEW_SHAPE: Final = 0.02  # and in the dependence on work, which many measurements have to tell
+_FAR: Final = 2  # sizes: the time of a request so much larger than all measured ones is not known
+_TRY_TIMES: Final = 10.0  # its latency: so often a request of a refused size is let in, to measure it anew
 _TRY_S: Final = 5.0  # and no more often
-_FORGOTTEN: Final = 1.02  # by each measurement: what was once possible
+_FORGOTTEN: Final = 1.02  # factor by which each measurement raises the fastest time seen
 _PRIOR: Final = 0.01  # relative variance of work: below it, times count as proportional to work
-_TELLING: Final = 0.1  # from here on, what was measured last says how times depend on work
-_MOST_FIXED: Final = 0.95  # of what a request takes: its rest still says something
-_MAX_FACTOR: Final = 4.0  # of the prediction: what takes longer was held up by something else
+_TELLING: Final = 0.1  # from this variance on, the last measurements tell how times depend on work
+_MOST_FIXED: Final = 0.95  # of a request's time: the rest still tells something
+_MAX_FACTOR: Final = 4.0  # of the prediction: a longer request was held up by something else
 _NEW_EXCESS: Final = 0.1
 _EXCESSES: Final = 5.0  # few requests exceed the prediction by so many times the mean excess
 _NEW_SIZE: Final = 0.05
-# Requests that share a replica: the sizes whose times are remembered. More than the last count as that many.
+# Batch sizes whose times are remembered. Larger batches count as the last.
 BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _FACTORS: Final = (1.05, 3.0)  # bounds of `ModelTimes.late_s` over the mean
 _STALE_S: Final = 2.0
-WORK_BOUNDS: Final = (1e-9, 1e18)  # squares of what lies between are numbers
+WORK_BOUNDS: Final = (1e-9, 1e18)  # the squares of numbers between these are finite
 _LONGEST_S: Final = 1e9
 
 
 def _size_of(work: float) -> int:
-    """Return the class of sizes: those of a class are less than twice as large as the least of it."""
+    """Return the class of a size: sizes of a class are less than twice the smallest of it."""
     return math.frexp(work)[1]
 
 
 @dataclass(slots=True)
 class Estimate:
-    """Seconds as a function of work: a fixed part, and one that grows with work. The line through what was measured
-    moves slowly, and its level, a factor, soon. Where all are of about one size, the parts are still those that sizes
+    """Seconds as a function of work: a fixed part, and one that grows with work. The line through the measurements
+    moves slowly, and its level, a factor, soon. When all are of about one size, the parts stay those that sizes
     had when they differed, and at first proportional to work.
     """
 
@@ -84,7 +84,7 @@ class Estimate:
         return self._variance > _TELLING * self._work * self._work
 
     def _slope(self) -> float:
-        """Return that of the least squares line, kept between one of constant and one of proportional seconds."""
+        """Return the slope of the least squares line, kept between constant and proportional seconds."""
         prior = _PRIOR * self._work * self._work
         known = self._seconds / (self._work + (0.0 if self._is_telling else self._fixed))
         slope = (self._covariance + prior * known) / (self._variance + prior)
@@ -101,17 +101,17 @@ class BatchLatency:
     seconds: tuple[float, ...] = (0.0,) * len(BATCH_SIZES)
 
     def seconds_at(self, num_sharing: float) -> float:
-        """Return the seconds where so many share the replica in the mean, the request itself among them."""
+        """Return the seconds when so many requests share the replica in the mean, the request itself included."""
         return _between(self.seconds, num_sharing)
 
 
 @dataclass(slots=True)
 class BatchSlowdown:
-    """The factor by which requests take longer, by how many share the replica: what a batch of any size takes.
+    """The factor by which requests take longer in a batch, by its size.
 
-    Each size that was ever seen is remembered, however long others were seen since: a line through what was measured
-    of late would say of other sizes whatever it likes. What is beyond counts as proportional, no gain that is.
-    An error that requests at any size have is no matter of size, so the mean one is taken off. Without that a
+    Each size ever seen is remembered, however long ago: a line through the last measurements
+    would be arbitrary for other sizes. Larger batches count as proportional, which means no gain.
+    An error common to all sizes says nothing about size, so the mean error is taken off. Without that a
     size that is seen day in, day out would drift away from the others by the noise of its errors.
     """
 
@@ -120,7 +120,7 @@ class BatchSlowdown:
     _mean_error: float = 0.0  # of the logarithm
 
     def note_error(self, num_sharing: float, error: float, fixed: float = 0.0) -> None:
-        """Learn from a request which took `error` times what was to be expected, `fixed` of it whoever was there."""
+        """Learn from a request that took `error` times the expectation. Its part `fixed` is the same at any size."""
         place, part = _place_of(num_sharing)
         own = 1 - fixed  # a request that is nearly all fixed part says little
         own_error = own * (math.log(max((error - fixed) / own, 1 / _MAX_FACTOR)) - self._mean_error)
@@ -133,7 +133,7 @@ class BatchSlowdown:
             self._nums[node] += near
 
     def seen(self) -> tuple[int, int]:
-        """Return the least and the largest of `BATCH_SIZES` that was seen; where that is one, it and a larger one."""
+        """Return the least and the largest of the seen `BATCH_SIZES`; if only one was seen, it and a larger one."""
         seen = [size for size, num in zip(BATCH_SIZES, self._nums, strict=True) if num] or [BATCH_SIZES[0]]
         return (seen[0], seen[-1]) if len(seen) > 1 else (seen[0], seen[0] + 1)
 
@@ -158,18 +158,18 @@ class BatchSlowdown:
 
 
 def _between(values: Sequence[float], num_sharing: float) -> float:
-    """Return the value for so many, by those at each of `BATCH_SIZES`."""
+    """Return the value for so many, interpolated between those at `BATCH_SIZES`."""
     place, part = _place_of(num_sharing)
     return values[place] * (1 - part) + values[place + 1] * part
 
 
 def _num_sharing(busy_s: float, latency_s: float) -> float:
-    """Return how many shared the replica in the mean, by a part of its seconds; at most the last of `BATCH_SIZES`."""
+    """Return the mean number of requests that shared the replica; at most the last of `BATCH_SIZES`."""
     return min(max(1.0, latency_s / busy_s), float(BATCH_SIZES[-1])) if busy_s else 1.0
 
 
 def _place_of(num_sharing: float) -> tuple[int, float]:
-    """Return the place of the last of `BATCH_SIZES` that is not more, and the part of the way to the next one."""
+    """Return the place of the last of `BATCH_SIZES` that is not larger, and the part of the way to the next one."""
     num_sharing = min(max(num_sharing, BATCH_SIZES[0]), BATCH_SIZES[-1])
     place = min(bisect_right(BATCH_SIZES, num_sharing), len(BATCH_SIZES) - 1) - 1
     return place, (num_sharing - BATCH_SIZES[place]) / (BATCH_SIZES[place + 1] - BATCH_SIZES[place])
@@ -179,15 +179,15 @@ def _place_of(num_sharing: float) -> tuple[int, float]:
 class ModelTimes:
     """The seconds that requests for one model took.
 
-    `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency`, from
-    start to end, is a function of work that counts the more, the more share the replica: by `slowdown`.
-    `usual_s` is the mean latency of late, `usual_sharing` the mean number of those that shared the replica.
+    `busy` are seconds of a whole replica: a request that ran beside others counts its part of them. `latency`, from
+    start to end, is a function of the work times `slowdown`, which grows with the batch.
+    `usual_s` is the recent mean latency, `usual_sharing` the recent mean number of requests that shared the replica.
     """
 
     busy: Estimate = field(default_factory=Estimate)
     latency: Estimate = field(default_factory=Estimate)
     slowdown: BatchSlowdown = field(default_factory=BatchSlowdown)
-    excess: float = 0.02  # mean, relative to what was to be expected at the same size; who is faster has none
+    excess: float = 0.02  # mean over the expectation at the same size, relative; 0 for faster requests
     usual_s: float = 0.0
     usual_sharing: float = 1.0
     switch_s: float = 0.0
@@ -196,7 +196,7 @@ class ModelTimes:
     _num_fresh: int = 0  # since the times were stale
     _factors: tuple[float, ...] = BATCH_SIZES  # those of `slowdown`
     _fastest: dict[int, tuple[float, float]] = field(default_factory=dict)  # by size: work, and latency alone
-    _tried_s: dict[int, float] = field(default_factory=dict)  # by size: when one was measured, or let through for it
+    _tried_s: dict[int, float] = field(default_factory=dict)  # by size: when one was measured, or let in to be measured
 
     @property
     def _late_factor(self) -> float:
@@ -204,20 +204,20 @@ class ModelTimes:
         return min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
 
     def is_stale(self, now_s: float) -> bool:
-        """Return whether it is time to measure anew: then what was measured says little about now."""
+        """Return whether it is time to measure anew, because the measurements are too old."""
         return now_s - self.measured_s > max(_STALE_S, 2 * self.usual_s)
 
     def is_known(self, work: float) -> bool:
-        """Return whether something that was not much smaller was ever measured."""
+        """Return whether a request of this size, or not much smaller, was ever measured."""
         return any(size >= _size_of(work) - _FAR for size in self._fastest)
 
     def least_s(self, work: float) -> float:
-        """Return what a request takes at the least: no less than one of no more work did."""
+        """Return the least seconds of a request: at least the fastest time of a request with no more work."""
         found = [(one, least_s) for size, (one, least_s) in self._fastest.items() if size <= _size_of(work)]
         return max([least_s * min(1.0, work / one) for one, least_s in found], default=0.0)
 
     def lets_try(self, work: float, now_s: float) -> bool:
-        """Return whether to let a request through that would be refused, because its size is to be measured anew."""
+        """Return whether to let in a request that would be refused, so that its size is measured anew."""
         again_s = max(_TRY_S, _TRY_TIMES * self._expected_s(work, 1.0))
         if now_s - self._tried_s.get(_size_of(work), -math.inf) < again_s:
             return False
@@ -234,25 +234,25 @@ class ModelTimes:
         return BatchLatency(tuple(self.latency.seconds_of(work * factor) for factor in self._factors))
 
     def usual_latency_s(self, work: float) -> float:
-        """Return the latency of a request of that work among as many batch-mates as there were of late."""
+        """Return the latency of a request of that work among the usual number of batch-mates."""
         return self._expected_s(work, self.usual_sharing)
 
     def late_s(self, work: float, num_sharing: float) -> float:
-        """Return the latency that few requests of that work exceed where so many of their share have the replica."""
+        """Return the latency that few requests of that work exceed when `num_sharing` share the replica."""
         return self._late_factor * self._expected_s(work, num_sharing)
 
     def cost_s(self, work: float, share: float) -> float:
-        """Return the seconds of a full replica that such a request is a part of: what waits will run on full ones."""
+        """Return the request's part of the seconds of a full replica, since waiting requests will run on full ones."""
         return share * self._expected_s(work, 1 / share)
 
     def is_longer(self, work: float, busy_s: float, latency_s: float) -> bool:
-        """Return whether a request has taken longer than was to be expected among its batch-mates."""
+        """Return whether a request took longer than expected among its batch-mates."""
         return latency_s > self._expected_s(work, _num_sharing(busy_s, latency_s))
 
     def note_served(self, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0) -> None:
         """Learn from a request that was answered. `num_left`: those for the model that still run.
 
-        The first after an idle time, when what was known is stale, replaces it only if it ran alone. Of several that
+        The first after an idle time, when the figures are stale, replaces them only if it ran alone. Of several that
         began together the quickest ends first, so it counts as one of them.
         """
         num_sharing = _num_sharing(busy_s, latency_s)
@@ -266,7 +266,7 @@ class ModelTimes:
             self.excess += _NEW_EXCESS * (max(0.0, error - 1) - self.excess)
         self.busy.note_seconds(work, busy_s, new)
         fixed = min(self.latency.seconds_of(0.0) / expected_s, _MOST_FIXED) if expected_s else 0.0
-        self.slowdown.note_error(num_sharing, error if new < 1 else 1.0, fixed)  # what is known anew is the level
+        self.slowdown.note_error(num_sharing, error if new < 1 else 1.0, fixed)  # only the level is measured anew
         self._factors = self.slowdown.factors()
         self.latency.note_seconds(self._weighed(work, num_sharing), latency_s, new)
         self.usual_s += new * (latency_s - self.usual_s)
@@ -284,7 +284,7 @@ class ModelTimes:
         self._tried_s[_size_of(work)] = now_s
 
     def _weighed(self, work: float, num_sharing: float) -> float:
-        """Return the work that takes as long alone as this work does where so many share the replica."""
+        """Return the work that takes as long alone as this work does when so many share the replica."""
         return work * _between(self._factors, num_sharing)
 
     def _expected_s(self, work: float, num_sharing: float) -> float:
@@ -298,7 +298,7 @@ class ServiceTimes:
         self._models: Recent[str, ModelTimes] = Recent(MAX_MODELS)
 
     def times(self, model: str) -> ModelTimes | None:
-        """Return what is known of a model; None before its first request has ended."""
+        """Return the measured times of a model; None before its first request has ended."""
         found = self._models.get(model)
         return found if found and found.num_measured else None
 
@@ -307,7 +307,7 @@ class ServiceTimes:
     ) -> None:
         """Learn from a request that was answered. `num_left`: those for the model that still run.
 
-        Figures that say nothing, such as no work at all, are left out: they would spoil those that do.
+        Meaningless figures, such as no work at all, are left out: they would spoil the others.
         """
         is_telling = WORK_BOUNDS[0] <= work <= WORK_BOUNDS[1] and 0 <= busy_s <= _LONGEST_S
         if is_telling and 0 <= latency_s <= _LONGEST_S:
@@ -319,13 +319,13 @@ class ServiceTimes:
         times.switch_s += (_NEW if times.switch_s else 1.0) * (switch_s - times.switch_s)
 
     def switch_s(self, model: str) -> float:
-        """Return how long a switch to the model takes; 0 when none was seen."""
+        """Return the seconds of a switch to the model; 0 when none was measured."""
         found = self._models.get(model)
         return found.switch_s if found else 0.0
 
 
 def faded(per_s: float, passed_s: float, window_s: float = SHORT_S) -> float:
-    """Return what an arrival rate over a window has become after a time without arrivals."""
+    """Return an arrival rate over a window, decayed by `passed_s` seconds without arrivals."""
     return per_s * math.exp(-passed_s / window_s)
 
 
@@ -339,7 +339,7 @@ class ArrivalRate:
         self._last_s = -math.inf
 
     def note_arrival(self, now_s: float, amount: float = 1.0) -> None:
-        """Count one, or an amount that it brings."""
+        """Count an arrival, or an amount of them."""
         self._short, self._long = self.per_s(now_s)
         self._short += amount / SHORT_S
         self._long += amount / LONG_S
@@ -364,7 +364,7 @@ class RequestCounts:
 
 
 class ModelCounts:
-    """Requests that came, started and were refused, by model. Models that nobody asks for any more are forgotten."""
+    """Arrived, started and refused requests by model. Models without requests for long are forgotten."""
 
     def __init__(self) -> None:
         self._models: Recent[str, RequestCounts] = Recent(MAX_MODELS)

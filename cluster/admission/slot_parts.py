@@ -1,4 +1,4 @@
-"""What one of several ingresses owns of the replicas that they share, and what it wants of them. Pure."""
+"""The slots of shared replicas that one of several ingresses owns, and its claims for more. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SlotParts:
         self._bound_part = 1 / num_sharing
         self._parts: Mapping[str, PoolPart] = {}
         self._is_suspended = False
-        self._last_urgency: dict[str, float] = {}  # by pool: the most urgent that waited when it was last looked
+        self._last_urgency: dict[str, float] = {}  # by pool: the most urgent waiting priority at the last look
         self._has_news = False
 
     def own_part(self, bound: int) -> int:
@@ -50,7 +50,7 @@ class SlotParts:
             pool.slots.suspend()
 
     def resume(self, now_s: float) -> None:
-        """Own again what was owned before `suspend`."""
+        """Own again the slots from before `suspend`."""
         self._is_suspended = False
         self.set_parts(self._parts, self._bound_part, now_s)
 
@@ -63,7 +63,7 @@ class SlotParts:
         pool.look_at_all()
 
     def take_news(self) -> bool:
-        """Return whether something has changed since the last look that the split of slots should follow at once."""
+        """Return whether a change since the last look calls for a new split of slots at once."""
         for name, pool in self._pools.items() if self.are_shared else ():
             urgency = pool.lanes.most_urgent
             self._has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
@@ -75,7 +75,7 @@ class SlotParts:
         return found
 
     def claims(self, now_s: float) -> dict[str, PoolClaims]:
-        """Return what the queue has and wants of the replicas, by pool."""
+        """Return by pool the slots that the queue holds and wants."""
         found = {}
         for name, pool in self._pools.items():
             owned = self._parts.get(name, _NO_PART).replicas
@@ -95,9 +95,9 @@ class SlotParts:
         return found
 
     def _waiting_claims(self, pool: Pool, now_s: float) -> tuple[SlotClaim, ...]:
-        """Return claims of the requests that wait, those together that may start on the same replicas.
+        """Return claims of waiting requests, together for those that may start on the same replicas.
 
-        Those of one tenant, priority and model count as if they were all like the first: thousands may wait.
+        Requests of one tenant, priority and model all count like the first: thousands may wait.
         """
         found: dict[tuple[tuple[str, ...] | None, int, str], SlotClaim] = {}
         for priority, front, number in pool.lanes.lines():

@@ -13,7 +13,7 @@ from cluster.admission.tenant_turns import OpenModels
 
 
 class Starts:
-    """The starts of a pool. `held_until_s` is when the first goes on that is held back in spite of room elsewhere."""
+    """The starts of a pool. `held_until_s` is when the first request held back in spite of room elsewhere goes on."""
 
     def __init__(self, name: str, pool: Pool, places: Places, now_s: float) -> None:
         pool.maybe_open = {model for model in pool.maybe_open if not places.is_full(name, model, now_s)}
@@ -23,7 +23,7 @@ class Starts:
         self.held_until_s = math.inf
 
     def __iter__(self) -> Iterator[tuple[Waiting, Assignment | Refusal]]:
-        """Yield requests and where they start, or why they never do. Who gets one takes it out before the next."""
+        """Yield requests and where they start, or why they never do. The caller takes each out before the next one."""
         lanes, replicas = self._pool.lanes, self._pool.slots.replicas
         while self._models.names and (waiting := lanes.next_up(self._models)) is not None:
             if (refusal := self._places.why_never(waiting.demand, self._now_s)) is not None:
@@ -36,12 +36,12 @@ class Starts:
                 if not replicas.has_room(LEAST_SHARE, (where.replica,)):
                     self._close_full((where.replica,))
             elif options.among is None:
-                return  # nobody slips past: a large request would wait for ever
+                return  # no request slips past: a large one would wait for ever
             else:
                 self._let_wait(waiting.demand.model, options.among, options.held_until_s)
 
     def _or_rival(self, waiting: Waiting, where: Assignment, options: Options) -> Waiting:
-        """Return the tenant's request for what the replica has, instead of one that would switch it too soon."""
+        """Return the tenant's request for a model that the replica has, not one that would switch it too soon."""
         at_hand = self._pool.slots.replicas[where.replica].recent
         if self._now_s >= options.held_until_s or waiting.demand.model in at_hand:
             return waiting
@@ -49,7 +49,7 @@ class Starts:
         return self._pool.lanes.beside(waiting, [model for model in rivals if model in self._models.names]) or waiting
 
     def _let_wait(self, model: str, among: Collection[str], until_s: float) -> None:
-        """Try no more of the model. Where it may start nothing else does, unless the request is held back itself."""
+        """Skip the model from now on. Where it may start nothing else does, unless the request itself is held back."""
         self._models.close(model)
         if self._now_s < until_s:
             self.held_until_s = min(self.held_until_s, until_s)

@@ -1,8 +1,8 @@
 """The turns of tenants at one priority: whose request goes next, of the models that may start. Pure.
 
-What is asked here costs no more for many tenants, models or requests than for few, but for a logarithm: lanes that
-wait are in a heap by their clocks, sums of what waits are kept, and of a lane's models those are looked at that may
-start.
+Each call costs at most the logarithm of the numbers of tenants, models and requests: lanes that
+wait are in a heap by their clocks, sums over waiting requests are kept, and only a lane's startable models are
+looked at.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Final
 from cluster.admission.records import Waiting
 from configs.admission import AdmissionConfig
 
-MAX_CLOCKS: Final = 1024  # of tenants that wait for nothing
-FEW: Final = 16  # tenants or models that are all looked at
+MAX_CLOCKS: Final = 1024  # of tenants without waiting requests
+FEW: Final = 16  # tenants or models: so few are all looked at
 
 
 class Line(OrderedDict[int, Waiting]):
-    """Requests of one tenant for one model. `cost_s`: what they may take."""
+    """Requests of one tenant for one model. `cost_s`: their estimated replica seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Line(OrderedDict[int, Waiting]):
 class Lane:
     """The requests of one tenant at one priority, in the order of arrival: all, and those of each model.
 
-    `num_startable` of them, which may take `cost_s`, are for models that have a replica. `clock_s` never goes back
-    while it has such: `refund_s` is what it was charged too much, and is set off against the next one.
+    `num_startable` of them, with the estimated cost `cost_s`, are for models that have a replica. `clock_s` never goes
+    back while it has such: `refund_s` is the excess of its charges, and is set off against the next one.
     """
 
     tenant: str
@@ -48,11 +48,11 @@ class Lane:
     turn: tuple[float, int, int] | None = None  # its entry in the heap of turns
 
     def key(self) -> tuple[float, int]:
-        """Return what orders lanes: the clock, then who waits longest."""
+        """Return the sort key of lanes: the clock, then the number of the oldest request."""
         return self.clock_s, next(iter(self.waiting.values())).number
 
     def charge(self, cost_s: float) -> None:
-        """Move the clock on by work, less what was charged too much."""
+        """Move the clock on by work, less the refund."""
         due_s = cost_s / self.weight - self.refund_s
         self.clock_s += max(0.0, due_s)
         self.refund_s = max(0.0, -due_s)
@@ -91,9 +91,9 @@ class OpenModels:
 
 
 class TenantTurns:
-    """The lanes of one priority. `floor_s` is the clock of who was served last: nobody saves up turns.
+    """The lanes of one priority. `floor_s` is the clock of the lane served last, so no lane saves up turns.
 
-    Models in `stalled` have no replica. A lane that waits for nothing else is not busy, and its clock goes on.
+    Models in `stalled` have no replica. A lane that waits only for such models is not busy, and its clock goes on.
     """
 
     def __init__(self, config: AdmissionConfig, stalled: Collection[str] = ()) -> None:
@@ -103,16 +103,16 @@ class TenantTurns:
         self._lanes: dict[str, Lane] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._busy: dict[str, Lane] = {}
-        self._by_model: dict[str, dict[str, Lane]] = {}  # those that wait for it, by tenant
+        self._by_model: dict[str, dict[str, Lane]] = {}  # the lanes that wait for it, by tenant
         self._turns: list[tuple[tuple[float, int, int], Lane]] = []  # a heap
         self._num_turns = 0
-        self._weight = 0.0  # of those that are busy
+        self._weight = 0.0  # of the busy lanes
         self.cost_s = 0.0
-        self.stalled_s = 0.0  # what requests for stalled models may take
+        self.stalled_s = 0.0  # the estimated cost of requests for stalled models
         self.floor_s = 0.0
 
     def lane(self, tenant: str) -> Lane:
-        """Return the lane of a tenant, which may be idle. Of those, the ones that were idle longest are forgotten."""
+        """Return the lane of a tenant, which may be idle. The lanes that were idle longest are forgotten."""
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = Lane(tenant, self._config.weight_of(tenant), self.floor_s)
@@ -133,7 +133,7 @@ class TenantTurns:
     def ahead_s(self, tenant: str, model: str, weight: float) -> float:
         """Return the work that is done before the next request of a tenant for a model.
 
-        While the model has no replica that is what waits for it: nothing else competes for those that it will have.
+        While the model has no replica this is the work waiting for it: no other work competes for its future replicas.
         """
         lane = self._waiting.get(tenant)
         if model in self._stalled:
@@ -171,7 +171,7 @@ class TenantTurns:
         self._count(lane, model, -1, -waiting.cost_s)
 
     def _count(self, lane: Lane, model: str, num: int, cost_s: float) -> None:
-        """Count so many requests of the lane more, or less, that the replicas are for, or that are stalled."""
+        """Add so many requests, or take them off, of the lane's startable or stalled ones."""
         if model in self._stalled:
             self.stalled_s = max(0.0, self.stalled_s + cost_s)
         else:
@@ -188,7 +188,7 @@ class TenantTurns:
             del self._busy[lane.tenant]
             self._weight -= lane.weight
             lane.turn = None
-        if not self._busy:  # what roundings have left
+        if not self._busy:  # a rest left by rounding
             self._weight = self.cost_s = 0.0
             self._turns.clear()
         if not self._waiting:
@@ -205,7 +205,7 @@ class TenantTurns:
             self._count(lane, model, len(line), line.cost_s)
 
     def first(self, open_models: OpenModels) -> Waiting | None:
-        """Return the request to start next, of the models that may."""
+        """Return the request to start next, among the models that may start."""
         few = self._few_lanes(open_models.names)
         if few is not None:
             lanes = iter(sorted(few, key=Lane.key))
@@ -221,8 +221,8 @@ class TenantTurns:
     def share_ahead_s(self, own_s: float, tenant: str, weight: float) -> float:
         """Return the work that is done before a tenant's next request, after `own_s` of its own.
 
-        Until then every other tenant with work gets its share beside it, and no more than it has. Of many tenants, that
-        is told for all together.
+        Until then every other tenant with work gets its share, at most the work that it has. The shares of many tenants
+        are summed together.
         """
         own = self._busy.get(tenant)
         num_others = len(self._busy) - (own is not None)
@@ -235,11 +235,11 @@ class TenantTurns:
         return own_s + min(max(0.0, cost_s), own_s * others_weight / weight)
 
     def waiting_lanes(self) -> Iterator[Lane]:
-        """Yield the lanes that wait, as they were when this began."""
+        """Yield the waiting lanes, as they were at the beginning."""
         yield from list(self._waiting.values())
 
     def walk(self) -> Iterator[tuple[Waiting, float]]:
-        """Yield all that waits with the work that is done before it; who removes a request does so before the next."""
+        """Yield waiting requests with the work before each. The caller removes a request before the next one."""
         for lane in self.waiting_lanes():
             own_s = 0.0
             lines_s: dict[str, float] = {}
@@ -257,7 +257,7 @@ class TenantTurns:
                     own_s += cost_s
 
     def count_again(self, cost_of: Callable[[Waiting], float]) -> None:
-        """Estimate the costs of all that wait anew."""
+        """Estimate anew the costs of all waiting requests."""
         self.cost_s = self.stalled_s = 0.0
         for lane in self._waiting.values():
             lane.cost_s = 0.0
@@ -279,7 +279,7 @@ class TenantTurns:
         self._weight = sum([lane.weight for lane in self._busy.values()])
 
     def _few_lanes(self, models: Collection[str]) -> Collection[Lane] | None:
-        """Return the lanes that wait for any of the models; None where models or lanes are too many."""
+        """Return the lanes that wait for any of the models; None if models or lanes are too many."""
         if len(models) > FEW:
             return None
         found: dict[str, Lane] = {}
@@ -296,7 +296,7 @@ class TenantTurns:
         heapq.heappush(self._turns, (lane.turn, lane))
 
     def _pop_turn(self) -> Lane | None:
-        """Take the lane out that goes first. Entries that are not their lane's are left over from before."""
+        """Take out the lane that goes first. Entries that are no longer their lane's are left over, and dropped."""
         while self._turns:
             turn, lane = self._turns[0]
             if lane.turn is not turn:
@@ -316,6 +316,6 @@ def _front(line: OrderedDict[int, Waiting]) -> Waiting:
 
 
 def newest(line: OrderedDict[int, Waiting]) -> Waiting | None:
-    """Return the last that came, parts of requests that were admitted left out; None where only those came lately."""
+    """Return the newest request that is not part of an admitted one; None if only such parts came lately."""
     lately = islice(reversed(line.values()), FEW)
     return next((waiting for waiting in lately if not waiting.demand.is_inner), None)

@@ -1,6 +1,6 @@
-"""Who waits, by model and tenant: how many, since when, and until when. Pure.
+"""The waiting requests, counted by model and tenant, with the oldest arrival and the first deadline. Pure.
 
-Each change costs the logarithm of what waits, and a look as much as there are models and tenants, however many wait.
+With n requests waiting a change costs O(log n); a look costs the number of models and tenants, whatever n is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 
 from cluster.admission.records import TenantKey, Waiting
 
-_MOST_STALE: Final = 64  # entries of a heap, beside one for each that waits
+_MOST_STALE: Final = 64  # stale entries of a heap, beside one for each waiting request
 
 
 class _Earliest:
-    """Times of requests, and the first of them. What has left is dropped when it comes up."""
+    """Times of requests, and the earliest. Entries of requests that left are dropped when they come up."""
 
     def __init__(self) -> None:
         self._times: dict[int, float] = {}  # by ticket
@@ -46,7 +46,7 @@ class _Earliest:
 
 
 class WaitingBook:
-    """The requests of a pool that wait."""
+    """The waiting requests of a pool."""
 
     def __init__(self) -> None:
         self.num_by_model: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class WaitingBook:
         self._deadlines: dict[str, _Earliest] = {}  # by model, of those that have one
 
     def add(self, waiting: Waiting) -> None:
-        """Count a request that waits."""
+        """Count a waiting request."""
         demand = waiting.demand
         self.num_by_model[demand.model] += 1
         self.tenants[demand.tenant] += 1
@@ -81,7 +81,7 @@ class WaitingBook:
                 del self._deadlines[demand.model]
 
     def lines(self) -> Iterator[tuple[TenantKey, int, float]]:
-        """Yield the number of requests of each model and tenant, and when the first of them came."""
+        """Yield the number of requests of each model and tenant, and the arrival of the oldest."""
         for key, line in self._arrivals.items():
             if (first_s := line.first()) is not None:
                 yield key, len(line), first_s

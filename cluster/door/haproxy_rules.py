@@ -237,7 +237,7 @@ def rewrite_config(
 
 
 def share_of_connections(max_connections: int) -> int:
-    """Return how many of all connections one address has where the config says no number: it leaves some to others."""
+    """Return the default limit of one address's connections, which leaves some of all to others."""
     return max(1, int(max_connections * _SHARE))
 
 

@@ -1,1 +1,1 @@
-"""The keeper of one node: `actor.py` is its face, `ray_extents.py` the replica's side."""
+"""The keeper of one node: `actor.py` is its interface, `ray_extents.py` the replica's side."""

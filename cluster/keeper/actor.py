@@ -1,8 +1,8 @@
 """NodeKeeper: one per node. Gets extents once, from storage or another node, and holds them in Ray's object store.
 
 It owns the objects and keeps a live view of each: an object with a view is never spilled by Ray. Replicas get the
-references and map the same memory. What is leased or pinned stays; of the rest, what is cheapest to do without goes
-when the byte budget needs room. A keeper that dies loses only what no replica holds.
+references and map the same memory. Leased and pinned extents stay; of the rest, the cheapest to do without are evicted
+when the byte budget needs room. A keeper that dies loses only extents that no replica holds.
 
 Threads read: they bring extents into the node's shared memory, from storage or another node.
 """
@@ -62,7 +62,7 @@ logger = logging.getLogger("atelier.keeper")
 class Reading:
     """The reads of one keeper. Thread-safe. Raises WeightsError when `ATELIER_READ` is malformed.
 
-    `resident` gives what is in the node's memory, as the base of a delta.
+    `resident` looks up extents in the node's memory, as the base of a delta.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class Reading:
         self._bytes: Counter[Source] = Counter()
 
     def has_storage(self) -> bool:
-        """Return whether the store's folder is there: without it, other nodes have to read."""
+        """Return whether this node has the store's folder: without it, other nodes have to read."""
         return self._packs.is_dir()
 
     def loaded_bytes(self, source: Source) -> int:
-        """Return the bytes that have come from there."""
+        """Return the bytes loaded from one kind of source."""
         return self._bytes[source]
 
     def stored(self, delta: DeltaRef) -> StoredBytes | None:
-        """Return where this node has a delta stored; None when its name leads out of the store."""
+        """Return the place of a delta in this node's store; None when its name leads out of the store."""
         try:
             return StoredBytes(resolve_pack(self._packs, delta.pack), delta.offset, delta.nbytes)
         except StoreError:
             return None
 
     def load(self, extents: Sequence[ExtentRef], memory: NodeMemory) -> LoadClock:
-        """Begin to load extents that `memory` expects. Does not wait; what becomes of each is told to `memory`."""
+        """Begin to load extents that `memory` expects. Does not wait; `memory` gets the outcome of each."""
         clock = LoadClock(self.stages, self.pool, self._planner, self._packs, self._plan, verified=self._verify)
         self.loader.expect(reading_order(extents, self._plan.strategy), clock)
         for _ in extents:
@@ -124,7 +124,7 @@ class Reading:
         return clock
 
     def _explained(self, extent: ExtentRef, error: Exception) -> Exception:
-        """Return the error; of a pack that is not in this node's folder, with the node and what that may mean."""
+        """Return the error; for a pack missing from this node's folder, with the node's name and the likely reason."""
         if not isinstance(error, ExtentCorrupt) or extent.delta or (self._packs / extent.pack).exists():
             return error
         return ExtentCorrupt(
@@ -138,10 +138,10 @@ class Reading:
         self._threads.shutdown()
 
     def _load_next(self, memory: NodeMemory) -> None:
-        """Load one extent, in a reader thread. Whatever happens, those who wait are notified."""
+        """Load one extent in a reader thread. Waiting calls are notified whatever happens."""
         try:
             loaded = self.loader.load_next(memory.writer.begin_writing)
-        except BaseException as error:  # nobody reads what a pool's thread raises
+        except BaseException as error:  # an error of a pool's thread would be lost
             logger.exception("an extent could not be loaded")
             if extent := self.loader.withdraw():
                 memory.held.failed(extent.id, as_error(error))
@@ -162,9 +162,9 @@ class Reading:
 
 
 STAGING_BYTES: Final = 384 * 2**20  # twelve reads of 32 MiB: some arrive while others are copied
-CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one
-CONTROL_THREADS: Final = 4  # and those that give back never wait behind them
-RECALL_THREADS: Final = 128  # replicas that listen each hold one; leases of those beyond that are never called back
+CALL_THREADS: Final = 128  # each call that waits for an extent or for room holds one
+CONTROL_THREADS: Final = 4  # for releases, which never wait behind those
+RECALL_THREADS: Final = 128  # each listening replica holds one; leases of further replicas are never recalled
 RECALL_POLL_S: Final = 30.0
 
 
@@ -172,9 +172,9 @@ RECALL_POLL_S: Final = 30.0
 class KeeperSettings:
     """The settings of a keeper. `staging_bytes` bounds the memory that extents pass through, however large they are.
 
-    `max_wait_s`: for room that others have leased. `adoption_s`: so long a restarted one waits for replicas, to offer
-    what they have mapped. `audit_bytes_per_s` 0: no audit. `populate` makes the object store's pages at start, in the
-    background; otherwise the first puts pay for them. `code` is what its node has to run (`running_code`).
+    `max_wait_s`: for room that others have leased. `adoption_s`: a restarted keeper gives replicas this time to offer
+    their mapped extents. `audit_bytes_per_s` 0: no audit. `populate` makes the object store's pages at start, in the
+    background; otherwise the first puts pay for them. `code` is the code that its node has to run (`running_code`).
     """
 
     # HAZARD: first, and of words: a node with other code reads the fields of this class by their places.
@@ -202,7 +202,7 @@ _DEFAULTS: Final = KeeperSettings()
 
 
 def _begin(settings: KeeperSettings) -> str:
-    """Return where other nodes ask for extents: loopback on a private Ray, which has one node.
+    """Return the address where other nodes fetch extents: loopback on a private Ray, which has one node.
 
     Raises KeeperFailed when this node runs other code than the settings say.
     """
@@ -223,7 +223,7 @@ class _ShownMemory:
         self.look_soon = memory.audit.look_soon
 
     def lookup(self, id_: str) -> ByteArray | StoredBytes | None:
-        """Return an extent that is here, or the delta that it was stored as."""
+        """Return a resident extent, or the delta that it was stored as."""
         delta = self._residents.delta(id_) if id_.startswith(DELTA_KEY) else None
         return self._reading.stored(delta) if delta else self._residents.view(id_)
 
@@ -257,7 +257,7 @@ class NodeKeeper:
         self._pinning = threading.Lock()
         self._pins: Mapping[str, Sequence[str]] = {}
         self.peering = PeerLink(directory, node_id, host) if directory else None
-        # A view that is being read from keeps its bytes, whatever is evicted meanwhile.
+        # A view in use keeps its bytes even if its extent is evicted meanwhile.
         self.reading = Reading(
             Path(packs),
             settings.staging_bytes,
@@ -287,8 +287,8 @@ class NodeKeeper:
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         """Return references to the extents by id, each leased to `holder` once more until `release`.
 
-        However many ask at once, an extent is loaded once. Waits a bounded time for room that others have leased.
-        Raises ExtentCorrupt when the store does not have the bytes and BudgetExceeded when they do not fit, saying
+        An extent is loaded once, however many calls ask at once. Waits a bounded time for room that others have leased.
+        Raises ExtentCorrupt when the stored bytes are wrong, and BudgetExceeded when they do not fit, saying
         how much is missing and who holds it; then nothing stays leased.
         """
         if resident := self._held.lease_resident(extents, holder):
@@ -309,28 +309,28 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="recalls")
     def next_recall(self, holder: str, answer: RecallAnswer | None = None) -> Recall:
-        """Wait until room is needed that `holder` has leased; empty when nothing was needed for a while.
+        """Wait for a recall of leases of `holder`; empty if none came for a while.
 
-        `answer` is to the recall before. Who calls this promises to answer within `ANSWER_WITHIN_S`; room is made of
-        what others have when it does not, and of its leases when its process is gone.
+        `answer` is to the last recall. The caller promises to answer within `ANSWER_WITHIN_S`; else room is made
+        of others' leases, and of its own once its process is gone.
         """
         epoch = self._epoch(answer.generation) if answer else None
         return self._holders.next_recall(holder, answer, epoch, RECALL_POLL_S)
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> None:
-        """Bring in what has room beside everything leased, pinned or more valuable. Does not wait for it."""
+        """Load extents that have room beside everything leased, pinned or more valuable. Does not wait."""
         self.reading.load(self._held.prefetch(extents), self.memory)
 
     @ray.method(concurrency_group="control")
     def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
-        """Return whether they fit, now, beside all that is leased, pinned or waited for."""
+        """Return whether the extents fit now, beside all leased, pinned or awaited ones."""
         return self._held.has_room_for(extents)
 
     @ray.method(concurrency_group="control")
     def set_pins(self, extents_of: Mapping[str, Sequence[str]]) -> None:
-        """Keep the extents of these models, and no others, once they are here, leased or not.
+        """Pin the extents of these models, and no others, here or not yet.
 
-        All that is wanted, each time: what was pinned before and is not named is pinned no longer. Pins end with the
+        Each call replaces all earlier pins. Pins end with the
         keeper's process.
         """
         with self._pinning:
@@ -339,17 +339,17 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def pins(self) -> Mapping[str, Sequence[str]]:
-        """Return the extents by model, as `set_pins` was told last."""
+        """Return the pinned extents by model, as last set by `set_pins`."""
         return self._pins
 
     @ray.method(concurrency_group="control")
     def drop(self, ids: Sequence[str]) -> list[str]:
-        """Free those that are neither leased nor pinned, and return them."""
+        """Evict the given extents that are neither leased nor pinned, and return them."""
         return self._held.drop(ids)
 
     @ray.method(concurrency_group="control")
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget: what may go goes at once, the rest later.
+        """Change the budget: evictable extents above it go at once, the rest later.
 
         Raises BudgetExceeded when Ray's store is too small for it.
         """
@@ -359,10 +359,10 @@ class NodeKeeper:
     def hello(
         self, holder: str, process: ProcessMark | None = None, uses: Mapping[str, int] = MappingProxyType({})
     ) -> Greeting:
-        """Note a replica's heartbeat; by the answer it knows a keeper that has forgotten it, and damaged copies.
+        """Note a replica's heartbeat. The answer shows it a restarted keeper, and damaged copies.
 
         The holder's leases end with `process`, or when it gives no sign for a minute. `uses` counts, by extent id,
-        how often it has used since the last time what it kept.
+        the uses of kept extents since the last heartbeat.
         """
         epoch = self._holders.greet(holder, process)
         if uses:
@@ -371,11 +371,11 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def adopt(self, holder: str, offers: Sequence[HeldOffer]) -> str:
-        """Take over what a replica has mapped, and its leases. Returns the generation that did.
+        """Adopt a replica's mapped extents and its leases. Return the generation of the leases.
 
-        What is damaged, or cannot be mapped here, nobody else gets: it will be read when somebody asks.
+        Damaged extents, and those that cannot be mapped here, go to no other holder: the next request reads them anew.
         HAZARD: a handle of the replica must not come with this. Opening one imports its class, for seconds, while
-        others wait for what is adopted here.
+        others wait for the extents adopted here.
         """
         generation = self._generation(self._holders.epoch(holder))
         self.memory.adoption.take_offers(holder, offers)
@@ -383,7 +383,7 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def residents(self, ids: Sequence[str] | None = None) -> list[ResidentExtent]:
-        """Return those of `ids` that are here; without them, all."""
+        """Return the resident extents among `ids`; without `ids`, all."""
         return self._residents.described(ids)
 
     @ray.method(concurrency_group="control")
@@ -436,7 +436,7 @@ class NodeKeeper:
             self.peering.close()
 
     def _generation(self, epoch: int) -> str:
-        """Return the name of the leases of one epoch of a holder."""
+        """Return the generation of the leases of one epoch of a holder."""
         return f"{self.generation}-{epoch}"
 
     def _epoch(self, generation: str) -> int | None:

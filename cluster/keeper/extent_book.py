@@ -1,6 +1,6 @@
-"""The books of a node's extents, under one lock: what is here or coming, who waits for room, what is called back.
+"""The book of a node's extents, under one lock: resident and arriving extents, requests for room, and recalls.
 
-Ray-free. `Holders`, `Residents` and `HeldExtents` share it; whoever reads or writes it holds `changed`.
+Ray-free. `Holders`, `Residents` and `HeldExtents` share it; every reader and writer holds `changed`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Neighbours(Protocol):
     """Other nodes' knowledge of the extents that this node has."""
 
     def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
-        """Take in what came and what went. Called with the lock held: it must be quick and must not call back."""
+        """Take in the extents that came and went. Called with the lock held: it must be quick and not call back."""
         ...
 
 
 class ReloadRates(Protocol):
-    """Measured seconds that bytes take to get again, by source."""
+    """Measured seconds to load bytes again, by source."""
 
     def reload_rate(self, source: Source) -> float | None:
-        """Return the seconds of one byte from there; None when nothing is measured."""
+        """Return the seconds of one byte from that source; None before a measurement."""
         ...
 
 
@@ -53,14 +53,14 @@ class ExtentBook(MemoryTier):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.table: EntryTable[HeldExtent] = EntryTable(budget_bytes, clock, self)
-        self.coming: dict[str, tuple[ExtentRef, Arrival]] = {}  # by id, of what is being loaded
+        self.coming: dict[str, tuple[ExtentRef, Arrival]] = {}  # by id: the extents being loaded
         self.queue = Admission(self.table, "store.node_budget_bytes")
         self.recalls = Recalls(self.table, self.queue)
         self._neighbours = neighbours
         self._rates = rates
 
     def serve(self) -> None:
-        """Let those go on who can."""
+        """Grant the requests that can go on."""
         self.recalls.serve_queue()
         self.changed.notify_all()
 
@@ -70,7 +70,7 @@ class ExtentBook(MemoryTier):
             self._neighbours.changed(added, removed)
 
     def here(self, id_: str) -> HeldExtent | None:
-        """Return the extent that is here; None when it is not."""
+        """Return a resident extent; None for another."""
         entry = self.table.entries.get(id_)
         return entry.thing if entry and entry.is_here else None
 
@@ -79,7 +79,7 @@ class ExtentBook(MemoryTier):
         self.coming[extent.id] = extent, Arrival()
 
     def arrival(self, entry: Entry[HeldExtent]) -> Arrival:
-        """Return when an entry is here, or why it will not be."""
+        """Return the arrival of an entry, which ends with the extent or its error."""
         if not entry.is_here:
             return self.coming[entry.key][1]
         here = Arrival()
@@ -87,12 +87,12 @@ class ExtentBook(MemoryTier):
         return here
 
     def entries_gone(self, entries: Sequence[Entry[Any]]) -> None:
-        """Tell of extents that went. What was invalidated has been told before."""
+        """Publish the removal of extents. That of invalidated ones was published before."""
         if gone := [entry.key for entry in entries if entry.is_current]:
             self.tell([], gone)
 
     def recall(self, holder: str, keys: Sequence[str]) -> None:
-        """Call a holder's leases on extents back."""
+        """Recall a holder's leases on extents."""
         self.recalls.call(holder, keys)
 
     def reload_rate(self, origin: Hashable) -> float | None:

@@ -1,4 +1,4 @@
-"""Extents from wherever they come from fastest: a node that has them, one that will have them soon, or storage."""
+"""Loads extents from the fastest source: a node that has them, one that will have them soon, or storage."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from weights.records.manifest import ExtentRef
 
 Pause = Callable[[threading.Condition, float], object]
 
-MAX_CLAIMS: Final = 16  # extents that one question may get this node to read: a node that is alone asks seldom
+MAX_CLAIMS: Final = 16  # extents to read after one question to the registry: a lone node asks seldom
 LOOK_AGAIN_S: Final = 1.0  # even when nothing has changed
 
 logger = logging.getLogger("atelier.keeper")
 
 
 class LoadClock(StageClock):
-    """A clock of what one call had loaded, stage by stage, which counts for the node at the same time.
+    """The clock of one call's loads, stage by stage, which counts for the node at the same time.
 
-    `plan` is what the report says when storage was not read.
+    `plan` is the report's plan when storage was not read.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LoadClock(StageClock):
         super().add_bytes(stage, nbytes)
 
     def came_from(self, source: Source, nbytes: int) -> None:
-        """Count bytes by where they came from."""
+        """Count bytes by their source."""
         with self._counting:
             self._sources[source] += nbytes
 
@@ -109,38 +109,38 @@ class Peers(Protocol):
         ...
 
     def locate(self, question: Question) -> Located | None:
-        """Return the nodes that have the extents or are to read them; None when nobody can be asked. May block."""
+        """Return the nodes that have the extents or will read them; None when the registry is away. May block."""
         ...
 
     def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
-        """Report what came and what went, and claims that will not be used. Never blocks."""
+        """Report extents that came and went, and claims that will not be used. Never blocks."""
         ...
 
 
 class Writing(Protocol):
-    """An extent on its way to where it is kept."""
+    """An extent being written to its place in memory."""
 
     def place(self) -> ByteArray:
-        """Return the memory, which is made by the first call. May raise."""
+        """Return the memory. The first call makes it, and may raise."""
         ...
 
     def seal(self) -> Any:
-        """End the writing. Return what the extent is known by. May raise."""
+        """End the writing. Return the handle of the extent. May raise."""
         ...
 
 
-# Everything of a `Writing` that was not sealed goes with the block.
+# An unsealed `Writing` is dropped at the end of the block.
 Begin = Callable[[ExtentRef], contextlib.AbstractContextManager[Writing]]
 
 
 class _MeasuredPlace:
-    """The place of an extent that is being written, made when it is called for."""
+    """The place of an extent being written, made at the first call."""
 
     def __init__(self, writing: Writing, extent: ExtentRef, stages: LoadClock) -> None:
         self._writing = writing
         self._extent = extent
         self._stages = stages
-        self.seconds = 0.0  # that it took
+        self.seconds = 0.0  # spent making the place
         self.has_failed = False
 
     def __call__(self) -> ByteArray:
@@ -153,7 +153,7 @@ class _MeasuredPlace:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An extent as it was sealed and where its bytes came from, or why it cannot be had."""
+    """A sealed extent and the source of its bytes, or its error."""
 
     extent: ExtentRef
     result: Any = None
@@ -164,12 +164,12 @@ class Loaded:
 class ExtentLoader:
     """The loads of one keeper, from storage and from peers. Thread-safe.
 
-    A peer that fails or gives other bytes is only a detour: storage has the last word.
+    After a peer that fails or gives wrong bytes, the extent is read from storage.
 
-    A node without the store's folder has what other nodes read for it: `expect` looks whether `packs` is there. `node`
-    is its address, for who reads errors.
+    On a node without the store's folder other nodes read for it: `expect` checks whether `packs` is there. `node`
+    is its address, for error messages.
 
-    `expect` says what is wanted; every extent of it takes one call of `load_next`, from any thread. No thread waits for
+    `expect` names the wanted extents; each of them takes one call of `load_next`, from any thread. No thread waits for
     one extent while another one can be had.
     """
 
@@ -203,7 +203,7 @@ class ExtentLoader:
             self._changed.notify_all()
 
     def load_next(self, begin: Begin) -> Loaded | None:
-        """Load the extent that can be had first; None when others are at the last ones.
+        """Load the extent that is available first; None when other threads load the last ones.
 
         Errors of ExtentReader.read_into and of `begin` are in the answer.
         """
@@ -221,13 +221,13 @@ class ExtentLoader:
         return None
 
     def withdraw(self) -> ExtentRef | None:
-        """Give up an extent that there is no thread for, and return it; None when all have been begun."""
+        """Give up an extent for lack of a thread, and return it; None when all have been begun."""
         with self._notifying():
             id_ = self._queue.withdraw_extent()
             return self._wanted.pop(id_)[0] if id_ else None
 
     def reload_rate(self, source: Source) -> float | None:
-        """Return the seconds that a byte, alone, would take to get again; None when nothing is measured.
+        """Return the seconds to load one byte again, alone; None before a measurement.
 
         A peer gives once more.
         """
@@ -257,7 +257,7 @@ class ExtentLoader:
                 answer = self._peers.locate(question)
         except Exception:
             logger.exception("nobody says which node has an extent")
-        finally:  # whatever it was: as long as one asks, the others wait
+        finally:  # after any error: while one thread asks, the others wait
             with self._notifying():
                 unused = self._queue.apply_answer(question, answer, self._clock())
         if unused and self._peers:
@@ -354,7 +354,7 @@ class ExtentLoader:
             with begin(extent) as writing:
                 place = _MeasuredPlace(writing, extent, stages)
                 self._reader.read_into(extent, place, stages)
-                elapsed_s = stages.now_s() - start_s - place.seconds  # a peer's bytes need a place as well
+                elapsed_s = stages.now_s() - start_s - place.seconds  # the making of the place is not the reading
                 loaded = Loaded(extent, writing.seal())
             read_s = elapsed_s
             stages.came_from("storage", extent.nbytes)
@@ -367,7 +367,7 @@ class ExtentLoader:
 
     @contextlib.contextmanager
     def _notifying(self) -> Iterator[None]:
-        """Change the queue, and wake those who wait for it."""
+        """Change the queue, and wake the threads that wait for it."""
         with self._changed:
             yield
             self._changed.notify_all()

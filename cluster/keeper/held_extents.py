@@ -1,7 +1,7 @@
 """The extents of a node, shared by many threads: leases, pins, and the byte budget. Ray-free.
 
-The lock is held for as long as it takes to look at what is asked for, not at all that is here. The residency core says
-whose turn it is when room is short, and what goes for it.
+The lock is held to look at the requested extents only, not at all resident ones. The residency core decides
+whose turn it is when room is short, and which extents are evicted for it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from weights.residency.room_plan import plan_prefetch, plan_room, shrink
 
 _Loading = TypeVar("_Loading")
 MAX_WAIT_S: Final = 60.0
-RETRY_S: Final = 0.2  # nothing says when Ray has let an object go
-FREED_WITHIN_S: Final = 5.0  # what nobody has a lease on any more
+RETRY_S: Final = 0.2  # Ray does not signal when it has freed an object
+FREED_WITHIN_S: Final = 5.0  # an object without leases
 
 
 class HeldExtents:
@@ -45,9 +45,9 @@ class HeldExtents:
         self.holders = Holders(self._book)
 
     def lease_resident(self, extents: Sequence[ExtentRef], holder: str) -> tuple[dict[str, Any], int] | None:
-        """Lease what is all here while nobody waits. Return references by id, and the epoch of the leases.
+        """Lease extents that are all resident, while no request waits. Return references by id, and the leases' epoch.
 
-        None, with nothing done, when they must be claimed.
+        None, with nothing changed, when they must be claimed.
         """
         with self._changed:
             entries = [self._table.entries.get(extent.id) for extent in extents]
@@ -83,7 +83,7 @@ class HeldExtents:
             return claims[0]
 
     def settle(self, claim: Claim, holder: str) -> dict[str, Any]:
-        """Return references by id, once all of the claim is here. Raises what loading raised; the leases end then."""
+        """Return references by id once the whole claim is resident. Raises the error of a load; then the leases end."""
         try:
             refs = {held.extent.id: held.ref for held in (arrival.result() for arrival in claim.arrivals)}
         except BaseException:
@@ -100,15 +100,15 @@ class HeldExtents:
     def lease_loaded(
         self, extents: Sequence[ExtentRef], holder: str, load: Callable[[Sequence[ExtentRef]], _Loading]
     ) -> tuple[Claim, dict[str, Any], _Loading]:
-        """Claim the extents, `load` those that are not here, and return the references once all are.
+        """Claim the extents, `load` the missing ones, and return the references once all are resident.
 
-        Within the budget the store may still be full: of holes, and of what was given back and Ray has not let go. What
-        finds it so gives all back and tries again, for as long as it would wait for room. Meanwhile others that have
+        Within the budget the store may still be full: of holes, and of released objects that Ray has not freed. A call
+        that finds it full gives all back and tries again, as long as it would wait for room. Meanwhile others that have
         something to load come after it, but for holders with leases: it may be waiting for just those.
         Raises as `claim` and `settle` do.
         """
         is_in_turn = self._trying_again.locked() and not self.holders.has_leases(holder) and self._take_turn()
-        since_s = used_s = self._table.now_s()  # when somebody had room at last
+        since_s = used_s = self._table.now_s()  # when some request last had room
         try:
             while True:
                 claim = self.claim(extents, holder)
@@ -116,13 +116,13 @@ class HeldExtents:
                 try:
                     return claim, self.settle(claim, holder), loading
                 except StoreFull as error:
-                    # HAZARD: what was loaded is to make room as well, and the claim and the error's frames know it.
+                    # HAZARD: the loaded extents make room as well, but the claim and the error's frames refer to them.
                     error.__traceback__ = None
                     del claim, loading
                     used_s = self._table.now_s() if self.residents.is_in_use else used_s
                     if not self._wait_until(min(since_s + self._max_wait_s, used_s + FREED_WITHIN_S)):
                         raise
-                    # Two that each have a part of what they need would take turns in failing.
+                    # Two calls that each have a part of their extents would take turns in failing.
                     is_in_turn = is_in_turn or self._take_turn()
         finally:
             if is_in_turn:
@@ -140,10 +140,10 @@ class HeldExtents:
             return left_s > 0
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> list[ExtentRef]:
-        """Return the extents that the caller is to load: without a lease, and in no room of anything more valuable."""
+        """Return the extents that the caller should load: without a lease, and without evicting more valuable ones."""
         with self._changed:
             if self._book.queue.waiting:
-                return []  # who waits for room comes first
+                return []  # waiting requests come first
             wanted = {extent.id: extent for extent in extents}
             take, evict = plan_prefetch(self._table, {id_: extent.nbytes for id_, extent in wanted.items()})
             self._table.evict(evict)
@@ -153,13 +153,13 @@ class HeldExtents:
             return [wanted[id_] for id_ in take]
 
     def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
-        """Return whether they fit, now, without calling anything back."""
+        """Return whether the extents fit now, without a recall."""
         with self._changed:
             plan = plan_room(self._table, {extent.id: extent.nbytes for extent in extents})
             return not (self._book.queue.waiting or plan.missing_bytes or plan.recall)
 
     def loaded(self, id_: str, ref: Any, view: ByteArray, source: Source) -> None:
-        """Take in an extent that was loaded, and wake who waits for it."""
+        """Take in a loaded extent, and wake the requests that wait for it."""
         with self._changed:
             extent, arrival = self._book.coming.pop(id_)
             held = HeldExtent(extent, ref, view, source)
@@ -175,7 +175,7 @@ class HeldExtents:
             _, arrival = self._book.coming.pop(id_)
             try:
                 self._table.fail(self._table.entries[id_])
-                self._book.tell([], [id_])  # who waits for this node to have it need not
+                self._book.tell([], [id_])  # other nodes need not wait for this one
                 self._book.serve()
             finally:
                 arrival.set_exception(error)
@@ -186,7 +186,7 @@ class HeldExtents:
             return self._changed.wait_for(lambda: all(id_ in self._table.entries for id_ in ids), max(timeout_s, 0.0))
 
     def set_pins(self, ids: Iterable[str]) -> None:
-        """Pin these extents and no others, here or not yet: what is pinned is not evicted."""
+        """Pin these extents and no others, here or not yet: pinned extents are not evicted."""
         with self._changed:
             pinned = set(ids)
             self._table.unpin(set(self._table.pinned) - pinned)
@@ -194,13 +194,13 @@ class HeldExtents:
             self._book.serve()
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget. What is over it goes at once if it may, else when it is given back."""
+        """Change the budget. Surplus extents go at once if they may, else when they are released."""
         with self._changed:
             self._table.budget_bytes = budget_bytes
             self._book.serve()
 
     def drop(self, ids: Sequence[str]) -> list[str]:
-        """Evict extents; return those that went. What is leased or pinned stays, what is only kept is called back."""
+        """Evict extents; return those that went. Leased and pinned ones stay; leases without a use are recalled."""
         with self._changed:
             if not self._book.queue.waiting:
                 self._book.recalls.forget_declined()
@@ -213,10 +213,10 @@ class HeldExtents:
             return [entry.key for entry in gone]
 
     def shed(self, nbytes: int) -> bool:
-        """Evict so many bytes of what may go, whatever the budget says. Return False when nothing may go."""
+        """Evict at least so many bytes, whatever the budget. Return False when no extent may go."""
         with self._changed:
             if not self._book.queue.waiting:
-                self._book.recalls.forget_declined()  # what was in use when it was asked for may be idle by now
+                self._book.recalls.forget_declined()  # an extent in use at the last recall may be idle by now
             while True:
                 before = self._table.num_evicted
                 shrink(self._table, max(0, min(self._table.budget_bytes, self._table.used_bytes - nbytes)))
@@ -229,7 +229,7 @@ class HeldExtents:
                 self._changed.wait(CHECK_S)
 
     def invalidate(self, id_: str, view: ByteArray) -> bool:
-        """Let the next request load a fresh copy: the bytes of `view` are damaged. Return False if they are gone."""
+        """Make the next request load a fresh copy: the bytes of `view` are damaged. Return False if they are gone."""
         with self._changed:
             held = self._book.here(id_)
             if held is None or held.view is not view:
@@ -240,7 +240,7 @@ class HeldExtents:
             return True
 
     def _give_back(self, claim: Claim, holder: str) -> None:
-        """Give back the leases of a claim that came to nothing. Of its own entries: some may be loading anew by now."""
+        """Give back the leases of a failed claim, by its own entries: some extents may be loading anew by now."""
         with self._changed:
             for entry in claim.entries:
                 self._table.unlease(entry, holder)
@@ -248,7 +248,7 @@ class HeldExtents:
             self._book.serve()
 
     def _on_settled(self, extents: Sequence[ExtentRef], claims: list[Claim], ticket: Ticket[HeldExtent]) -> None:
-        """Add the claim of a request that was granted its leases. A holder that has died keeps none."""
+        """Add the claim of a request that was granted its leases. A dead holder keeps none."""
         if ticket.entries is None:
             return
         by_id = {extent.id: extent for extent in extents}

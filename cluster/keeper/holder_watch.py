@@ -1,7 +1,7 @@
-"""Notices that somebody who has leases has died. Ray-free.
+"""A watch that notices the death of lease holders. Ray-free.
 
-Holders map a keeper's memory, so they run on its machine: the operating system says which of them live, at once and
-whatever they are busy with.
+Holders map a keeper's memory, so they run on its machine: the operating system tells at once which of them live,
+however busy they are.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weights.residency.recent import Recent
 INTERVAL_S: Final = 1.0
 # Of one whose process cannot be seen, in a container of its own for example. All of them beat every second.
 SILENCE_S: Final = 60.0
-# A round that comes later than so many intervals after the one before: this process stood still.
+# A round later than so many intervals after the last one: this process stood still.
 MAX_PAUSE: Final = 5
 
-MAX_ENDED: Final = 10_000  # holders that are known to be dead
+MAX_ENDED: Final = 10_000  # dead holders that are remembered
 
 logger = logging.getLogger("atelier.keeper")
 
@@ -38,7 +38,7 @@ class _HolderSign:
     def lives(self, silent_since_s: float) -> bool:
         if self.process is None:
             return self.at_s >= silent_since_s
-        return is_alive(self.process)  # one that is not reaped yet gives nothing back
+        return is_alive(self.process)  # an unreaped process gives nothing back
 
 
 class Leases(Protocol):
@@ -51,8 +51,8 @@ class Leases(Protocol):
 class HolderWatch:
     """A watch over holders, every `interval_s`: the leases of each that has died end, once. Thread-safe.
 
-    One whose process can be seen lives as long as that; another has died when it was silent for `silence_s`. Time in
-    which nothing was checked, because this process or its machine stood still, is nobody's silence.
+    A holder with a visible process lives as long as that; another has died when it was silent for `silence_s`. Time in
+    which nothing was checked, because this process or its machine stood still, does not count as silence.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HolderWatch:
         self._clock = clock
         self._lock = threading.Lock()
         self._last_signs: dict[str, _HolderSign] = {}
-        self._gone: Recent[str, None] = Recent(MAX_ENDED)  # their processes were seen, and have ended
+        self._gone: Recent[str, None] = Recent(MAX_ENDED)  # their visible processes have ended
         self._checked_s = clock()
         self._stood_still_s = 0.0
         self._closed = threading.Event()
@@ -93,19 +93,19 @@ class HolderWatch:
             return True
 
     def lives(self, holder: str) -> bool:
-        """Return whether the holder lives, for all that can be seen; one that never gave a sign does not."""
+        """Return whether the holder seems to live; one that never gave a sign does not."""
         with self._lock:
             sign = self._last_signs.get(holder)
             return sign is not None and sign.lives(self._clock() - self._stood_still_s - self._silence_s)
 
     @property
     def num_holders(self) -> int:
-        """The number of holders that gave a sign and are not known to have died."""
+        """The number of holders that gave a sign and have not died since."""
         with self._lock:
             return len(self._last_signs)
 
     def check(self) -> None:
-        """Look at every holder once, and tell of those that have died."""
+        """Look at every holder once, and report the dead ones."""
         with self._lock:
             now_s = self._clock()
             self._stood_still_s += max(0.0, now_s - self._checked_s - MAX_PAUSE * self._interval_s)
@@ -132,7 +132,7 @@ class HolderWatch:
 
 
 class HolderEpochs:
-    """The epochs of holders: one that was dead and gives a sign again has another epoch, and other leases."""
+    """The epochs of holders: one that counted as dead and gives a sign again has a new epoch, and new leases."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -140,7 +140,7 @@ class HolderEpochs:
         self._ended: Recent[str, None] = Recent(MAX_ENDED)
 
     def number(self, holder: str) -> int:
-        """Return the number that the holder's leases have; 0 for one that is dead."""
+        """Return the epoch of the holder's leases; 0 for a dead one."""
         if holder in self._ended:
             return 0
         if holder not in self._epochs:
@@ -148,7 +148,7 @@ class HolderEpochs:
         return self._epochs[holder]
 
     def is_of(self, epoch: int, holder: str) -> bool:
-        """Return whether leases of that epoch are those that `holder` has now."""
+        """Return whether that epoch is the present one of `holder`."""
         return self._epochs.get(holder) == epoch
 
     def renew(self, holder: str) -> int:

@@ -1,4 +1,4 @@
-"""The holders of a node's extents: which of them live, and what leases they have, give back or keep. Ray-free."""
+"""The holders of a node's extents: which of them live, and their leases, releases and refusals. Ray-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("atelier.keeper")
 class Holders:
     """The holders of one book, by name. Thread-safe.
 
-    A holder that does not answer keeps its leases as long as it lives for `watch`: it has its memory mapped, however
+    A holder that does not answer keeps its leases as long as `watch` sees it alive: it has its memory mapped, however
     long it was not scheduled.
     """
 
@@ -35,7 +35,7 @@ class Holders:
     def greet(self, holder: str, process: ProcessMark | None = None) -> int:
         """Count the holder as living from now on, as long as its process. Return the epoch of its leases.
 
-        It is 0 for one whose process was seen to end: its last words came late.
+        It is 0 for a holder whose process has ended: its last call came late.
         """
         with self._book.changed:
             return self._epochs.renew(holder) if self.watch.on_heartbeat(holder, process) else 0
@@ -46,7 +46,7 @@ class Holders:
             return self._epochs.number(holder)
 
     def end(self, holder: str) -> None:
-        """Count the holder as dead: its leases end, also those that are being given just now."""
+        """Count the holder as dead: its leases end, also those being granted just now."""
         with self._book.changed:
             self._book.recalls.end_holder(holder)
             self._epochs.expire(holder)
@@ -54,7 +54,7 @@ class Holders:
             self._book.serve()
 
     def end_silent(self) -> None:
-        """Wait no longer for those who do not answer recalls: the dead lose their leases, the others keep them."""
+        """Stop waiting for holders that do not answer recalls: dead ones lose their leases, the others keep them."""
         with self._book.changed:
             for holder in self._book.recalls.silent():
                 lives = self.watch.lives(holder)
@@ -63,12 +63,12 @@ class Holders:
                 self._book.serve()
 
     def has_leases(self, holder: str) -> bool:
-        """Return whether the holder has leases that it was not asked to give back."""
+        """Return whether the holder has leases that are not recalled."""
         with self._book.changed:
             return self._table.has_held_leases(holder)
 
     def lease(self, entry: Entry[HeldExtent], holder: str, count: int = 1) -> None:
-        """Lease an entry that is here. A holder that has died gets none: nobody would give it back."""
+        """Lease a resident entry. A dead holder gets none: it would never be given back."""
         with self._book.changed:
             if not self._epochs.number(holder):
                 self._table.use(entry)
@@ -77,19 +77,19 @@ class Holders:
             self._book.recalls.make_recallable(entry, holder)
 
     def lease_same(self, id_: str, ref: Any, holder: str, num_leases: int) -> bool:
-        """Lease that very copy. Return False, with nothing done, when it is not the one that is here."""
+        """Lease this very copy. Return False, with nothing changed, if another copy is resident."""
         with self._book.changed:
             held = self._book.here(id_)
             if held is None or held.ref != ref:
                 return False
             self.lease(self._table.entries[id_], holder, num_leases)
-            self._book.serve()  # who has leases need not wait for what is here
+            self._book.serve()  # holders need not wait for resident extents
             return True
 
     def adopt(self, held: HeldExtent, holder: str, num_leases: int) -> bool:
-        """Lease `held` to the holder that has it mapped. Return False when others get another copy, which is here.
+        """Lease `held` to the holder that has it mapped. Return False if others use another, resident copy.
 
-        Over the budget, too, if need be: the bytes are in memory whatever is decided here.
+        It may exceed the budget: the bytes are in memory anyway.
         """
         with self._book.changed:
             extent = held.extent
@@ -103,7 +103,7 @@ class Holders:
             return is_new
 
     def add_detached(self, held: HeldExtent, holder: str, num_leases: int) -> None:
-        """Count a copy that `holder` has mapped, and that nobody else may get, until the holder gives it back."""
+        """Count a copy that only `holder` has mapped, and that no other holder may get, until it is given back."""
         with self._book.changed:
             if self._epochs.number(holder):  # the dead give nothing back
                 entry = self._table.add_detached(held.extent.id, held.extent.nbytes, held, holder, num_leases)
@@ -119,22 +119,22 @@ class Holders:
             self._book.serve()
 
     def next_recall(self, holder: str, answer: RecallAnswer | None, epoch: int | None, timeout_s: float) -> Recall:
-        """Wait until something is wanted back from the holder. Empty after the time, or when it counts as dead.
+        """Wait for a recall of the holder's leases. Empty after the time, or when the holder counts as dead.
 
-        `answer` is to the recall before, `epoch` that of its leases (None: another keeper's). See `Recalls.open_poll`.
+        `answer` is to the last recall, `epoch` that of its leases (None: another keeper's). See `Recalls.open_poll`.
         """
         recalls = self._book.recalls
         with self._book.changed:
             woken = threading.Condition(self._book.lock)
             if answer and not (epoch is not None and self._epochs.is_of(epoch, holder)):
-                answer = replace(answer, given_back=())  # leases that have ended; it does not know of others
+                answer = replace(answer, given_back=())  # the leases have ended; the holder knows no others
             number = recalls.open_poll(holder, woken.notify_all, answer)
             self._book.serve()
             woken.wait_for(lambda: not recalls.is_open(holder, number), timeout_s)
             return recalls.take_recall(holder, number)
 
     def note_uses(self, uses: Mapping[str, int]) -> None:
-        """Count uses, by extent id, of what holders keep and have used without a new lease."""
+        """Count uses by extent id of kept extents, which holders used without a new lease."""
         with self._book.changed:
             for id_, count in uses.items():
                 if entry := self._table.entries.get(id_):

@@ -13,14 +13,14 @@ from weights.memory.host_pool import ByteArray
 from weights.records.manifest import ExtentRef
 from weights.residency.recent import Recent
 
-MAX_REMEMBERED: Final = 65_536  # copies that this replica was given, and perhaps made something of
+MAX_REMEMBERED: Final = 65_536  # copies given to this replica, which may have made modules of them
 
 
 @dataclass
 class _Mapped:
     """An extent that is mapped here. Reference and view keep it alive when its owner, the keeper, dies.
 
-    `num_leases` is as the keeper counts them, `num_uses` what was fetched and not released.
+    `num_leases` is the keeper's count, `num_uses` the number of fetches not released.
     """
 
     extent: ExtentRef
@@ -40,9 +40,9 @@ class GivenBack:
 
 
 class MappedLeases:
-    """The leases of one replica with the keeper that runs, which `generation` names as far as it is known. Thread-safe.
+    """The leases of one replica with its present keeper, which `generation` names if it is known. Thread-safe.
 
-    With `keeps`, one lease on what is not used stays until it is called back.
+    With `keeps`, one lease on an unused extent stays until it is recalled.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -50,13 +50,13 @@ class MappedLeases:
         self._keeps = keeps
         self._lock = threading.Lock()
         self._mapped: dict[str, _Mapped] = {}
-        self._called: set[str] = set()  # wanted back as soon as they are not used
-        self._uses: Counter[str] = Counter()  # since the last heartbeat, of what was kept
+        self._called: set[str] = set()  # recalled: released once they are unused
+        self._uses: Counter[str] = Counter()  # of kept extents, since the last heartbeat
         self._given: Recent[str, str] = Recent(MAX_REMEMBERED)  # extent ids by copy
-        self._offered: dict[str, int] = {}  # leases by id, in an offer that is on its way
+        self._offered: dict[str, int] = {}  # leases by id, in an offer under way
 
     def use_kept(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray] | None:
-        """Return the views, used once more; None when not all of them are here, sound and not called back."""
+        """Return the views, used once more; None unless all are mapped, sound and not recalled."""
         if not self._keeps:
             return None
         with self._lock:
@@ -71,9 +71,9 @@ class MappedLeases:
     def keep(
         self, extents: Sequence[ExtentRef], acquired: LeasedRefs, found: Mapping[str, ByteArray]
     ) -> GivenBack | None:
-        """Take in leases and views. Return which are not needed.
+        """Take in leases and views. Return the unneeded leases.
 
-        None when the keeper that gave the leases was replaced since: they are gone with it.
+        None if the keeper that gave the leases was replaced since: they ended with it.
         """
         with self._lock:
             if self.generation != acquired.generation:
@@ -81,7 +81,7 @@ class MappedLeases:
             surplus: list[str] = []
             for extent in extents:
                 id_, before = extent.id, self._mapped.get(extent.id)
-                # The newest copy: an older one may be a damaged one that the keeper has given up.
+                # The newest copy: an older one may be damaged and given up by the keeper.
                 self._mapped[id_] = mapped = _Mapped(extent, acquired.refs[id_], found[id_], 1, 1)
                 if before:
                     mapped.num_leases += before.num_leases
@@ -91,7 +91,7 @@ class MappedLeases:
             return GivenBack(surplus, acquired.generation)
 
     def release(self, extents: Sequence[ExtentRef]) -> GivenBack:
-        """End one use of each. Return the leases that are not needed any more."""
+        """End one use of each. Return the leases no longer needed."""
         with self._lock:
             ids: list[str] = []
             for extent in extents:
@@ -102,7 +102,7 @@ class MappedLeases:
             return GivenBack(ids, self.generation)
 
     def note_uses(self, extents: Sequence[ExtentRef]) -> None:
-        """Count a use of what is fetched already."""
+        """Count a use of fetched extents."""
         with self._lock:
             self._uses.update(extent.id for extent in extents)
 
@@ -113,22 +113,22 @@ class MappedLeases:
             return dict(uses)
 
     def call_back(self, ids: Collection[str]) -> str:
-        """Keep those no longer than they are used. Return the generation."""
+        """Recall these: keep them only while they are used. Return the generation."""
         with self._lock:
             self._called.update(id_ for id_ in ids if id_ in self._mapped)
             return self.generation
 
     def is_called_back(self, extents: Sequence[ExtentRef]) -> bool:
-        """Return whether one of them is wanted back."""
+        """Return whether one of them is recalled."""
         return bool(self._called) and not self._called.isdisjoint(extent.id for extent in extents)
 
     def forget_calls(self) -> None:
-        """Keep what was called back: it is not needed any more."""
+        """Cancel the recalls: their bytes are no longer needed, and the leases stay."""
         with self._lock:
             self._called.clear()
 
     def surplus_of(self, ids: Sequence[str]) -> GivenBack:
-        """Return the leases on those that are not needed."""
+        """Return the unneeded leases on these extents."""
         with self._lock:
             found = filter(None, map(self._mapped.get, ids))
             return GivenBack([id_ for mapped in found for id_ in self._surplus(mapped)], self.generation)
@@ -140,7 +140,7 @@ class MappedLeases:
                 self._given.note(copy_name(ref), id_)
 
     def note_damage(self, copies: Sequence[str]) -> tuple[list[str], GivenBack]:
-        """Return the extents of those copies that this replica was given, each copy once, and leases to give back."""
+        """Return the extents of the given damaged copies, each copy once, and the leases to give back."""
         with self._lock:
             damaged = [self._given.pop(copy) for copy in copies if copy in self._given]
             ids: list[str] = []
@@ -151,14 +151,14 @@ class MappedLeases:
             return damaged, GivenBack(ids, self.generation)
 
     def begin_offer(self) -> list[HeldOffer]:
-        """Return all that is mapped, to be offered. What a keeper before answers now is not recorded any more."""
+        """Return all mapped extents for an offer. A late answer of the previous keeper is not recorded any more."""
         with self._lock:
             self.generation = ""
             self._offered = {id_: mapped.num_leases for id_, mapped in self._mapped.items()}
             return [HeldOffer(mapped.extent, mapped.ref, mapped.num_leases) for mapped in self._mapped.values()]
 
     def end_offer(self, generation: str) -> GivenBack:
-        """Take in that a keeper has adopted the offer. Return what was given back meanwhile: it counts that still."""
+        """Note that a keeper has adopted the offer. Return leases given back meanwhile, which it still counts."""
         with self._lock:
             self.generation = generation
             surplus = [
@@ -169,7 +169,7 @@ class MappedLeases:
             return GivenBack(surplus, generation)
 
     def _surplus(self, mapped: _Mapped) -> list[str]:
-        """Return the ids, one per lease, of leases that are not needed. With the lock held."""
+        """Return the ids of unneeded leases, one per lease. With the lock held."""
         id_ = mapped.extent.id
         is_kept = self._keeps and not mapped.is_damaged and id_ not in self._called
         needed = max(mapped.num_uses, 1 if is_kept else 0)

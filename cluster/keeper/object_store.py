@@ -3,8 +3,8 @@
 When its store is full, Ray waits two seconds and then puts the object into a file on disk, without a word (fallback
 allocation). Where an object lies shows in /proc/self/maps: it is mapped here, and the mapping names its device.
 
-Ray only copies what is whole already. An object that is larger than the memory it is read through is therefore put
-without contents (`ray_seam/unfilled_objects.py`), or as zeros that take no memory, and then written where it lies: Ray
+Ray only copies complete objects. An object larger than the memory that it is read through is therefore put
+without contents (`ray_seam/unfilled_objects.py`), or as zeros that take no memory, and then written in place: Ray
 maps its store for writing in every process.
 """
 
@@ -28,7 +28,7 @@ from cluster.keeper.records import StoreFull
 from cluster.ray_seam.unfilled_objects import is_unfilled_possible, put_unfilled
 from weights.memory.host_pool import PAGE_BYTES, ByteArray, allocate_pages
 
-# Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
+# Ray spills from 80 % of its store on; other objects, and holes between objects, need room as well.
 MAX_SHARE: Final = 0.75
 DEFAULT_SHARE: Final = 0.7
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  where Ray's store is
@@ -56,7 +56,7 @@ class NewObject:
 
 
 def let_go(error: BaseException) -> None:
-    """Drop what the frames that `error` came through refer to: an object being written would stay with them."""
+    """Drop the references of `error`'s frames: they would keep an object being written."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -76,7 +76,7 @@ class ObjectStore:
     def __init__(self, node_id: str, environ: Mapping[str, str] = os.environ) -> None:
         self.capacity_bytes = _capacity_bytes(node_id)
         self._touched_bytes = self.capacity_bytes if environ.get(PREALLOCATE) in ("1", "true") else 0
-        # A store that is not in shared memory by its own configuration is slow, but it is what there is.
+        # A store configured outside shared memory is slow, but there is no other.
         probe = ray.get(ray.put(np.zeros(PROBE_BYTES, np.uint8)))
         self._is_shared = _in_shared_memory(probe)
         if not self._is_shared:
@@ -91,18 +91,18 @@ class ObjectStore:
         self._touched_bytes = max(self._touched_bytes, _populate_store())
 
     def create_object(self, nbytes: int, used_bytes: int) -> NewObject:
-        """Room for an object, to be written by who asked and by nobody else. Raises StoreFull."""
-        # Ray keeps what is small out of shared memory.
+        """Room for an object that only the caller writes. Raises StoreFull."""
+        # Ray keeps small objects out of shared memory.
         if nbytes < PROBE_BYTES or not self.writes_in_place:
             private = allocate_pages(nbytes)
             return NewObject(private, 0, lambda used_bytes: self.put(private, used_bytes))
         if self.clears_objects:
-            ref, view = self.put(allocate_pages(nbytes), used_bytes)  # pages that nobody wrote to are all the same one
+            ref, view = self.put(allocate_pages(nbytes), used_bytes)  # unwritten pages are all the same one
         else:
             ref, view = self._put(nbytes, used_bytes, lambda: put_unfilled(nbytes))
             if used_bytes + nbytes > self._touched_bytes:
                 _make_pages(view)
-        # HAZARD: nobody else may have the reference yet. The view keeps Ray from moving the object to disk meanwhile.
+        # HAZARD: no one else may have the reference yet. The view keeps Ray from moving the object to disk meanwhile.
         return NewObject(_writable(view), nbytes, lambda _: (ref, view))
 
     def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]:
@@ -141,7 +141,7 @@ def max_budget_bytes(capacity_bytes: int) -> int:
 
 
 def budget_within_store(budget_bytes: int | None, capacity_bytes: int, node_id: str) -> int:
-    """Return the budget that was asked for, as far as the store allows it; None asks for the usual share."""
+    """Return the wanted budget, cut to the store's limit; None asks for the usual share."""
     if budget_bytes is None:
         return int(capacity_bytes * DEFAULT_SHARE)
     largest_bytes = max_budget_bytes(capacity_bytes)
@@ -167,12 +167,12 @@ class _MappedFile:
 def _in_shared_memory(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
     """Return whether the bytes are in no file, or in one of shared memory."""
     found = _mapped_file(view, maps())
-    # None: it went between the two looks.
+    # None: the mapping went between the two looks.
     return found is None or found.inode == 0 or found.device == os.stat(SHARED_MEMORY).st_dev
 
 
 def _is_mapped_for_writing(view: ByteArray, maps: Callable[[], str] = lambda: MAPS.read_text(errors="replace")) -> bool:
-    """Return whether what is written to the bytes' address arrives in the file that other processes map."""
+    """Return whether a write to the bytes' address reaches the file that other processes map."""
     found = _mapped_file(view, maps())
     return found is not None and found.permissions.startswith("rw") and found.permissions.endswith("s")
 
@@ -202,7 +202,7 @@ def _writable(view: ByteArray) -> ByteArray:
 
 
 def _make_pages(view: ByteArray) -> None:
-    """Make the pages of an object that nobody has written yet. Raises StoreFull when shared memory has none left."""
+    """Make the pages of an unwritten object. Raises StoreFull when shared memory has none left."""
     begin = view.ctypes.data // PAGE_BYTES * PAGE_BYTES
     end = view.ctypes.data + view.nbytes
     madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -239,7 +239,7 @@ def _store_mappings(maps: str) -> Iterator[_SharedMapping]:
 
 
 def _populate_mapping(mapping: _SharedMapping, stop: Callable[[], bool] = lambda: False) -> int:
-    """Make and map the pages of `mapping`, step by step until `stop()`; returns the bytes that are done.
+    """Make and map the pages of `mapping`, step by step until `stop()`; return the bytes done.
 
     Contents stay as they are. Fewer bytes than asked for mean that memory is short or the kernel does not know how:
     nothing is lost then but speed.
@@ -256,5 +256,5 @@ def _populate_mapping(mapping: _SharedMapping, stop: Callable[[], bool] = lambda
 
 
 def _populate_store(stop: Callable[[], bool] = lambda: False) -> int:
-    """All of the object store that this process has mapped; returns the bytes that are done."""
+    """Make and map all of the object store that this process has mapped; return the bytes done."""
     return sum(_populate_mapping(mapping, stop) for mapping in _store_mappings(MAPS.read_text()))

@@ -28,29 +28,29 @@ RETRY_FOR_S: Final = 60.0  # a keeper that was killed is back within seconds
 RETRY_PAUSE_S: Final = 0.1
 GET_TIMEOUT_S: Final = 10.0
 MAX_LOST: Final = 256
-LOOK_S: Final = 5.0  # so often who waits for an answer looks whether its keeper is the one that was asked
+LOOK_S: Final = 5.0  # between two checks, while a call waits, that its keeper is still the one that it asked
 
 
 class ExtentUser:
     """A user of a replica's extents, who makes modules of them. Its methods are called from other threads.
 
-    With `keeps`, what is released stays mapped under its lease, and is there again without asking, until the keeper
-    calls it back.
+    With `keeps`, released extents stay mapped under their leases, and are used again without asking, until the keeper
+    recalls them.
     """
 
     keeps = False
 
     def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
-        """Release what was made of these, which the node needs, and is not in use.
+        """Release unused modules made of these extents, whose memory the node needs.
 
-        With `is_overdue`, new requests must do without them.
+        With `is_overdue`, new requests must not use them.
         """
 
     def note_damage(self, extents: Sequence[str]) -> None:
-        """Use nothing that was made of these: this replica was given a copy of each that was written to since."""
+        """Stop using modules made of these extents: this replica's copies of them were modified."""
 
     def find_keeper(self) -> Any:
-        """Return the handle of the keeper in place of one that is gone for good; None where none is known.
+        """Return the handle of the keeper that replaces a dead one; None if none is known.
 
         Blocks, and may raise.
         """
@@ -60,9 +60,9 @@ class ExtentUser:
 class RayExtents:
     """ExtentProvider of a replica: the node's keeper leases it the extents, Ray maps them without a copy. Thread-safe.
 
-    A keeper that dies is restarted by Ray, empty. It gets back what this replica has mapped, which is why the replica
-    keeps that, and calls that were under way are made again. So does one that lives and took this replica for dead: its
-    leases have ended, and have another generation from then on. After a copy was found damaged, the next `fetch` gets a
+    A keeper that dies is restarted by Ray, empty. It gets back this replica's mapped extents, which is why the replica
+    keeps them, and calls under way are made again. So does a living keeper that took this replica for dead: its
+    leases have ended, and have a new generation from then on. After a copy was found damaged, the next `fetch` gets a
     fresh one.
     """
 
@@ -71,7 +71,7 @@ class RayExtents:
         self._holder = holder
         self._user = user or ExtentUser()
         self._leases = MappedLeases(keeps=self._user.keeps)
-        self._meeting = threading.Lock()  # held while a restarted keeper is told what is here
+        self._meeting = threading.Lock()  # held while a restarted keeper gets the offer
         self._answering = threading.local()
         self._process = ProcessMark.this()
         self._starting = threading.Lock()
@@ -83,12 +83,12 @@ class RayExtents:
 
     @property
     def generation(self) -> str:
-        """The generation of the leases with the keeper that runs, as far as it is known here."""
+        """The generation of the leases with the present keeper, as known here."""
         return self._leases.generation
 
     @property
     def last_report(self) -> LoadReport | None:
-        """The report of what the latest `fetch` had loaded; None when everything was resident."""
+        """The report of the loads of the latest `fetch`; None when everything was resident."""
         return self._last_report
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Mapping[str, ByteArray]:
@@ -101,7 +101,7 @@ class RayExtents:
             return kept
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
-            # All of them, mapped or not: whoever waits for some of what it needs must not hold the rest.
+            # All of them, mapped or not: a request that waits for some extents must not hold the rest.
             ids = [extent.id for extent in extents]
             acquired: LeasedRefs = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder), ids)
             self._leases.note_given(acquired.refs)
@@ -125,27 +125,27 @@ class RayExtents:
         self._give_back(self._leases.release(extents))
 
     def note_uses(self, extents: Sequence[ExtentRef]) -> None:
-        """Count a use of what is fetched already, unseen by the keeper: what is popular is called back last."""
+        """Count a use of fetched extents, unseen by the keeper: popular ones are recalled last."""
         self._leases.note_uses(extents)
 
     def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
-        """Return whether the node can bring them in without taking them from somebody. Blocks."""
+        """Return whether the node can load the extents without a recall. Blocks."""
         found: bool = self._ask(lambda: self._keeper.has_room_for.remote(list(extents)))
         return found
 
     def is_called_back(self, extents: Sequence[ExtentRef]) -> bool:
-        """Return whether the keeper waits for one of them."""
+        """Return whether the keeper has recalled one of them."""
         return self._leases.is_called_back(extents)
 
     def prefetch(self, extents: Sequence[ExtentRef]) -> None:
-        """Ask for them to be brought in where there is room. Fire and forget."""
+        """Ask the keeper to load the extents if there is room. Fire and forget."""
         self._keeper.prefetch.remote(list(extents))
 
     def start_beating(self) -> None:
-        """Send a heartbeat every second, by which the keeper knows that its node has a replica; until `close`."""
+        """Send a heartbeat every second until `close`, so that the keeper knows of this replica."""
         with self._starting:
             if self._heart is None:
-                # Not kept alive by its own thread: a provider that nobody uses any more ends it.
+                # The thread does not keep the provider alive: an unused provider ends it.
                 beating = (weakref.ref(self), self._closed)
                 self._heart = threading.Thread(target=_beat_on, args=beating, name="keeper-heartbeat", daemon=True)
                 self._heart.start()
@@ -160,7 +160,7 @@ class RayExtents:
         self._closed.set()
 
     def beat(self) -> None:
-        """Send one heartbeat; learn of a keeper that was restarted, of what it wants and what it found damaged."""
+        """Send one heartbeat; learn of a restarted keeper, of its need for room and of damaged copies."""
         try:
             greeting = self._greet()
             self._meet(greeting.generation)
@@ -179,10 +179,10 @@ class RayExtents:
             self._user.note_damage(damaged)
 
     def handle_recall(self, recall: Recall) -> RecallAnswer:
-        """Give back what the keeper wants and nobody uses. Returns the answer."""
+        """Give back the recalled extents that are unused. Return the answer."""
         generation = self._leases.call_back(recall.ids)
         self._answering.generation = generation
-        self._answering.given_back = given_back = list[str]()  # what this thread gives back goes with the answer
+        self._answering.given_back = given_back = list[str]()  # leases released in this thread go with the answer
         try:
             self._user.release_recalled(recall.ids, recall.is_overdue)
         except Exception:
@@ -197,7 +197,7 @@ class RayExtents:
         return RecallAnswer(tuple(given_back), generation)
 
     def wait_for_recall(self, answer: RecallAnswer | None) -> Any:
-        """Return the object reference of the next recall; `answer` is to the one before."""
+        """Return the object reference of the next recall; `answer` is to the last one."""
         return self._keeper.next_recall.remote(self._holder, answer)
 
     def _ask(self, call: Callable[[], Any], leased: Sequence[str] = ()) -> Any:
@@ -218,12 +218,12 @@ class RayExtents:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(RETRY_PAUSE_S)
-                self.beat()  # what is here first, so that it is not read again
+                self.beat()  # offer the mapped extents first, so that they are not read again
 
     def _meet(self, generation: str) -> None:
-        """Make sure that the keeper that runs now knows what this replica has leased.
+        """Make sure that the present keeper knows this replica's leases.
 
-        Leases are only ever recorded for the epoch that is known here, so what is offered is of epochs before.
+        Leases are only recorded for the epoch known here, so the offered ones are of earlier epochs.
         """
         if generation == self.generation:
             return
@@ -233,7 +233,7 @@ class RayExtents:
             if met == self.generation:
                 return
             offers = self._leases.begin_offer()
-            # It may be yet another one that answers.
+            # Yet another keeper may answer.
             generation = _answer_of(self._keeper.adopt.remote(self._holder, offers), met, lambda: _met_by(self._greet))
             self._send_release(self._leases.end_offer(generation))
 
@@ -250,7 +250,7 @@ class RayExtents:
             self._send_release(leases)
 
     def _give_lost_back(self) -> None:
-        """Give back the leases of calls that were made again and have an answer by now."""
+        """Give back the leases of repeated calls that have an answer by now."""
         for _ in range(len(self._lost)):
             answer, leased = self._lost.popleft()
             with contextlib.suppress(Exception):  # the call has failed: it has no leases
@@ -279,7 +279,7 @@ def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
 
 
 def _follow_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
-    """Answer what the keeper wants back, in a thread that no request stands before."""
+    """Answer the keeper's recalls, in a thread that no request blocks."""
     answer: RecallAnswer | None = None
     while not closed.is_set():
         extents = found()
@@ -315,7 +315,7 @@ def _answer_of(ref: Any, asked: str, now: Callable[[], str]) -> Any:
 
 
 def _met_by(greet: Callable[[], Greeting]) -> str:
-    """Return the generation of the keeper that runs, as it says itself.
+    """Return the generation that the present keeper reports.
 
     HAZARD: a busy one is waited for, for a minute: leases that it adopts just now would be offered a second time.
     """

@@ -1,8 +1,8 @@
-"""The extents that a node wants back from replicas, and the replicas that do not answer. Pure: the clock is given.
+"""Recalls: a node asks replicas for extents back, and some replicas do not answer. Pure: the clock is a parameter.
 
-A replica keeps what it has mapped under a lease that the node may call back. It asks for recalls by a long poll in a
-thread of its own, and answers one with the next poll: nothing is sent while nobody needs room, and no request of the
-replica stands before the answer. What it does not give back it keeps, whatever it says: nothing is asked for again at
+A replica keeps mapped extents under leases that the node may recall. It asks for recalls by a long poll in a
+thread of its own, and answers one with the next poll: nothing is sent while no room is needed, and no request of the
+replica delays the answer. Extents that it does not give back stay with it, and are not recalled again at
 once, or the two would go on asking and answering for as long as an extent is on its way.
 """
 
@@ -22,14 +22,14 @@ from weights.residency.room_plan import plan_room
 # An answer takes a few milliseconds. A replica that is just collecting garbage, or importing, stops for 300.
 ANSWER_WITHIN_S: Final = 0.5
 CHECK_S: Final = 0.05
-URGE_AFTER_S: Final = 0.3  # so long new requests may use what is in use already, once somebody waits for its room
+URGE_AFTER_S: Final = 0.3  # the time that new requests may use a recalled extent that is in use already
 
 
 @dataclass(eq=False)
 class _PendingRecalls:
-    """The questions to one holder, not delivered yet or not answered, and how long it has been silent.
+    """The recalls to one holder that are not delivered or not answered yet, and the length of its silence.
 
-    Once it `is_timed_out`, nobody waits for its answer, which may still come.
+    Once it `is_timed_out`, no request waits for its answer, which may still come.
     """
 
     wake: Callable[[], None]
@@ -45,15 +45,15 @@ class _PendingRecalls:
 
 
 class Recalls:
-    """The leases of a table that may be called back for its queue, and the lines to their holders. Not thread-safe."""
+    """The leases of a table that may be recalled for its queue, and the polls of their holders. Not thread-safe."""
 
     def __init__(self, table: EntryTable[HeldExtent], queue: Admission[HeldExtent]) -> None:
         self.num_recalled = 0
         self._table = table
         self._queue = queue
-        self._first: Ticket[HeldExtent] | None = None  # for whom holders were asked
+        self._first: Ticket[HeldExtent] | None = None  # the request that the recalls are for
         self._lines: dict[str, _PendingRecalls] = {}
-        self._declined: set[tuple[Entry[HeldExtent], str]] = set()  # what a holder was asked for and has kept
+        self._declined: set[tuple[Entry[HeldExtent], str]] = set()  # recalled extents that a holder has kept
         self._coming: Counter[tuple[Entry[HeldExtent], str]] = Counter()  # leases that the holder does not know of yet
         self._checked_s = self._urged_s = table.now_s()
 
@@ -67,7 +67,7 @@ class Recalls:
         return any(line.is_due for line in self._lines.values())
 
     def serve_queue(self) -> None:
-        """Let those go on who can. What holders declined to give to the first, they are asked for again by the next."""
+        """Grant the requests that can go on. Extents refused to the first are recalled again for the next."""
         self._queue.serve()
         while (first := self._queue.waiting[0] if self._queue.waiting else None) is not self._first:
             self._first = first
@@ -75,9 +75,9 @@ class Recalls:
             self._queue.serve()
 
     def is_pending_for(self, ticket: Ticket[HeldExtent]) -> bool:
-        """Return whether room is called back for it, so that it is to look again soon. Asks again for what is overdue.
+        """Return whether room is being recalled for the request, which should look again soon. Repeats overdue recalls.
 
-        What a holder declined to give is overdue when nothing else can make the room.
+        A refused extent is overdue when nothing else can make the room.
         """
         if self._queue.waiting[0] is not ticket:
             return False
@@ -87,9 +87,9 @@ class Recalls:
         return bool(plan.recall or self._declined) or self.is_waiting
 
     def open_poll(self, holder: str, wake: Callable[[], None], answer: RecallAnswer | None) -> int:
-        """Return the number of this poll, which ends the one before. `wake` is called when there is a recall.
+        """Return the number of this poll, which ends the last one. `wake` is called when there is a recall.
 
-        `answer` is to the recall before. From the first poll on, the holder's leases may be called back.
+        `answer` is to the last recall. From the first poll on, the holder's leases may be recalled.
         """
         if holder not in self._lines:
             self._lines[holder] = _PendingRecalls(wake)
@@ -107,7 +107,7 @@ class Recalls:
         return line.number
 
     def is_open(self, holder: str, number: int) -> bool:
-        """Return whether the poll has nothing to tell yet and no newer one has taken its place."""
+        """Return whether the poll has no recall yet and no newer poll has taken its place."""
         line = self._lines.get(holder)
         return line is not None and line.number == number and not line.wanted
 
@@ -121,18 +121,18 @@ class Recalls:
         return recall
 
     def expect_lease(self, entry: Entry[HeldExtent], holder: str) -> None:
-        """Let a lease not be called back before it is `settled`: the holder could not give it back."""
+        """Hold recalls of a lease until it is settled: before, the holder could not give it back."""
         self._coming[entry, holder] += 1
 
     def settle_lease(self, entry: Entry[HeldExtent], holder: str) -> None:
-        """Let a lease be called back that was expected."""
+        """Allow recalls of an expected lease."""
         self._coming[entry, holder] -= 1
         if not self._coming[entry, holder]:
             del self._coming[entry, holder]
         self.make_recallable(entry, holder)
 
     def make_recallable(self, entry: Entry[HeldExtent], holder: str) -> None:
-        """Let the holder's leases on the entry be called back, if it answers and has not said that it uses it."""
+        """Allow recalls of the holder's leases on the entry, if it answers polls and has not refused."""
         line = self._lines.get(holder)
         if line and line.is_timed_out:
             self._declined.add((entry, holder))
@@ -152,7 +152,7 @@ class Recalls:
             line.wake()
 
     def forget_declined(self, of: str | None = None) -> None:
-        """Forget who declined, or one: somebody else asks from now on, and perhaps it is not used any more."""
+        """Forget all refusals, or those of one holder: another recall asks from now on, and uses may have ended."""
         forgotten = {(entry, holder) for entry, holder in self._declined if of in (None, holder)}
         self._declined -= forgotten
         for entry, holder in forgotten:
@@ -167,7 +167,7 @@ class Recalls:
     def silent(self) -> list[str]:
         """Return the holders that have not answered for too long. Call it every `CHECK_S` while a request waits.
 
-        Time in which nobody called, because this process stood still, is nobody's silence.
+        Time without calls, because this process stood still, does not count as silence.
         """
         now_s = self._table.now_s()
         passed_s, self._checked_s = min(now_s - self._checked_s, 2 * CHECK_S), now_s
@@ -176,13 +176,13 @@ class Recalls:
         return [holder for holder, line in self._lines.items() if line.silent_s > ANSWER_WITHIN_S]
 
     def time_out(self, holder: str) -> None:
-        """Wait for this answer no longer: until it comes the holder keeps all that it has."""
+        """Stop waiting for this answer: until it comes the holder keeps all its extents."""
         self._lines[holder].is_timed_out = True
         for entry in self._table.entries.values():
             self._decline(entry, holder)
 
     def _urge(self, first: Ticket[HeldExtent]) -> None:
-        """Ask again, now and then, for all that was declined and that the first does not want itself."""
+        """Recall again, now and then, all refused extents that the first request does not want itself."""
         now_s = self._table.now_s()
         if min(now_s - first.since_s, now_s - self._urged_s) < URGE_AFTER_S:
             return
@@ -205,7 +205,7 @@ class Recalls:
                 entry.recall_requested.discard(holder)  # the answer was lost: it may be asked again
 
     def _decline(self, entry: Entry[HeldExtent], holder: str) -> None:
-        """Leave it to the holder until its lease ends, or somebody else asks."""
+        """Leave an extent to the holder until its lease ends, or another request recalls it."""
         if holder in entry.recallable:
             self._table.make_held(entry, holder)
             self._declined.add((entry, holder))

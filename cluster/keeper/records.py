@@ -1,4 +1,4 @@
-"""The records of a keeper: what it holds, and what it and replicas exchange."""
+"""The records of a keeper: its extents, and its messages with replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Source = Literal["storage", "peer", "adopted"]
 
 
 class StoreFull(BudgetExceeded):
-    """The object store has no room in memory, whatever the budget says; evicting more may help, or waiting."""
+    """The object store has no room in memory, whatever the budget; more evictions may help, or a wait."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -44,7 +44,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts of what is here at one moment; what is set apart or on its way is not counted."""
+    """Counts of resident extents at one moment; detached and arriving ones are not counted."""
 
     num_extents: int
     resident_bytes: int
@@ -62,9 +62,9 @@ class HeldOffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeasedRefs:
-    """References by extent id; `report` of what this call had loaded, None when all was here or on its way.
+    """References by extent id; `report` of this call's loads, None when all was resident or under way.
 
-    `generation` names what gave the leases, an epoch of the keeper and one of the holder: they end with either.
+    `generation` names an epoch of the keeper and one of the holder: the leases end with either.
     """
 
     refs: dict[str, Any]
@@ -74,10 +74,10 @@ class LeasedRefs:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A keeper's answer to a replica's heartbeat. `wanted_bytes`: somebody waits for so much leased room.
+    """A keeper's answer to a replica's heartbeat. `wanted_bytes`: requests wait for so much leased room.
 
-    Leases of another `generation` than this one have ended: what is still mapped is to be offered. `invalidated` names
-    the copies, by `copy_name`, whose bytes were lately found to be others than those of their extent.
+    Leases of another `generation` have ended: the replica has to offer its mapped extents. `invalidated` names
+    the copies, by `copy_name`, whose bytes were lately found damaged.
     """
 
     generation: str
@@ -124,7 +124,7 @@ class ResidentExtent:
 
 @dataclass(frozen=True, slots=True)
 class KeeperStats:
-    """A snapshot of one node: bytes resident against the budget, and what came from where.
+    """A snapshot of one node: bytes resident against the budget, and the sources of loaded bytes.
 
     `read_s` is the time with at least one read in flight, from storage or a peer, `read_gbps` the rate during it
     (10^9 bytes per second); `read_bytes` are from storage. `staging_bytes` come on top of the budget; `pool_hit_rate`

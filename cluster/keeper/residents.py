@@ -14,42 +14,42 @@ from weights.residency.room_plan import plan_room
 
 
 class Residents:
-    """The extents that are here, by id, and who has them."""
+    """The resident extents by id, and their holders."""
 
     def __init__(self, book: ExtentBook) -> None:
         self._book = book
         self._table = book.table
 
     def held(self, id_: str) -> HeldExtent | None:
-        """Return the extent that is here; None when it is not."""
+        """Return a resident extent; None for another."""
         with self._book.changed:
             return self._book.here(id_)
 
     def view(self, id_: str) -> ByteArray | None:
-        """Return the bytes of an extent that is here; None when it is not."""
+        """Return the bytes of a resident extent; None for another."""
         held = self.held(id_)
         return held.view if held else None
 
     def delta(self, key: str) -> DeltaRef | None:
-        """Return the delta of that `key` that an extent which is here was stored as; None without one."""
+        """Return the delta of that `key` that a resident extent was stored as; None without one."""
         with self._book.changed:
             here = [entry.thing.extent.delta for entry in self._table.entries.values() if entry.is_here and entry.thing]
         return next((delta for delta in here if delta and delta.key == key), None)
 
     def ids(self) -> list[str]:
-        """Return the ids of all that is here."""
+        """Return the ids of all resident extents."""
         with self._book.changed:
             return [entry.key for entry in self._table.entries.values() if entry.is_here]
 
     def described(self, ids: Iterable[str] | None = None) -> list[ResidentExtent]:
-        """Return those of `ids` that are here, each once; without them, all: that takes as long as there are many."""
+        """Return the resident extents among `ids`, each once; without `ids` all of them, which takes longer."""
         with self._book.changed:
             entries = self._table.entries
             chosen = entries.values() if ids is None else map(entries.get, dict.fromkeys(ids))
             return [self._described(found, found.thing) for found in chosen if found and found.is_here and found.thing]
 
     def totals(self) -> Totals:
-        """Return the counts and bytes of what is here, at one moment."""
+        """Return the counts and bytes of resident extents, at one moment."""
         with self._book.changed:
             table = self._table
             num_here = len(table.entries) - len(self._book.coming)
@@ -66,7 +66,7 @@ class Residents:
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether anybody has leases, or extents are coming."""
+        """Return whether any holder has leases, or extents are being loaded."""
         with self._book.changed:
             return bool(self._book.coming or self._table.bytes_by_holder())
 
@@ -76,20 +76,20 @@ class Residents:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all that is in memory or on the way there."""
+        """Bytes of all resident and arriving extents."""
         with self._book.changed:
             return self._table.used_bytes
 
     @property
     def callable_bytes(self) -> int:
-        """Bytes of extents that every holder may give back when asked: that looks at all."""
+        """Bytes of extents that all their holders may give back on a recall. Looks at all extents."""
         with self._book.changed:
             entries = self._table.entries.values()
             return sum(entry.nbytes for entry in entries if entry.recallable and not entry.held)
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes that the first waiter lacks; without one, bytes over the budget."""
+        """Bytes that the first waiting request lacks; without one, bytes over the budget."""
         with self._book.changed:
             if waiting := self._book.queue.waiting:
                 return plan_room(self._table, waiting[0].wanted).lacking_bytes

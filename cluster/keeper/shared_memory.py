@@ -1,6 +1,6 @@
-"""The extents in a node's shared memory: what is held, how it is written there, and whether it is still sound.
+"""The extents in a node's shared memory: their holding, their writing, and the audit of their bytes.
 
-A restarted keeper adopts what replicas still have mapped, before it reads anything again. Everything that is held is
+A restarted keeper adopts the extents that replicas still have mapped, before it reads any again. All held extents are
 audited again and again: shared memory cannot be made read-only for the processes that map it, and one wrong in-place
 operation in one replica changes the weights of all.
 """
@@ -37,10 +37,10 @@ AUDIT_BYTES_PER_S: Final = 64 * 2**20
 BLOCK_BYTES: Final = 4 * 2**20
 IDLE_S: Final = 1.0
 MAX_NAMED_CORRUPT: Final = 20
-MAX_INVALIDATED: Final = 1000  # copies that are told to replicas, which ask every second
+MAX_INVALIDATED: Final = 1000  # damaged copies named to replicas, which ask every second
 
-# Replicas tell a restarted keeper what they hold within a second; until then storage is not asked. On a busy machine
-# they take longer, but hardly all of them: each offer gives the next one so much more time.
+# Replicas offer a restarted keeper their extents within a second; until then storage is not read. On a busy machine
+# some take longer: each offer gives the next one this much more time.
 ADOPTION_S: Final = 3.0
 LOWEST_PRIORITY: Final = 19
 
@@ -48,7 +48,7 @@ logger = logging.getLogger("atelier.keeper")
 
 
 class Adoption:
-    """The offers of replicas to a keeper that was restarted. Thread-safe. Nobody else gets what is damaged."""
+    """The offers of replicas to a restarted keeper. Thread-safe. Damaged extents go to no other holder."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Adoption:
         self.adopted_bytes = 0
 
     def wait_for(self, ids: Sequence[str]) -> None:
-        """Wait until all of them are here, or no offer is to be expected any more."""
+        """Wait until all of them are resident, or no further offer is expected."""
         while (left_s := self._until_s - self._clock()) > 0:
             if self._held.wait_until_known(ids, left_s):
                 return
 
     def take_offers(self, holder: str, offers: Sequence[HeldOffer]) -> None:
-        """Take over the offers, with their leases on the very copies of the holder."""
+        """Take over the offers, with the leases on the holder's own copies."""
         self._expect_more()
         for offer in offers:
             self._expect_more()
@@ -92,13 +92,13 @@ class Adoption:
                     self.adopted_bytes += offer.extent.nbytes
 
     def _expect_more(self) -> None:
-        """Give offers more time, as long as somebody may still wait: an offer that comes late has lost."""
+        """Give offers more time while requests may still wait: a later offer is too late."""
         now_s = self._clock()
         if now_s < self._until_s:
             self._until_s = max(self._until_s, now_s + self._wait_s)
 
     def _sound_view(self, offer: HeldOffer, holder: str) -> ByteArray | None:
-        """Return the bytes; None for what cannot be mapped here, or is damaged."""
+        """Return the bytes of an offer; None if it cannot be mapped here, or is damaged."""
         try:
             view: ByteArray = get(offer.ref, ADOPTION_S)
         except ray.exceptions.RayError as error:
@@ -111,7 +111,7 @@ class Adoption:
 
 
 class DamageLog:
-    """The copies of extents whose shared bytes somebody changed; only the last ones by name. Thread-safe."""
+    """The damaged copies of extents, whose shared bytes a process changed; only the last ones by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,14 +149,14 @@ class Audited(Protocol):
         ...
 
     def note_damage(self, held: HeldExtent) -> None:
-        """Take in that the bytes of an extent are others than those of its checksum."""
+        """Note that the bytes of an extent do not match its checksum."""
         ...
 
 
 class Audit:
     """A thread that hashes one extent of a memory after the other, at most `bytes_per_s`.
 
-    Between two blocks nothing is kept, so that what is evicted goes at once. What `look_soon` names comes first.
+    Between two blocks it keeps no reference, so evicted extents go at once. Extents named by `look_soon` come first.
     """
 
     def __init__(self, memory: Audited, bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -168,7 +168,7 @@ class Audit:
         self.audited_bytes = 0
 
     def look_soon(self, id_: str) -> None:
-        """Check this extent next, where it is here: somebody got other bytes of it. From any thread; never blocks."""
+        """Check this extent next, if it is resident: a peer got wrong bytes of it. From any thread; never blocks."""
         if self._memory.residents.held(id_) is not None:
             self._doubted[id_] = None
 
@@ -179,7 +179,7 @@ class Audit:
         self._closed.set()
 
     def round(self) -> None:
-        """Check every extent that is here now, once, and before each one those that are doubted."""
+        """Check every present extent once, and before each one the doubted ones."""
         for id_ in [None, *self._memory.residents.ids()]:
             while self._doubted and not self._closed.is_set():
                 self._check(self._doubted.popitem()[0])
@@ -227,7 +227,7 @@ class Store(Protocol):
 
 
 class _StoreWriter:
-    """The extents that are being written into the store, beside those that are held there. Thread-safe."""
+    """The extents being written into the store, beside those held there. Thread-safe."""
 
     def __init__(self, store: Store, held: HeldExtents) -> None:
         self._store = store
@@ -237,14 +237,14 @@ class _StoreWriter:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes used of the store, with what is being written."""
+        """Used bytes of the store, those being written included."""
         return self._held.residents.totals().resident_bytes + self._writing_bytes
 
     @contextlib.contextmanager
     def begin_writing(self, extent: ExtentRef) -> Iterator[Writing]:
-        """Give a place in the store, which is made when it is asked for; it goes with the block unless it was sealed.
+        """Yield a place in the store, made when it is asked for; without a seal it is dropped at the end of the block.
 
-        Making it raises StoreFull when the store is full and nothing may be evicted.
+        Making it raises StoreFull when the store is full and no extent may be evicted.
         """
         writing = _ObjectWriting(self, extent)
         try:
@@ -264,18 +264,18 @@ class _StoreWriter:
             try:
                 return put()
             except StoreFull as error:
-                # Within the budget, but not in one piece, or something that is not weights is in the way.
+                # Within the budget, but not in one piece, or other objects are in the way.
                 if not self._held.shed(extent.nbytes):
                     raise StoreFull(f"{error} ({self._held.residents.holders_text()})") from None
 
     def count_writing(self, nbytes: int) -> None:
-        """Count bytes that are in the store, and not held yet."""
+        """Count bytes that are in the store but not held yet."""
         with self._counting:
             self._writing_bytes += nbytes
 
 
 class _ObjectWriting:
-    """An extent that is being written into an object of the store."""
+    """An extent being written into an object of the store."""
 
     def __init__(self, writer: _StoreWriter, extent: ExtentRef) -> None:
         self._writer = writer
@@ -298,9 +298,9 @@ class _ObjectWriting:
 
 
 class NodeMemory:
-    """The object store of a node and the extents in it. `start` begins what looks after them: holders, and bytes.
+    """The object store of a node and the extents in it. `start` begins the watch of holders and the audit of bytes.
 
-    `adoption_s`: so long replicas are waited for, to offer what they have mapped. `audit_bytes_per_s` 0: no audit.
+    `adoption_s`: the time that replicas have to offer their mapped extents. `audit_bytes_per_s` 0: no audit.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class NodeMemory:
         self.audit: Audit = Audit(self, audit_bytes_per_s or float("inf"))
 
     def start(self, *, populate: bool) -> None:
-        """Watch the holders, audit what is held and, with `populate`, make the store's pages, all in threads."""
+        """Watch the holders, audit held extents and, with `populate`, make the store's pages, all in threads."""
         self.held.holders.watch.start()
         if self._is_audited:
             self.audit.start()
@@ -348,12 +348,12 @@ class NodeMemory:
         self.audit.close()
 
     def _populate_store(self) -> None:
-        """Make the store's pages in the time that others leave: every process of the node starts now."""
+        """Make the store's pages at the lowest priority: every process of the node starts now."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux, of this thread alone
         self.store.populate()
 
     def note_damage(self, held: HeldExtent) -> None:
-        """Let nobody else get a copy whose bytes are wrong, and log who has it."""
+        """Withhold a damaged copy from other holders, and log its present ones."""
         holders = [holder for found in self.residents.described([held.extent.id]) for holder in found.holders]
         if self.held.invalidate(held.extent.id, held.view):
             where = f"in shared memory, leased by {', '.join(holders) or 'nobody'}"

@@ -244,7 +244,7 @@ class FetchQueue:
         self._num_at_start[id_] = len(self._fetching) + len(self._reading)
 
     def _ended(self, id_: str) -> float:
-        """Return how many transfers, this one included, shared the node's link: the mean of begin and end."""
+        """Return the number of transfers on the node's link, this one included: the mean of its begin and end."""
         num_at_end = len(self._fetching) + len(self._reading)
         self._fetching.discard(id_)
         self._reading.discard(id_)

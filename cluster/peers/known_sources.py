@@ -75,5 +75,5 @@ class KnownSources:
         self.best_peer_gbps = max((record.bandwidth.gbps or 0.0 for record in self.peers.values()), default=0.0)
 
     def forget(self, id_: str) -> None:
-        """Forget whose copies of an extent were damaged: it is here, or not wanted."""
+        """Forget the sources of damaged copies of an extent: it is here, or not wanted."""
         self._damaged_until_s.pop(id_, None)

@@ -1,20 +1,20 @@
-"""The number of workers, and what those that come and go have to do with models. Pure.
+"""The number of workers, and the models that starting and leaving workers take over or hand over. Pure.
 
 The target is the workers that the arriving work keeps busy at `target_utilization`, plus those that drain within
-`drain_s` what would still wait when they come: no more than could each start one. Work arrives at the mean rate over
-some times of what a request takes; less says nothing. Up where what is there would be busier than halfway from
-`target_utilization` to all the time; down only after the target was lower for `downscale_delay_s`, by the highest
+`drain_s` the requests still waiting when they come, at most one worker per request. Work arrives at the mean rate over
+some times a request's duration; a shorter window is noise. Up when the workers would be busier than halfway from
+`target_utilization` to 1; down only after the target was lower for `downscale_delay_s`, to the highest
 target of that time. To zero only after `to_zero_delay_s` without any request, and from zero as soon as one waits.
 
-`Scaling` is the way there. More are asked for at once. Fewer are asked for when those that Serve would stop next may
-go: until then they drain, so that their requests end and what only they have gets ready elsewhere. When demand comes
+`Scaling` is the way there. More workers are asked for at once. Fewer are asked for when those that Serve stops next may
+go: until then they drain, so that requests end and models that only they have get ready elsewhere. If demand comes
 back meanwhile, they stay.
 
 Spare workers have done their imports and get no work. One works as soon as more are wanted or a worker is gone, and
-Serve is asked for another spare. Who has drained is a spare before a younger one; surplus spares are stopped.
+Serve is asked for another spare. A drained worker is a spare before a younger one; surplus spares are stopped.
 
-Serve stops the newest worker of the node with the fewest (2.60, deployment_scheduler.py), and nobody can name another
-one. On a cluster of several nodes it also looks at what else they run: then one may be stopped that has not drained,
+Serve stops the newest worker of the node with the fewest (2.60, deployment_scheduler.py). Callers cannot name another
+one. With several nodes it also looks at their other replicas: then it may stop a worker that has not drained,
 whose requests end all the same, and whose models are switched to again.
 """
 
@@ -31,21 +31,21 @@ from cluster.admission.service_times import LONG_S, SHORT_S
 from cluster.placement.state import ClusterState, Decision, ModelState, WorkerState
 from configs.admission import ScalingConfig
 
-MAX_PRELOADS: Final = 128  # that one plan names; the next plan is a moment away
+MAX_PRELOADS: Final = 128  # named by one plan; the next plan is a moment away
 JUST_ASKED_RATE: Final = 0.15  # `rate_short` with one request within the last seconds
 _WINDOW_REQUESTS: Final = 8.0
-NEEDED_RATE: Final = 1e-3  # requests per second from which on a model must not lose its last worker
-LONGEST_START_S: Final = 120.0  # that is believed: what takes longer lacked room, perhaps
-STOP_S: Final = 20.0  # one that was released and is still there then was not the one that Serve stopped
-LONGEST_DRAIN_S: Final = 60.0  # then a worker leaves whatever only it has
+NEEDED_RATE: Final = 1e-3  # requests per second; above it a model must not lose its last worker
+LONGEST_START_S: Final = 120.0  # that is believed: a longer start perhaps lacked room
+STOP_S: Final = 20.0  # a released worker that is still there then was not the one that Serve stopped
+LONGEST_DRAIN_S: Final = 60.0  # then a worker leaves even with models that only it has
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingMemory:
-    """The past of the target: since when it is below the workers, its highest value since, and since when nobody asks.
+    """The past of the target: since when it is below the workers, its highest value since, and since when all is idle.
 
-    `offered` are the workers that long requests keep busy in the mean, as of `seen_s`, and `start_s` what a worker
-    took from being asked for to being here, 0 before one did. Times are on the clock that `now_s` of the next call is
+    `offered` is the mean number of workers that long requests keep busy, as of `seen_s`. `start_s` is the time from
+    the request for a worker to its first report, 0 before any. Times are on the clock that `now_s` of the next call is
     on. Fits into Serve's `policy_state`.
     """
 
@@ -59,7 +59,7 @@ class ScalingMemory:
 
 @dataclass(frozen=True, slots=True)
 class ScalePlan:
-    """The number of workers, why, and what goes with it.
+    """The number of workers, its reason, and the models and workers that it concerns.
 
     `preloads` are the models that new workers should come up with, the most wanted first. `leaving` are the workers
     that should go, least missed first; `hand_overs` are pairs of worker and wanted model that only such workers have.
@@ -76,7 +76,7 @@ class ScalePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """The load: the workers that arriving work and switches keep busy, the seconds of what waits, and its requests by
+    """The load: the workers that arriving work and switches keep busy, the seconds of waiting work, and its requests by
     the slots of a worker.
     """
 
@@ -97,7 +97,7 @@ class _Load:
 def target_replicas(
     state: ClusterState, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> ScalePlan:
-    """Return how many workers there should be. `current` counts those that run or start.
+    """Return the wanted number of workers. `current` counts those that run or start.
 
     `state` comes from `usable_state`. A clock that went back starts delays anew.
     """
@@ -120,12 +120,12 @@ def target_replicas(
 
 
 def _window_s(model: ModelState) -> float:
-    """Return the time over which the model's arrivals say how much work comes."""
+    """Return the window over which the model's arrivals tell its load, in seconds."""
     return _WINDOW_REQUESTS * model.service_s
 
 
 def _with_offered(state: ClusterState, memory: ScalingMemory, now_s: float) -> ScalingMemory:
-    """Return the memory with the mean work of those requests that take long beside the windows of their rates."""
+    """Return the memory with the mean work of requests that are long compared with the windows of their rates."""
     slow = [model for model in state.models.values() if model.rate_long > 0 and _window_s(model) > LONG_S]
     offered = sum([model.rate_long * model.service_s for model in slow])
     window_s = (
@@ -156,25 +156,25 @@ def _load_of(state: ClusterState, offered: float) -> _Load:
 def _apply_load(
     state: ClusterState, load: _Load, policy: ScalingConfig, current: int, start_s: float
 ) -> tuple[int, str]:
-    """Return the workers that the load keeps busy at the utilization of the policy, and what else speaks for them."""
+    """Return the workers that the load keeps busy at the policy's utilization, with other reasons for workers."""
     speeds = [worker.speed for worker in state.workers.values()]
     speed = sum(speeds) / len(speeds) if speeds else 1.0
-    still_s = max(0.0, load.waiting_s - start_s * len(speeds) * speed)  # when those come that are asked for now
+    still_s = max(0.0, load.waiting_s - start_s * len(speeds) * speed)  # when the workers asked for now come
     draining = min(still_s / policy.drain_s, load.waiting * speed)
     arriving = load.arriving / policy.target_utilization
     if load.arriving <= current * speed * (1 + policy.target_utilization) / 2:
         arriving = min(arriving, current * speed)
-    # What arrived long ago fades from the rates, and is never quite gone.
+    # Old arrivals decay in the rates, and never vanish quite.
     wanted = max(math.ceil(min((arriving + draining + load.switching) / speed, 1e9) - 1e-9), 1 if load.is_used else 0)
     if load.is_used and wanted < current and (least_models := _workers_by_bytes(state)) > wanted:
-        return min(current, least_models), f"; models in use fill {least_models}"  # what is used now stays resident
+        return min(current, least_models), f"; models in use fill {least_models}"  # models in use stay resident
     return wanted, ""
 
 
 def _apply_delay(
     wanted: int, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> tuple[int, ScalingMemory, str]:
-    """Return the target and what to remember: up at once, down by the most that was wanted during the delay."""
+    """Return the target and the new memory: up at once, down to the highest target during the delay."""
     settled = replace(memory, below_since_s=None, highest_since=0)
     if wanted >= current:
         return wanted, settled, ""
@@ -189,7 +189,7 @@ def _apply_delay(
 def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
     """Return whether a draining worker may end: nothing runs, and no wanted model is ready only there.
 
-    Where no other worker stays, nobody could take a model over.
+    If no other worker stays, none could take a model over.
     """
     if any(worker.running.values()) or worker.leased:
         return False
@@ -198,7 +198,7 @@ def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
 
 
 def _switching_load(state: ClusterState) -> float:
-    """Return the workers that the wanted models without a worker keep busy with switches, one there and one back."""
+    """Return the workers kept busy by switches to wanted models without a worker, there and back."""
     held: set[str | None] = {worker.switching_to for worker in state.workers.values()}
     held.update([id_ for worker in state.workers.values() for id_ in worker.models])
     attach = max([worker.attach_bytes_per_s for worker in state.workers.values()], default=0.0)
@@ -209,7 +209,7 @@ def _switching_load(state: ClusterState) -> float:
 
 
 def _workers_by_bytes(state: ClusterState) -> int:
-    """Return how many workers the models in use fill, shared components counted once."""
+    """Return the number of workers that the models in use fill. Shared components count once."""
     used = {id_ for worker in state.workers.values() for id_, count in worker.running.items() if count}
     used.update(model.id for model in state.models.values() if model.waiting)
     sizes: dict[str, int] = {}
@@ -242,7 +242,7 @@ def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
 
 
 def _leaving(state: ClusterState, num_less: int) -> tuple[str, ...]:
-    """Return the workers that are missed least: those that drain, then the idle, then by what only they have."""
+    """Return the workers that are missed least: draining ones, idle ones, then by the models that only they have."""
     holders = _holders(state)
 
     def missed(worker: WorkerState) -> tuple[bool, int, float, str]:
@@ -266,7 +266,7 @@ def _leaving(state: ClusterState, num_less: int) -> tuple[str, ...]:
 
 
 def _hand_overs(state: ClusterState, leaving: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """Return (worker, model) of the wanted models that only workers that go have ready."""
+    """Return (worker, model) for the wanted models that only leaving workers have ready."""
     if not leaving:
         return ()
     staying = _holders(state, leaving)
@@ -279,7 +279,7 @@ def _hand_overs(state: ClusterState, leaving: Collection[str]) -> tuple[tuple[st
 
 
 def _holders(state: ClusterState, going: Collection[str] = ()) -> Counter[str]:
-    """Return the number of workers that have each model ready, without those that go or drain."""
+    """Return the number of workers that have each model ready, without leaving or draining ones."""
     holders: Counter[str] = Counter()
     gone = set(going)
     for worker in state.workers.values():
@@ -304,11 +304,11 @@ def _is_past(since_s: float | None, delay_s: float, now_s: float) -> bool:
 
 @dataclass(slots=True)
 class Scaling:
-    """The number of workers that Serve is to have, its `target`, and the way there.
+    """The number of workers that Serve should run, its `target`, and the way there.
 
     `leaving` are the workers that drain before Serve is asked for fewer, the next to stop first; Serve is to stop those
-    in `released`. Both say since when. `preloads` are for workers to come. Of the target, `num_spares` are spares, and
-    `spares` are those of them that are here.
+    in `released`. Both say since when. `preloads` are for future workers. Of the target, `num_spares` are spares;
+    `spares` names the present ones.
     """
 
     policy: ScalingConfig
@@ -323,7 +323,7 @@ class Scaling:
     _here: set[str] = field(default_factory=set)
     _seen: set[str] = field(default_factory=set)
     _came: set[str] = field(default_factory=set)
-    _asked_s: float | None = None  # since when workers are asked for that are not here
+    _asked_s: float | None = None  # since when requested workers are missing
 
     def __post_init__(self) -> None:
         self.num_spares = min(self.policy.spare_workers, max(0, self.target - max(1, self.policy.min_workers)))
@@ -335,16 +335,16 @@ class Scaling:
 
     @property
     def _num_working(self) -> int:
-        """Number of workers that are to work, of those that are here or coming."""
+        """Number of present or starting workers that should work."""
         return self.target - len(self.leaving) - self.num_spares
 
     def describe(self) -> dict[str, Any]:
-        """Return how many workers are wanted, which leave or are spare, and why."""
+        """Return the wanted number of workers, the leaving ones, the spares, and the reason."""
         leaving = sorted({**self.leaving, **self.released})
         return {"target": self.target, "leaving": leaving, "spares": sorted(self.spares), "reason": self.reason}
 
     def assign(self, here: Sequence[str]) -> None:
-        """Choose who of the workers works and who is spare; the first of the newcomers work first."""
+        """Choose which workers work and which are spares; the oldest of the new ones work first."""
         self.spares = [name for name in self.spares if name in here]
         working = {name for name in here if name in self._here} - self.draining
         for name in here:
@@ -359,7 +359,7 @@ class Scaling:
         del self.spares[:num_missing]
 
     def follow(self, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
-        """Move the target. `up_s` is how long each worker has been there."""
+        """Move the target. `up_s` is the age of each worker."""
         here = state.workers
         self.leaving = {name: since_s for name, since_s in self.leaving.items() if name in here}
         self.released = {
@@ -387,7 +387,7 @@ class Scaling:
         self._set_spares(plan.target, state, up_s, now_s)
 
     def preload_orders(self, state: ClusterState, busy: Iterable[str]) -> list[Decision]:
-        """Return orders to workers that have begun to work since, and have nothing yet, to get what they are for."""
+        """Return orders to load their models, for empty workers that have begun to work since."""
         working = {name: worker for name, worker in state.workers.items() if not worker.is_draining}
         new = [worker for name, worker in working.items() if name not in self._seen and name not in set(busy)]
         self._seen = set(working)
@@ -403,7 +403,7 @@ class Scaling:
         return orders
 
     def _measure_start(self, state: ClusterState, now_s: float) -> None:
-        """Learn how long a worker takes from being asked for until it is here."""
+        """Learn the seconds from the request for a worker to its first report."""
         if self._asked_s is not None and not state.workers.keys() <= self._came:
             start_s = min(max(0.0, now_s - self._asked_s), LONGEST_START_S)
             self._memory = replace(self._memory, start_s=start_s)
@@ -415,14 +415,14 @@ class Scaling:
         return max(0, self.target - len(state.workers.keys() - self.released.keys()))
 
     def _put_to_work(self, count: int) -> None:
-        """Let spares work, here or coming, and ask for more where they are too few."""
+        """Let present or starting spares work, and ask for more workers if they are too few."""
         num_taken = min(count, self.num_spares)
         self.num_spares -= num_taken
         del self.spares[:num_taken]
         self.target += count - num_taken
 
     def _set_spares(self, num_working: int, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
-        """Have Serve stop spares that are too many, and ask for one that lacks once all others are here."""
+        """Have Serve stop surplus spares, and ask for a missing one once all other workers are here."""
         num_wanted = min(self.policy.spare_workers, self.policy.max_workers - num_working) if num_working else 0
         while self.num_spares > max(num_wanted, len(self.spares)):  # not here yet
             self.num_spares -= 1
@@ -441,12 +441,12 @@ class Scaling:
             self.target += 1
 
     def _call_back(self, count: int) -> None:
-        """Let the last of those stay that were to leave."""
+        """Keep the last of the leaving workers."""
         for name in list(self.leaving)[::-1][:count]:
             del self.leaving[name]
 
     def _let_go(self, count: int, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
-        """Begin to drain those that Serve stops next; none behind one that was pinned or frozen by hand."""
+        """Begin to drain the workers that Serve stops next; none behind one that was pinned or frozen by hand."""
         for name in _stop_order(state, up_s):
             if name in self.draining:
                 continue

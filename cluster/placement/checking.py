@@ -1,4 +1,4 @@
-"""The check of what was observed: whatever comes in, what goes out can be planned with. Pure."""
+"""The check of the observed state: any input becomes a state that can be planned with. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.placement.state import (
     WorkerState,
 )
 
-MAX_IGNORED: Final = 100  # lines that one state explains; the rest is counted
+MAX_IGNORED: Final = 100  # lines of explanation for one state; the rest is counted
 _HUGE: Final = 1e15  # no time, rate or speed of a cluster is above it
 _INF: Final = float("inf")
 _NO_STATE: Final = ClusterState()
@@ -30,11 +30,11 @@ def usable_state(
     is_frozen: bool = False,
     before: ClusterState = _NO_STATE,
 ) -> ClusterState:
-    """Return a state that can be planned with. Never raises, whatever the records hold.
+    """Return a state that can be planned with. Never raises, whatever the records contain.
 
-    Records that are the very ones of the state `before` are not looked at again.
+    Records that are identical objects in the state `before` are not checked again.
 
-    A figure that cannot be true (NaN, negative, infinite, of a wrong type) becomes its default. A model without an id
+    An impossible figure (NaN, negative, infinite, of a wrong type) becomes its default. A model without an id
     or components, and a worker without an id or a budget, are left out, as are workers that are silent for `LOST_S`.
     A worker is believed to have a model ready only if it has the model's components.
     """
@@ -67,7 +67,7 @@ def usable_state(
 
 
 def _is_sound_model(model: ModelState, others: Mapping[str, ModelState]) -> bool:
-    """Return whether nothing needs mending, which is so for nearly all: one expression, because there are many."""
+    """Return whether nothing needs mending, as in nearly all models: one expression, since there are many."""
     try:
         return (
             0.0 <= model.oldest_age_s < _HUGE
@@ -124,7 +124,7 @@ def _checked_worker(
 
 
 def _is_consistent(worker: WorkerState, models: Mapping[str, ModelState]) -> bool:
-    """Return whether the worker speaks of known models alone, and has the components of those that it has ready."""
+    """Return whether the worker names only known models, and has all components of its ready ones."""
     resident = worker.resident.sizes.keys()
     for id_ in worker.models:
         if id_ not in models or not models[id_].components.sizes.keys() <= resident:
@@ -138,7 +138,7 @@ def _is_consistent(worker: WorkerState, models: Mapping[str, ModelState]) -> boo
 
 
 class _Notes:
-    """Sentences on what was ignored, of which only the first `MAX_IGNORED` are kept."""
+    """Sentences about ignored figures, of which the first `MAX_IGNORED` are kept."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -155,7 +155,7 @@ class _Notes:
         return (*self._lines, *more)
 
 
-# The least and greatest value that a figure may have; what is outside becomes the field's default.
+# The least and greatest value of a figure; a value outside becomes the field's default.
 _MODEL_BOUNDS: Final = {
     "waiting": (0, _HUGE),
     "oldest_age_s": (0.0, _HUGE),
@@ -281,7 +281,7 @@ def _items(mapping: Any) -> list[tuple[Any, Any]]:
 
 
 def _brief(value: Any) -> str:
-    """Return the value as far as it fits into a line, whatever its `repr` does."""
+    """Return the value cut to fit a line, even if its `repr` fails."""
     try:
         return repr(value)[:60]
     except Exception:

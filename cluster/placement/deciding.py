@@ -1,7 +1,7 @@
-"""Decisions, one after the other: the state is planned with, and the plan becomes orders and a placement. Pure.
+"""The decisions, one after the other: a state becomes a plan, and the plan becomes orders and a placement. Pure.
 
-The plan has no memory, so what must outlive a moment is here: orders until their workers have them, for whom a worker
-drains, and the last decisions with their reasons. All of it may be lost: it is found anew from the reports.
+The plan has no memory. This module keeps orders until their workers have them, the model that a worker
+drains for, and the last decisions with their reasons. All of it may be lost: it is found anew from the reports.
 
 An order that was not confirmed counts as under way for a moment, so that a plan is not ordered twice. Requests start
 where the reports say that the model is ready, or will be in a moment: orders follow plans, slots follow facts.
@@ -24,7 +24,7 @@ from cluster.placement.switching import SwitchingPolicy, plan_switches
 from cluster.records.overrides import Overrides
 from weights.residency.recent import Recent
 
-UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew
+UNCONFIRMED_S: Final = 1.0  # an unconfirmed order is given anew after this time
 PREFETCH_S: Final = 5.0  # a prefetch is not repeated for so long
 PATIENCE_S: Final = 2.0  # requests for a model whose needs no worker reports start anywhere after it
 MAX_ASKED: Final = 16  # models that one worker is asked about at a time
@@ -35,7 +35,7 @@ _NO_ORDERS: Final = Orders()
 
 @dataclass(slots=True)
 class LoggedDecision:
-    """A decision, when it was made, and what became of it. `order` is "" for a drain, which is sent to no worker."""
+    """A decision, its time, and its outcome. `order` is "" for a drain, which is sent to no worker."""
 
     at_s: float
     decision: Decision
@@ -48,7 +48,7 @@ class LoggedDecision:
 class Decided:
     """One moment's outcome: where requests start, the orders by worker, and the plan with its notes.
 
-    `new` are the decisions that no moment before had.
+    `new` are the decisions that the moment before did not have.
     """
 
     placement: Placement
@@ -67,14 +67,14 @@ class _GivenOrder:
 
 @dataclass(slots=True)
 class _OrderTable:
-    """The orders that workers have or are about to get, and for whom they drain."""
+    """The orders that workers have or are about to get, and the models that they drain for."""
 
     given: dict[str, list[_GivenOrder]] = field(default_factory=dict)
     reserved: dict[str, str] = field(default_factory=dict)
 
 
 class Deciding:
-    """The sequence of decisions. `order_ids` are those of its orders: none comes twice, in another life either."""
+    """The sequence of decisions. `order_ids` are the ids of its orders, unique across restarts."""
 
     def __init__(self, policy: SwitchingPolicy, observations: Observations, order_ids: Iterator[str]) -> None:
         self.log: deque[LoggedDecision] = deque(maxlen=MAX_DECISIONS)
@@ -89,7 +89,7 @@ class Deciding:
     def decide(
         self, overrides: Overrides, now_s: float, wall_s: float, scaling: Scaling | None = None
     ) -> Decided | None:
-        """Return what holds from now on; None as long as too few have reported. `wall_s` is for the log.
+        """Return the decisions that hold from now on; None while reports are missing. `wall_s` is for the log.
 
         Workers that leave or are spare by `scaling` get no work, and those that come get ready for what they are for.
         """
@@ -127,7 +127,7 @@ class Deciding:
         }
 
     def _settle(self, now_s: float) -> None:
-        """Take in what workers say of their orders, and forget those that are done with."""
+        """Take in the workers' reports on their orders, and forget the finished ones."""
         reports = self._observations.workers
         for worker, all_given in list(self._table.given.items()):
             report = reports.get(worker)
@@ -150,7 +150,7 @@ class Deciding:
                 self._by_order[outcome.order].outcome = outcome
 
     def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> tuple[Decision, ...]:
-        """Write down what was decided, and give the orders that were not given yet. Returns what is new."""
+        """Log the decisions, and give the orders that were not given yet. Return the new decisions."""
         new = []
         self._table.reserved = {one.worker: one.model for one in decisions if one.action == "drain"}
         going_on = {(one.action, one.worker, one.model) for one in decisions}
@@ -174,7 +174,7 @@ class Deciding:
         return tuple(new)
 
     def _orders(self, observed: Observed, placement: Placement, now_s: float) -> dict[str, Orders]:
-        """Return the orders of every worker. When one does not report the needs of models, another one is asked."""
+        """Return the orders of every worker. If one does not report the needs of models, another one is asked."""
         workers = sorted(name for name, worker in observed.state.workers.items() if not worker.is_stale)
         asked = workers[int(now_s / _ASKED_S) % len(workers)] if workers else None
         return {
@@ -191,10 +191,10 @@ class Deciding:
         }
 
     def _placement(self, observed: Observed, plan: SwitchPlan, now_s: float) -> Placement:
-        """Return where requests start: on planned workers that have the model ready, or will have it in a moment.
+        """Return the placement of requests: on planned workers that have the model ready, or will have it in a moment.
 
-        Every model is named, so that a new one waits for a decision. Those that fit into no worker, and those whose
-        needs no worker reports, are not: a worker shows what happens.
+        Every model is named, so that a new one waits for a decision. Models that fit into no worker, and models whose
+        needs no worker reports, are left out: a worker will show whether they run.
         """
         state, pool = observed.state, observed.pool
         self._waits_since = {model: self._waits_since.get(model, now_s) for model in observed.waits}
@@ -241,7 +241,7 @@ class Deciding:
         )
 
     def _is_confirmed(self, model: str, observed: Observed, name: str) -> bool:
-        """Return whether a worker has the model or gets ready for it, and not only by an order that may be lost."""
+        """Return whether a worker has the model or reports that it gets ready for it; an order alone may be lost."""
         worker, report = observed.state.workers[name], self._observations.workers.get(name)
         is_coming = report is not None and report.switching_to == model
         return is_coming or model in worker.models or model in worker.running
@@ -257,7 +257,7 @@ def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> t
 
 
 def _lifetime_s(given: _GivenOrder) -> float:
-    """Return how long an order counts: until it is confirmed, and a prefetch longer, since plans repeat it."""
+    """Return the seconds for which an order counts: until confirmed, and longer for a prefetch, which plans repeat."""
     if given.order.action == "prefetch":
         return PREFETCH_S
     return 0.0 if given.is_taken else UNCONFIRMED_S

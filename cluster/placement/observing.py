@@ -1,10 +1,10 @@
-"""Observation: reports become the state that is planned with. Pure: the time is a parameter, of one clock.
+"""Observation: reports become the state for planning. Pure: the time is a parameter, of one clock.
 
-Requests are counted by the queues, memory by the workers. What a model needs on a worker is asked of a worker once per
-version, those that requests wait for first. A worker that the queues no longer list is gone, whatever it said last.
+The queues count requests, the workers count memory. A worker is asked for the needs of a model once per
+version, models with waiting requests first. A worker that the queues no longer list is gone, whatever it last reported.
 
-Records of models and workers are made anew only where something has changed, and checked once: a decision costs as much
-as has changed, beside a look at each.
+Records of models and workers are made anew only after a change, and checked once: a decision costs in proportion
+to the changes, plus a look at each record.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from cluster.placement.seen_workers import WORKERS, Backoff, SeenWorkers, failed
 from cluster.placement.state import NOTHING, ClusterState, Components, ModelState, SloClass
 from cluster.records.overrides import Overrides
 
-MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them
-WARM_UP_S: Final = 3.0  # of a new controller, until it decides without workers that have not reported yet
+MAX_DESCRIBED: Final = 256  # models without requests whose needs are remembered
+WARM_UP_S: Final = 3.0  # of a new controller, until it decides without the workers that have not reported yet
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The state, and what is not in it: all models of the workers' kinds, and which of them are not known yet.
+    """The state, with the names of all models of the workers' kinds, the unknown ones included.
 
-    `waits` are models that requests wait for although their needs are not known. `backoffs` are models that no worker
+    `waits` are models with waiting requests whose needs are not known yet. `backoffs` are models that no worker
     could load.
     """
 
@@ -46,7 +46,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A model of the registry that can be asked: its kind, and the version that is served.
+    """A model of the registry that can be requested: its kind, and the served version.
 
     `is_unloaded`: an operator took it out of memory, and only a request brings it back.
     """
@@ -64,7 +64,7 @@ class Observations:
         self._began_s = began_s
         self._workers = SeenWorkers()
         self._queues = SeenQueues()
-        self._models: dict[str, tuple[_SeenModel, ModelState]] = {}  # the last state, and what it was made of
+        self._models: dict[str, tuple[_SeenModel, ModelState]] = {}  # the last state, and its inputs
         self._known: frozenset[str] = frozenset()
         self._state = ClusterState()
         self.catalog: Mapping[str, CatalogEntry] = {}
@@ -79,7 +79,7 @@ class Observations:
         self._queues.note(name, snapshot, now_s)
 
     def note_sign(self, name: str, now_s: float) -> None:
-        """Take in that a worker or a queue lives: what it has reported still holds."""
+        """Note a sign of life of a worker or a queue: its last report still holds."""
         self._workers.note_sign(name, now_s)
         self._queues.note_sign(name, now_s)
 
@@ -89,7 +89,7 @@ class Observations:
         return self._workers.is_at_rest and self._queues.is_at_rest
 
     def forget_silent(self, now_s: float) -> None:
-        """Forget those that count as gone."""
+        """Forget the workers and queues that count as gone."""
         self._workers.forget_silent(now_s)
         self._queues.forget_silent(now_s)
         described = self._workers.described
@@ -112,7 +112,7 @@ class Observations:
         return self._queues.joined()
 
     def wanted_extents(self) -> dict[str, tuple[str, ...]]:
-        """Return the extents of each component of the models that somebody has asked for."""
+        """Return the extents of each component of the requested models."""
         needs = self._workers.described.needs
         found: dict[str, tuple[str, ...]] = {}
         for model in self._queues.loads(self._workers.pool):
@@ -123,9 +123,9 @@ class Observations:
     def observe(
         self, now_s: float, overrides: Overrides, unconfirmed: Mapping[str, tuple[str, float]]
     ) -> Observed | None:
-        """Return the state; None as long as too few have reported to decide on.
+        """Return the state; None while too few reports are there to decide on.
 
-        `unconfirmed` are workers with an order that no report confirms: the model, and the seconds of its switch.
+        `unconfirmed` are the unconfirmed orders by worker: the model, and the seconds of its switch.
         """
         pool, reports, catalog = self._workers.pool, self._workers.reports, self.catalog
         listed = self._queues.listed(pool)
@@ -149,7 +149,7 @@ class Observations:
         models = []
         for id_ in names:
             if (sizes := components.get(id_)) is not None:
-                # Of no model at all a request was measured: so short that no switch counts as cheap before one was.
+                # Before any measurement, requests count as so short that no switch is cheap.
                 switch_s = fixed_s + sizes.total_bytes / bytes_per_s
                 service_s = switch_s / ON_DEMAND_REQUESTS if usual_s is None else usual_s
                 models.append(self._model(id_, sizes, loads.get(id_), failed.get(id_), service_s))
@@ -186,7 +186,7 @@ class Observations:
     def _to_describe(
         self, unknown: Collection[str], loads: Mapping[str, ModelLoad], overrides: Overrides
     ) -> tuple[tuple[str, str], ...]:
-        """Return the models and versions that workers are asked about: those that somebody wants first."""
+        """Return the models and versions that workers are asked about, requested ones first."""
         pinned = {model for models in overrides.pins.values() for model in models}
         asked = {model for model in unknown if model in loads and (loads[model].waiting or loads[model].rate_long > 0)}
         asked.update(pinned.intersection(unknown))
@@ -196,7 +196,7 @@ class Observations:
         return tuple((model, self.catalog[model].version) for model in (*first, *rest))
 
     def demand(self) -> ClusterState | None:
-        """Return what is asked for while there is no worker at all; None when there is one, or no queue."""
+        """Return the queued demand as a cluster without workers; None when there is a worker, or no queue."""
         if not self._queues.names or self._workers.reports or self._queues.listed(WORKERS):
             return None
         components = self._workers.described.components
@@ -219,7 +219,7 @@ class Observations:
         self, id_: str, components: Components, load: ModelLoad | None, backoff: Backoff | None, service_s: float
     ) -> ModelState:
         retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
-        # Nobody gets ready ahead for what failed or was unloaded: it takes a request that waits.
+        # No worker prepares for a failed or unloaded model: only a waiting request brings it back.
         is_expected = backoff is None and not self.catalog[id_].is_unloaded
         if load is not None and load.service_s:
             service_s = load.service_s
@@ -231,7 +231,7 @@ class Observations:
 
 
 class _SeenModel(NamedTuple):
-    """All that a model's state is made of."""
+    """The inputs of a model's state."""
 
     components: Components
     load: ModelLoad | None
@@ -266,6 +266,6 @@ def _waiting(loads: Mapping[str, ModelLoad], model: str) -> int:
 
 
 def _usual_service_s(loads: Collection[ModelLoad]) -> float | None:
-    """Return what a request costs of a model that none was measured of: as much as the mean of the others, if any."""
+    """Return the assumed service time of unmeasured models: the mean of the measured ones; None without any."""
     measured = [load.service_s for load in loads if load.service_s > 0]
     return sum(measured) / len(measured) if measured else None

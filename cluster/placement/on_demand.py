@@ -1,6 +1,6 @@
-"""Models that need no order: a switch to them takes not much longer than a request. Pure.
+"""Models that need no order, because a switch to them takes little longer than a request. Pure.
 
-To wait for a worker that is planned would cost such a request more than the switch does, so the queue starts it by
+Waiting for a planned worker would cost such a request more than the switch, so the queue starts it by
 itself (`replica_choice.py`), on an idle worker at once, and the worker switches while the text is encoded.
 """
 
@@ -14,17 +14,17 @@ from cluster.admission.records import OnDemandSwitch
 from cluster.placement.state import ClusterState, ModelState, WorkerState
 
 MAX_ON_DEMAND: Final = 128  # models, the most wanted
-MAX_STARTS: Final = 512  # pairs of model and worker that are looked at, beside those that are ready
+MAX_STARTS: Final = 512  # pairs of model and worker looked at, beside the ready ones
 LEAST_WORKERS: Final = 4
-LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
-LEAD_S: Final = 0.1  # requests start on a worker that will be ready so soon: their texts are encoded meanwhile
-ON_DEMAND_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual requests needs no order
+LEAST_RATE: Final = 1e-4  # requests per second; no worker prepares for a rarer model
+LEAD_S: Final = 0.1  # requests start on a worker that will be ready this soon: their texts are encoded meanwhile
+ON_DEMAND_REQUESTS: Final = 2.0  # a switch no longer than this many usual requests needs no order
 
 
 def longest_on_demand_s(state: ClusterState) -> float:
-    """Return how long a switch may take that needs no order: as some requests of the usual mix take in their batches.
+    """Return the longest switch in seconds that needs no order: the time of some requests of the usual mix.
 
-    0 where more waits than that: then the order in which models are served counts, and that needs a plan.
+    0 when more work waits: then the order in which models are served counts, and that needs a plan.
     """
     rates = latencies = 0.0
     for model in state.models.values():
@@ -45,7 +45,7 @@ def on_demand_models(
     serving: Mapping[str, Sequence[str]],
     workers: Sequence[WorkerState],
 ) -> frozenset[str]:
-    """Return the models that may start without an order: by what a switch usually takes, and somewhere too.
+    """Return the models that may start without an order: their usual switch is short, and some worker may take them.
 
     `longest_s` is that of `longest_on_demand_s`, `serving` are the workers that have each model or get ready for it,
     `workers` those that may switch to one. A model whose bytes must come from storage first needs an order.
@@ -99,10 +99,10 @@ def on_demand_switches(
 
 
 def waits_there(state: ClusterState, id_: str, coming: Iterable[str], lead_s: float = LEAD_S) -> dict[str, float]:
-    """Return where requests for a model may start now, of the workers that have it or get ready: seconds until then.
+    """Return the workers where requests for a model may start now, with the seconds until each is ready.
 
-    Those are the workers that are ready within `lead_s`. Once there is one, others count that get ready before their
-    part of what waits would be done there: or else all of it would go to the first one.
+    These are ready within `lead_s`. Once there is one, others count too if they get ready before their
+    part of the waiting work would be done there: otherwise all of it would go to the first one.
     """
     workers = [state.workers[name] for name in coming]
     waits_s = {worker.id: 0.0 if id_ in worker.models else worker.ready_in_s for worker in workers}
@@ -119,9 +119,9 @@ def why_on_demand(starts: Mapping[str, OnDemandSwitch], longest_s: float) -> str
 
 
 def chances_of(state: ClusterState) -> dict[str, float]:
-    """Return how likely the next request is for each model that is asked for.
+    """Return for each model in demand the chance that the next request is for it.
 
-    Rounded: all rates fade alike, and what is the same as before need not be sent again.
+    Rounded: all rates decay alike, and equal values need not be sent again.
     """
     total = sum([model.rate_long for model in state.models.values()])
     found = ((id_, model.rate_long) for id_, model in state.models.items() if model.rate_long > LEAST_RATE)
@@ -135,7 +135,7 @@ def _few(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerStat
 def _starts_there(
     state: ClusterState, id_: str, serving: Mapping[str, Sequence[str]], longest_s: float
 ) -> dict[str, OnDemandSwitch]:
-    """Return the starts on workers that have the model, or will in a moment: all of those share what waits for it."""
+    """Return the starts on workers that have the model or will in a moment: all of them share its waiting requests."""
     return {
         name: OnDemandSwitch(wait_s)
         for name, wait_s in waits_there(state, id_, serving.get(id_, ()), longest_s).items()

@@ -1,4 +1,4 @@
-"""The outlook: what the cluster comes to by the orders of a plan, as a value that each of its steps hands on. Pure."""
+"""The outlook: the cluster after the orders of a plan, a value that each step of planning hands on. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Final
 from cluster.placement.on_demand import longest_on_demand_s, on_demand_models
 from cluster.placement.state import STALE_S, ClusterState, Decision, ModelState, WorkerState
 
-FEW: Final = 64  # workers that are all weighed for a model; of more, the best of each kind
-MAX_CANDIDATES: Final = 6  # workers of a kind: those with one component of the model, and those with least to do
+FEW: Final = 64  # so few workers are all weighed for a model; of more, the best of each kind
+MAX_CANDIDATES: Final = 6  # workers of a kind: sharing one component with the model, or having the least work
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A worker for a model, and what goes for it.
+    """A worker for a model, and the models evicted for it.
 
-    `ready_s` is until ready, plus what a request takes longer than on the fastest worker; the worker loses `lost_s` of
-    it, because what it runs ends in either case. `harm` is in request-seconds.
+    `ready_s` is the time until ready, plus a request's extra time over the fastest worker; the worker loses `lost_s` of
+    it, because its running requests end in either case. `harm` is in request-seconds.
     """
 
     worker: WorkerState
@@ -40,7 +40,7 @@ class UsualSwitch:
     top_speed: float
 
     def seconds(self, model: ModelState) -> float:
-        """Return what a switch to the model takes, from a node's memory."""
+        """Return the seconds of a switch to the model from a node's memory."""
         return self.fixed_s + model.components.total_bytes / self.attach_bytes_per_s
 
 
@@ -48,7 +48,7 @@ class UsualSwitch:
 class Outlook:
     """The cluster as it will be once the decisions so far are carried out.
 
-    The workers in `open` can take an order unless they are `taken`; those that fewest requests count on come first.
+    The workers in `open` can take an order unless they are `taken`; those with the fewest claims come first.
     Models in `on_demand` need none, because a switch to them takes `longest_on_demand_s` at most.
     """
 
@@ -58,11 +58,11 @@ class Outlook:
     usual: UsualSwitch
     on_demand: frozenset[str]
     longest_on_demand_s: float
-    leaving: Mapping[str, Sequence[str]]  # workers that have a model and are about to go
+    leaving: Mapping[str, Sequence[str]]  # leaving workers that have a model
     serving_before: Mapping[str, Sequence[str]]  # without any order
     busy_before_s: Mapping[str, float]
     taken: Mapping[str, Option] = field(default_factory=dict)  # by worker
-    changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # models that other workers serve than before
+    changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # models whose workers differ from before
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -76,20 +76,20 @@ class Outlook:
         return {**self.serving_before, **self.changed}
 
     def all_busy_s(self) -> Mapping[str, float]:
-        """Return the work that waits for every worker."""
+        """Return the waiting work of every worker in seconds."""
         return {**self.busy_before_s, **{worker: option.ready_s for worker, option in self.taken.items()}}
 
     def busy_s(self, worker: str) -> float:
-        """Return the work that waits for the worker."""
+        """Return the waiting work of the worker in seconds."""
         option = self.taken.get(worker)
         return self.busy_before_s[worker] if option is None else option.ready_s
 
     def with_notes(self, *notes: str) -> Outlook:
-        """Return it with more notes."""
+        """Return the outlook with more notes."""
         return replace(self, notes=self.notes + notes)
 
     def after(self, model: ModelState, option: Option, reason: str) -> Outlook:
-        """Return what follows when the worker gets ready for the model; how, the option says (rule 6)."""
+        """Return the outlook after the option's worker is ordered to get the model ready (rule 6)."""
         worker = option.worker
         gone = {id_: tuple([each for each in self.serving(id_) if each != worker.id]) for id_ in option.evict}
         return replace(
@@ -101,7 +101,7 @@ class Outlook:
         )
 
     def planned(self) -> dict[str, tuple[str, ...]]:
-        """Return the workers of each model; one that is about to leave serves on what no other has ready yet."""
+        """Return the workers of each model; a leaving one goes on with models that no other has ready yet."""
         planned = {id_: tuple(workers) for id_, workers in self.all_serving().items() if workers}
         for id_, leaving in self.leaving.items():
             workers = planned.get(id_, ())
@@ -111,7 +111,7 @@ class Outlook:
 
 
 def _orders(state: ClusterState, model: ModelState, option: Option, reason: str) -> list[Decision]:
-    """Return the orders to a worker: a switch, or to drain, and meanwhile to fetch what its node lacks (rule 6)."""
+    """Return the orders to a worker: a switch, or a drain with a prefetch of the bytes that its node lacks (rule 6)."""
     worker = option.worker
     decided = worker.id, model.id, reason, option.evict, option.switch_s
     if not option.must_drain:
@@ -123,7 +123,7 @@ def _orders(state: ClusterState, model: ModelState, option: Option, reason: str)
 
 
 def outlook_of(state: ClusterState) -> Outlook:
-    """Return what the cluster comes to without any order."""
+    """Return the outlook of the cluster without any order."""
     serving: dict[str, list[str]] = {}
     leaving: dict[str, list[str]] = {}
     busy_s: dict[str, float] = {}
@@ -159,7 +159,7 @@ def outlook_of(state: ClusterState) -> Outlook:
 
 
 def _share_work(state: ClusterState, serving: Mapping[str, list[str]], busy_s: dict[str, float]) -> dict[str, float]:
-    """Add what waits for each model to the work of its workers; return the requests that count on each worker."""
+    """Add the waiting work of each model to its workers; return the number of requests that count on each worker."""
     claims = dict.fromkeys(busy_s, 0.0)
     for id_, workers in serving.items():
         model = state.models[id_]
@@ -184,11 +184,11 @@ def _usual_switch(workers: list[WorkerState]) -> UsualSwitch:
 
 
 class Candidates:
-    """The workers that can take an order, those with least to do first. `wanted` are the models to be asked about."""
+    """The workers that can take an order, the least busy first. `wanted` are the models to be asked about."""
 
     def __init__(self, workers: Sequence[WorkerState], wanted: Collection[ModelState]) -> None:
         self._workers = workers
-        self._first = 0  # of those that are not taken
+        self._first = 0  # the first worker that is not taken
         self._most = FEW if len(workers) <= FEW else MAX_CANDIDATES
         self._holders: dict[str, list[WorkerState]] = {}  # by component
         keys = {key for model in wanted for key in model.components.sizes} if len(workers) > FEW else ()
@@ -197,9 +197,9 @@ class Candidates:
                 self._holders.setdefault(key, []).append(worker)
 
     def workers_for(self, model: ModelState, taken: Collection[str]) -> Iterator[WorkerState]:
-        """Yield all of a few workers; of many some that share a component with the model, and the least claimed.
+        """Yield all workers of few; of many, some that share a component with the model, and the least claimed.
 
-        What is taken is passed over, and stays so.
+        Taken workers are skipped, and stay so.
         """
         workers = self._workers
         while self._first < len(workers) and workers[self._first].id in taken:

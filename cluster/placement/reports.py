@@ -1,4 +1,4 @@
-"""Messages between the controller and those that report to it: workers and admission queues. Pure."""
+"""The messages between the controller and its reporters: workers and admission queues. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from configs.admission import AdmissionConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
-    """The components of a model's version on a worker, by key: bytes of the budget, and extents that hold each."""
+    """The components of a model's version on a worker, by key: bytes of the budget, and the extents of each."""
 
     version: str
     sizes: Mapping[str, int]
@@ -23,7 +23,7 @@ class ModelNeed:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A version of a model that a worker could not get ready: `num` times in a row, the last time `age_s` ago."""
+    """A version of a model that a worker failed to load, `num` times in a row, the last time `age_s` ago."""
 
     version: str
     num: int
@@ -33,7 +33,7 @@ class LoadFailure:
 
 @dataclass(frozen=True, slots=True)
 class OrderOutcome:
-    """The end of an order: its id, seconds from start to end, and why it failed, "" where it did not."""
+    """The end of an order: its id, seconds from start to end, and the reason of a failure, "" for success."""
 
     order: str
     took_s: float
@@ -45,9 +45,9 @@ class WorkerReport:
     """A worker at one moment. Component keys are those of `ModelNeed`.
 
     `ready` and `coming` components occupy the budget, in bytes; `leased` ones are in use, `pinned` ones stay by hand.
-    `taken` are ids of the last orders that it has begun, `outcomes` the ends of some. `needs` answers the last
-    question. `budget_bytes` is what the bytes of its components, each counted whole, may add up to. `up_s` is how long
-    it has been there.
+    `taken` are the ids of the last begun orders, `outcomes` the ends of some. `needs` answers the last
+    question. `budget_bytes` is the limit of the sum of its components, each counted whole. `up_s` is the age
+    of the worker.
     """
 
     pool: str
@@ -77,14 +77,14 @@ class WorkerReport:
 
     @property
     def lasting(self) -> WorkerReport:
-        """The report without what time alone changes."""
+        """The report without the fields that change with time alone."""
         failures = {model: replace(failure, age_s=0.0) for model, failure in self.failures.items()}
         return replace(self, up_s=0.0, failures=failures)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order to a worker, as `Decision` has it; one with an id that the worker knows changes nothing."""
+    """An order to a worker, as in `Decision`. An order with a known id changes nothing."""
 
     id: str
     action: Literal["switch", "prefetch", "evict"]
@@ -109,7 +109,7 @@ class Orders:
 class Update:
     """The latest for one reporter: a worker's orders, a queue's placement, None before anything was decided.
 
-    Its reports are to be no more than `tick_s` apart.
+    Its reports should be at most `tick_s` apart.
     """
 
     revision: str
@@ -121,7 +121,7 @@ class Update:
 class SlotReport:
     """An ingress at one moment, its `number`th report. `revision` is the last split that it has applied of `session`.
 
-    `requests_per_s` came of late. `settings` is the revision of the settings that it has. `ended` are requests that
+    `requests_per_s` is the recent rate. `settings` is the revision of its settings. `ended` are requests that
     have ended, from the number that the last answer asked for.
     """
 
@@ -137,12 +137,12 @@ class SlotReport:
 
     @property
     def is_at_rest(self) -> bool:
-        """Return whether nothing waits or runs, or has ended since the last one."""
+        """Return whether nothing waits or runs, and nothing has ended since the last report."""
         return self.ended is None and not any(claims.running or claims.waiting for claims in self.pools.values())
 
     @property
     def lasting(self) -> SlotReport:
-        """The report without what time alone changes: rates, which fade."""
+        """The report without the fields that change with time alone: rates, which decay."""
         pools = {name: replace(claims, share_per_s=0.0) for name, claims in self.pools.items()}
         return replace(self, number=0, pools=pools, requests_per_s=0.0)
 
@@ -152,7 +152,7 @@ class SlotAnswer:
     """The answer to a report: the ingress's session. In another one than before it has no slots, unless it `keeps`
     them: then its controller is new, and learns of them by the next report.
 
-    `next_ended` is the number of the request that ends next, as far as it is known.
+    `next_ended` is the number of the next ended request that the controller lacks.
     """
 
     session: str
@@ -162,7 +162,7 @@ class SlotAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SlotSplit:
-    """The slots of one ingress, by pool; what is not named it has none of. `bound_part` is its part of the bounds."""
+    """The slots of one ingress by pool, none where not named. `bound_part` is its part of the bounds."""
 
     session: str
     revision: int

@@ -1,4 +1,4 @@
-"""What the queues have reported: requests by model and by replica, those of all queues together. Pure."""
+"""The reports of all queues together: requests by model and by replica. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from cluster.admission.outcomes import joined_loads
 from cluster.admission.records import AdmissionSnapshot, ModelLoad, ReplicaLoad
 
-QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
+QUEUE_LOST_S: Final = 1.5  # a queue silent for this long belongs to a dead ingress
 
 
 class SeenQueues:
@@ -29,12 +29,12 @@ class SeenQueues:
                     self.busy_s[load.name] = now_s
 
     def note_sign(self, name: str, now_s: float) -> None:
-        """Take in that a queue lives: what it has reported still holds."""
+        """Note a sign of life of a queue: its last report still holds."""
         if name in self._seen_s:
             self._seen_s[name] = now_s
 
     def forget_silent(self, now_s: float) -> None:
-        """Forget those that count as gone, and the replicas that no queue lists."""
+        """Forget the queues that count as gone, and the replicas that no queue lists."""
         for name, seen_s in list(self._seen_s.items()):
             if now_s - seen_s > QUEUE_LOST_S:
                 del self._snapshots[name], self._seen_s[name]

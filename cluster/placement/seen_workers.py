@@ -1,4 +1,4 @@
-"""What the workers have reported, and what the decisions see of each. Pure."""
+"""The reports of the workers, and the state that decisions see of each. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cluster.placement.state import LOST_S, STALE_S, Components, WorkerState
 from cluster.records.load_failures import LONGEST_RETRY_S, NODE_LETTERS, joined_errors, retry_after_s
 from cluster.records.overrides import Overrides
 
-USUAL_BYTES: Final = 10e9  # of a model: by its switch the slowest worker is told
-WORKERS: Final = "worker"  # the pool of workers, until one has said it
+USUAL_BYTES: Final = 10e9  # of a usual model: its switch defines the slowest worker
+WORKERS: Final = "worker"  # the pool of workers, until one reports it
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,18 @@ class Backoff:
 
 
 class DescribedModels:
-    """The needs of models, and which of them a worker has ready: looked up by one component that few others need."""
+    """The needs of models, and the models ready on a worker, looked up by the component that fewest others need."""
 
     def __init__(self) -> None:
         self.needs: dict[str, ModelNeed] = {}
         self.components: dict[str, Components] = {}
-        self.revision = 0  # of what the models need
+        self.revision = 0  # of the models' needs
         self._by_part: dict[str, dict[str, None]] = {}  # models
         self._part_of: dict[str, str] = {}
         self._ready: dict[str, tuple[Mapping[str, int], int, tuple[str, ...]]] = {}  # by worker, as of a revision
 
     def note_need(self, model: str, need: ModelNeed, components: Components) -> None:
-        """Take in what a version of a model needs."""
+        """Note the needs of a version of a model."""
         if self.needs.get(model) == need:
             return
         self.forget(model)
@@ -48,7 +48,7 @@ class DescribedModels:
             self._by_part.setdefault(part, {})[model] = None
 
     def forget(self, model: str) -> None:
-        """Know nothing of a model."""
+        """Forget the needs of a model."""
         self.needs.pop(model, None)
         self.components.pop(model, None)
         if (part := self._part_of.pop(model, None)) is not None:
@@ -57,7 +57,7 @@ class DescribedModels:
                 del self._by_part[part]
 
     def forget_worker(self, name: str) -> None:
-        """Know nothing of a worker."""
+        """Forget the models of a worker."""
         self._ready.pop(name, None)
 
     def ready_models(self, name: str, ready: Mapping[str, int]) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class DescribedModels:
 
 
 class SeenWorkers:
-    """The newest report of each worker. A record of what is seen of one is made anew only where that has changed."""
+    """The newest report of each worker. The state of a worker is made anew only after a change."""
 
     def __init__(self) -> None:
         self.reports: dict[str, WorkerReport] = {}
@@ -81,7 +81,7 @@ class SeenWorkers:
             str, tuple[str, float]
         ] = {}  # the model that a request began to switch to, and when it is ready
         self._resident: dict[str, Components] = {}
-        self._states: dict[str, tuple[object, WorkerState]] = {}  # the last of each, and what it was made of
+        self._states: dict[str, tuple[object, WorkerState]] = {}  # the last state of each, and its inputs
         self.described = DescribedModels()
 
     def note(self, name: str, report: WorkerReport, now_s: float) -> None:
@@ -95,12 +95,12 @@ class SeenWorkers:
             self.described.note_need(model, need, needs[model])
 
     def note_sign(self, name: str, now_s: float) -> None:
-        """Take in that a worker lives: what it has reported still holds."""
+        """Note a sign of life of a worker: its last report still holds."""
         if name in self._seen_s:
             self._seen_s[name] = now_s
 
     def forget_silent(self, now_s: float) -> None:
-        """Forget those that count as gone."""
+        """Forget the workers that count as gone."""
         for name in [name for name, seen_s in self._seen_s.items() if now_s - seen_s > LOST_S]:
             del self.reports[name], self._reported_s[name], self._seen_s[name], self._resident[name]
             self.described.forget_worker(name)
@@ -123,14 +123,14 @@ class SeenWorkers:
         return all(report.is_at_rest for report in self.reports.values())
 
     def slowest_switch(self) -> tuple[float, float]:
-        """Return the fixed part of a switch and its bytes per second, of the worker that is slowest with usual ones."""
+        """Return the fixed seconds of a switch and its bytes per second, of the slowest worker for a usual model."""
         usable = {
             (one.fixed_switch_s, one.attach_bytes_per_s) for one in self.reports.values() if one.attach_bytes_per_s > 0
         }
         return max(usable, key=lambda one: one[0] + USUAL_BYTES / one[1], default=(0.0, math.inf))
 
     def failed(self, now_s: float, version_of: Callable[[str], str | None]) -> dict[str, dict[str, Backoff]]:
-        """Return, by worker, the backoff of each model that it could not load, and has not got ready since."""
+        """Return by worker the backoff of each model that it failed to load and has not loaded since."""
         by_worker: dict[str, dict[str, Backoff]] = {}
         for name, report in self.reports.items():
             for model, failure in report.failures.items() if report.failures else ():
@@ -153,9 +153,9 @@ class SeenWorkers:
         held: Mapping[str, Collection[str]],
         unconfirmed: tuple[str, float] | None,
     ) -> WorkerState:
-        """Return what is seen of a worker.
+        """Return the state of a worker that decisions see.
 
-        `known` are models whose needs are known, `busy_s` is when it was last seen with work, and `unconfirmed` an
+        `known` are models whose needs are known, `busy_s` is the time when it last had work, and `unconfirmed` an
         order that no report confirms: the model, and the seconds of its switch.
         """
         report = self.reports[name]
@@ -195,7 +195,7 @@ class SeenWorkers:
     def _begun_switch(
         self, name: str, running: Mapping[str, int], known: Collection[str], held: Mapping[str, Collection[str]]
     ) -> tuple[str, float] | None:
-        """Return the model that a worker gets ready for because a request for it has a slot there, and when it is.
+        """Return the model that a worker loads because a request for it has a slot there, and when it is ready.
 
         No report says so: parts of the model are on their way, and the others are there.
         """
@@ -215,7 +215,7 @@ class SeenWorkers:
 
 
 class _Seen(NamedTuple):
-    """All that a worker's state is made of."""
+    """The inputs of a worker's state."""
 
     report: WorkerReport
     resident: Components
@@ -246,7 +246,7 @@ def _state_of(name: str, seen: _Seen, needs: Mapping[str, ModelNeed]) -> WorkerS
         models,
         {model: count for model, count in seen.running.items() if model in known},
         report.slots,
-        leased=report.leased - ends_soon,  # of what runs it is known when it ends
+        leased=report.leased - ends_soon,  # the end of running requests is known
         switching_to=seen.switching_to,
         ready_in_s=seen.ready_in_s,
         pinned=frozenset(model for model in seen.pins if model in known).union(kept),
@@ -262,13 +262,13 @@ def _state_of(name: str, seen: _Seen, needs: Mapping[str, ModelNeed]) -> WorkerS
 
 
 def _coarse(seconds: float) -> float:
-    """Return a time rounded down by a sixteenth at most: what has long been so need not be looked at in each moment."""
+    """Return a time rounded down by at most a sixteenth, so that an old one changes rarely."""
     mantissa, exponent = math.frexp(seconds)
     return math.ldexp(math.floor(mantissa * 32), exponent - 5)
 
 
 def failed_everywhere(names: Collection[str], failed: Mapping[str, Mapping[str, Backoff]]) -> dict[str, Backoff]:
-    """Return the backoff of each model that all of these workers have failed with: one that may load it comes first."""
+    """Return the backoff of each model that all of these workers failed to load, by the first that may try again."""
     if not names or any(name not in failed for name in names):
         return {}
     first, *others = (failed[name] for name in sorted(names))

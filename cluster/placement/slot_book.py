@@ -1,13 +1,13 @@
-"""The controller's book of the splits that it has sent: who has which slots. Pure: silence is counted in ticks.
+"""The controller's book of the splits that it sent, and so of each ingress's slots. Pure: silence is counted in ticks.
 
 An ingress may hold the slots that it uses, those of its last report, and those of all splits sent since. No ingress
 gets a slot that another may hold: a split shrinks at once, and grows when the losers of a slot have reported the loss.
 So messages may be lost, late or doubled.
 
-A session is what an ingress and a controller know of each other. An ingress that is silent for `SILENT_S` is gone with
+A session is the shared knowledge of an ingress and a controller. An ingress silent for `SILENT_S` is gone with
 its slots, and begins another session with none when it speaks again; one at rest may be silent for `SLOT_REST_S` more.
-One whose process is seen to run may be busy until `STALLED_S`. A new controller knows of no slots: it sends no split
-for as long as an ingress that lives may need to tell what it has. One at rest, too: it listens, and so sees the end of
+If its process is seen to run it may be busy until `STALLED_S`. A new controller knows of no slots: it sends no split
+for as long as a living ingress may need to report its slots. An ingress at rest does, too: it sees the end of
 the controller before.
 """
 
@@ -30,27 +30,27 @@ STALLED_S: Final = 10.0
 _NUM_TICKS: Final = round(SILENT_S / TICK_S)
 _NUM_STALLED_TICKS: Final = round((STALLED_S - SILENT_S) / TICK_S)
 _MAX_UNCONFIRMED: Final = 8  # splits on the way to one ingress
-_EVEN_PART: Final = 0.25  # of the bounds, which ingresses share evenly, and the rest by their requests
+_EVEN_PART: Final = 0.25  # of the bounds is shared evenly, and the rest by the ingresses' requests
 _ROUNDING: Final = 1e-9
-_NEWS: Final = 0.01  # of a pool or of the bounds: a smaller change need not be told
+_NEWS: Final = 0.01  # of a pool or of the bounds: a smaller change is not sent
 
 _Limits = Mapping[str, Mapping[str, float]]  # by pool and replica
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An ingress. `report` is its last one in a session that it had joined, `sent` the splits that it may not know."""
+    """An ingress. `report` is its last one in a joined session, `sent` the splits that it may not know."""
 
     session: str
     keeps: bool
     is_joined: bool = False
     number: int = -1  # of its last report
-    num_ticks_left: int = 0  # until it is silent, and below 0 since
+    num_ticks_left: int = 0  # until it counts as silent; below 0 afterwards
     report: SlotReport | None = None
     reported_s: float = 0.0
     sent: list[tuple[int, _Limits]] = field(default_factory=list)
     split: SlotSplit | None = None
-    overtaken: dict[str, int] = field(default_factory=dict)  # by pool: others' starts since its last one
+    overtaken: dict[str, int] = field(default_factory=dict)  # by pool: other ingresses' starts since its last one
 
     def claims(self, pool: str) -> PoolClaims | None:
         return self.report.pools.get(pool) if self.report else None
@@ -66,12 +66,12 @@ class _Member:
 
 
 def lease_s(report: SlotReport) -> float:
-    """Return how long an ingress may start requests within its slots after a report, though nothing follows it."""
+    """Return the seconds after a report during which an ingress may use its slots without another report."""
     return SILENT_S + SLOT_REST_S * report.is_at_rest
 
 
 class SlotBook:
-    """The book of one controller, whose sessions begin with `epoch`. `is_running` says whether a process is seen."""
+    """The book of one controller, whose sessions begin with `epoch`. `is_running` tells whether a process runs."""
 
     def __init__(self, epoch: str, is_running: Callable[[ProcessMark], bool]) -> None:
         self._epoch = epoch
@@ -83,26 +83,26 @@ class SlotBook:
 
     @property
     def _is_closed(self) -> bool:
-        """True while it is too early to send a split: an ingress may not have reported yet what it has."""
+        """True while it is too early to send a split: an ingress may not have reported its slots yet."""
         return self._num_ticks_closed > 0
 
     @property
     def names(self) -> Iterable[str]:
-        """The ingresses that are known."""
+        """The known ingresses."""
         return self._members.keys()
 
     def report(self, name: str, report: SlotReport, now_s: float) -> SlotAnswer:
-        """Take in a report, and return the ingress's session. One that comes after a later one is not looked at."""
+        """Take in a report, and return the ingress's session. A report that comes after a later one is ignored."""
         member = self._members.get(name)
         if member is None or (report.session == member.session and not self._may_join(member)):
             member = self._begin_session(name, member)
         if report.number <= member.number:
             return SlotAnswer(member.session, member.keeps)
         member.number, self.has_news = report.number, True
-        # No less than after the one before: the ingress may not know that this one has come.
+        # At least as long as after the last report: the ingress may not know that this one has come.
         member.num_ticks_left = max(member.num_ticks_left, round(lease_s(report) / TICK_S))
         if report.session != member.session:
-            if not member.is_joined:  # what it has until it knows
+            if not member.is_joined:  # the slots that it has until it knows
                 member.report = report
             return SlotAnswer(member.session, member.keeps)
         if not member.is_joined:
@@ -129,14 +129,14 @@ class SlotBook:
         return gone
 
     def split_of(self, name: str) -> SlotSplit | None:
-        """Return the last split of an ingress, in the session that it is known to have joined."""
+        """Return the last split of an ingress, in its last joined session."""
         member = self._members.get(name)
         return member.split if member and member.is_joined else None
 
     def divide(self, now_s: float, *, is_tick: bool) -> list[str]:
         """Split all slots anew, and return the ingresses that have a new split.
 
-        Where only what others do has changed, there is one only at a tick, of which none is needed without `has_news`.
+        If only other ingresses' requests changed, splits go out only at a tick, and none is needed without `has_news`.
         """
         members = {name: member for name, member in self._members.items() if member.is_joined and member.report}
         if self._is_closed or not members:
@@ -178,12 +178,12 @@ class SlotBook:
     def _granted(
         self, pool: str, replica: str, name: str, wanted: float, granted: Mapping[str, Mapping[str, float]]
     ) -> float:
-        """Return how much of a replica an ingress may have now: no more than others leave, as far as is known."""
+        """Return the part of a replica that an ingress may have now: at most what others are known to leave."""
         member = self._members[name]
         part = member.split.pools.get(pool) if member.split else None
         before = part.replicas[replica].limit if part and replica in part.replicas else 0.0
         if member.split is None and (claims := member.claims(pool)) and replica in claims.replicas:
-            before = claims.replicas[replica].limit  # of the controller before this one
+            before = claims.replicas[replica].limit  # from the previous controller
         if wanted <= before:
             return wanted
         others = [
@@ -198,7 +198,7 @@ class SlotBook:
         return member.is_joined or not member.keeps or self._is_closed
 
     def _begin_session(self, name: str, before: _Member | None) -> _Member:
-        """Begin a session. What the ingress had in the one before it may hold until it has joined this one."""
+        """Begin a session. The ingress may hold its slots of the previous session until it has joined this one."""
         self._num_sessions += 1
         member = before or _Member("", keeps=False)
         member.session, member.keeps = f"{self._epoch}:{self._num_sessions}", self._is_closed
@@ -207,7 +207,7 @@ class SlotBook:
         return member
 
     def _count_starts(self, name: str, member: _Member, report: SlotReport) -> None:
-        """Count how often each ingress with requests that wait was overtaken by those of another one."""
+        """Count how often each ingress with waiting requests was overtaken by another one."""
         for pool, claims in report.pools.items():
             before = member.claims(pool)
             num_started = max(0, claims.num_started - (before.num_started if before else 0))
@@ -234,7 +234,7 @@ def _replica_parts(
 
 
 def _bound_parts(rates: Mapping[str, float]) -> dict[str, float]:
-    """Return each ingress's part of the queue's bounds: by what came of late, and some for who had nothing."""
+    """Return each ingress's part of the queue's bounds: by recent arrivals, with some for an ingress without any."""
     total, even = sum(rates.values()), 1 / len(rates)
     return {
         name: _EVEN_PART * even + (1 - _EVEN_PART) * rate / total if total > _ROUNDING else even
@@ -247,7 +247,7 @@ def _limits(split: SlotSplit) -> _Limits:
 
 
 def _post(member: _Member, split: SlotSplit, is_tick: bool) -> bool:
-    """Send a split, if it says anything new."""
+    """Send a split if it has changed."""
     before = member.split
     if len(member.sent) >= _MAX_UNCONFIRMED:
         return False
@@ -263,7 +263,7 @@ def _post(member: _Member, split: SlotSplit, is_tick: bool) -> bool:
 
 
 def _is_close(split: SlotSplit, before: SlotSplit) -> bool:
-    """Return whether two splits of the same limits differ by hardly more than what time alone changes."""
+    """Return whether two splits of the same limits hardly differ, except in fields that change with time alone."""
     pairs = [(part, before.pools[pool]) for pool, part in split.pools.items()]
     return abs(split.bound_part - before.bound_part) <= _NEWS and all(
         part.replicas == known.replicas and abs(part.capacity - known.capacity) <= _NEWS * len(part.replicas)

@@ -1,11 +1,11 @@
-"""Splits the slots of a pool between ingresses, each of which has a queue of its own. Pure.
+"""The split of a pool's slots between ingresses, each of which has its own queue. Pure.
 
-Replicas on which the same requests may start are split together. What runs and waits counts, the more urgent priority
-first. At one priority tenants share by weight, and the part of a tenant goes to the ingresses by what it has in each.
-No ingress has more than it has use for while another has less. What nobody needs is split by what came of late.
+Replicas on which the same requests may start are split together. Running and waiting requests count, urgent priorities
+first. At one priority tenants share by weight, and a tenant's part goes to the ingresses by its requests in each.
+No ingress gets more than it can use while another gets less. Unused slots are split by recent arrivals.
 
-Where whole slots do not come out even, whose request waits longest has the next one: so every request gets there, if
-only one ingress has a slot at a time. One that needs several at once has them reserved when it waits longest.
+If whole slots do not come out even, the longest waiting request has the next one, so every request gets there, even if
+only one ingress has a slot at a time. A request that needs several slots has them reserved when it waits longest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from cluster.admission.records import PoolClaims, SlotClaim
 
-ARRIVALS_S: Final = 2.0  # of arrivals count as if they waited: who refuses many gets as much as who lets many wait
+ARRIVALS_S: Final = 2.0  # of arrivals count as if they waited: refusing many earns as much as letting many wait
 MAX_SLOTS: Final = 10_000  # of a replica
 _ROUNDING: Final = 1e-6
 _LEAST_RATE: Final = 1e-3
@@ -27,7 +27,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class PoolSplit:
-    """The share of each replica that each ingress should have, and how many replicas it can count on."""
+    """The share of each replica for each ingress, and the number of replicas that each can count on."""
 
     limits: Mapping[str, Mapping[str, float]]
     capacity: Mapping[str, float]
@@ -35,9 +35,9 @@ class PoolSplit:
 
 @dataclass(slots=True)
 class _Want:
-    """One ingress's use for a group of alike replicas, in slots. `first` orders those that wait: the smallest is next.
+    """One ingress's use for a group of alike replicas, in slots. The smallest `first` of waiting ingresses is next.
 
-    `claims` are slots by priority and tenant, with the tenant's weight. `size` is what the next request needs.
+    `claims` are slots by priority and tenant, with the tenant's weight. `size` is the need of the next request.
     """
 
     claims: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class _Want:
 
 @dataclass(frozen=True, slots=True)
 class _ClaimGroup:
-    """Replicas that are alike, each of `num_slots`, and what the ingresses that know them want."""
+    """Alike replicas, each of `num_slots`, and the claims of the ingresses that know them."""
 
     replicas: list[str]
     num_slots: int
@@ -62,11 +62,11 @@ class _ClaimGroup:
 
 
 def _fill(amount: float, claims: Mapping[K, tuple[float, float]]) -> dict[K, float]:
-    """Return what each of the claims (weight, most) gets of an amount: by weight, and none more than its most."""
+    """Divide an amount among claims (weight, most) by weight, none above its most."""
     given: dict[K, float] = {}
     weights = sum([weight for weight, _ in claims.values()])
     for key, (weight, most) in sorted(claims.items(), key=lambda item: item[1][1] / item[1][0]):
-        # What is left may be a rounding below nothing.
+        # The rest may be slightly below 0 by rounding.
         given[key] = min(most, max(0.0, amount) * weight / weights) if weights > 0 else 0.0
         amount, weights = amount - given[key], weights - weight
     return given
@@ -83,7 +83,7 @@ def split_pool(
     num_slots = math.floor(1 / slot + _ROUNDING)
     limits: dict[str, dict[str, float]] = {name: {} for name in claims}
     capacity = dict.fromkeys(claims, 0.0)
-    carry = dict.fromkeys(claims, 0.0)  # slots that an ingress lacks, of the groups before
+    carry = dict.fromkeys(claims, 0.0)  # slots of earlier groups that an ingress lacks
     boosts = {name: _boost(each) for name, each in claims.items()}
     for replicas, names in _groups(claims):
         wants = {name: _want(claims[name], replicas, slot, waited_s[name], name in overtaken) for name in names}
@@ -108,7 +108,7 @@ def _limit(num: int, num_slots: int, slot: float) -> float:
 
 
 def _boost(claims: PoolClaims) -> float:
-    """Return the factor of an ingress's claims: what will come counts beside what is there."""
+    """Return the factor of an ingress's claims: expected requests count beside the present ones."""
     total = sum([claim.share for claim in (*claims.running, *claims.waiting)])
     return 1 + ARRIVALS_S * claims.share_per_s / total if total > 0 else 1.0
 
@@ -164,7 +164,7 @@ def _add_claim(want: _Want, claim: SlotClaim, num: float) -> None:
 
 
 def _exact_parts(group: _ClaimGroup, boosts: Mapping[str, float]) -> tuple[dict[str, float], float]:
-    """Return the slots that each ingress should have, not rounded, and those that nobody has use for."""
+    """Return each ingress's slots, not rounded, and the unclaimed rest."""
     parts, left = dict.fromkeys(group.wants, 0.0), float(group.capacity)
     for priority in sorted({key[0] for want in group.wants.values() for key in want.claims}):
         own: dict[str, dict[str, tuple[float, float]]] = {}  # by tenant and ingress
@@ -190,7 +190,7 @@ def _whole_parts(
     for name, want in group.wants.items():
         num = min(left, math.floor(max(0.0, exact[name] + carry[name]) + _ROUNDING))
         used = sum(want.used.values())
-        if want.first is not None and num > used:  # only what whole requests can have is of use
+        if want.first is not None and num > used:  # only slots for whole requests are of use
             num = used + (num - used) // want.size * want.size
         whole[name] = num
         left -= num
@@ -224,7 +224,7 @@ def _first(group: _ClaimGroup, name: str) -> tuple[tuple[int, float], str]:
 
 
 def _reserve(group: _ClaimGroup, whole: dict[str, int], order: list[str]) -> str | None:
-    """Take from others what the request that waits longest lacks, if it needs several slots or was overtaken."""
+    """Reserve other ingresses' slots for the longest waiting request, if it needs several or was overtaken."""
     if not order:
         return None
     name, want = order[0], group.wants[order[0]]
@@ -242,7 +242,7 @@ def _reserve(group: _ClaimGroup, whole: dict[str, int], order: list[str]) -> str
 
 
 def _placed(group: _ClaimGroup, whole: Mapping[str, int], reserved: str | None) -> dict[str, dict[str, int]]:
-    """Return the slots of each ingress by replica: where it runs something, where it had some, then evenly."""
+    """Return the slots of each ingress by replica: where it runs requests, then where it had slots, then evenly."""
     free = dict.fromkeys(group.replicas, group.num_slots)
     left = dict(whole)
     placed: dict[str, dict[str, int]] = {name: dict.fromkeys(group.replicas, 0) for name in whole}

@@ -1,6 +1,6 @@
 """The state of the cluster as the controller's decisions see it: plain records. Pure.
 
-Whoever observes the cluster fills one `ModelState` per model and one `WorkerState` per worker and calls
+The observer of the cluster fills one `ModelState` per model and one `WorkerState` per worker and calls
 `usable_state` (checking.py). Times are ages and remaining times in seconds, never points in time, so a clock that
 jumps cannot reverse anything.
 """
@@ -13,15 +13,15 @@ from typing import Final, Literal
 
 from cluster.admission.records import OnDemandSwitch
 
-LOST_S: Final = 5.0  # a worker that said nothing for so long is counted as gone
-MAX_WAIT_TARGETS: Final = 2.0  # of its class, for which a model may be without a start, whatever else waits
-STALE_S: Final = 2.0  # a worker that said nothing for so long gets no orders
+LOST_S: Final = 5.0  # a worker silent for this long counts as gone
+MAX_WAIT_TARGETS: Final = 2.0  # of its class: the longest time without a start of a model, whatever else waits
+STALE_S: Final = 2.0  # a worker silent for this long gets no orders
 _INF: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """A class of service: the latency that its requests should keep, and how much one second of theirs weighs."""
+    """A class of service: the target latency of its requests, and the weight of one second of theirs."""
 
     name: str = "standard"
     target_s: float = 60.0
@@ -56,11 +56,11 @@ NOTHING: Final = Components()
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model: what it needs, who waits for it, and how often it is asked for.
+    """A model: its components, its waiting requests, and their rate of arrival.
 
-    `service_s` is the seconds of a worker that a request costs, at the batch size that the model runs at, `latency_s`
-    the time that it spends there, 0 where nobody knows. `slack_s` is the time until the earliest deadline among the
-    waiting requests. `unstarted_s` is how long requests have waited without one of them being started.
+    `service_s` is the worker seconds of a request, at the batch size that the model runs at, `latency_s`
+    the time that it spends there, 0 if not known. `slack_s` is the time until the earliest deadline among the
+    waiting requests. `unstarted_s` is how long requests have waited since the last start.
     `retry_in_s` is above 0 while it is backed off because no worker could load it. Rates are requests per second over
     seconds (`short`) and over minutes (`long`).
     """
@@ -80,7 +80,7 @@ class ModelState:
 
     @property
     def rate(self) -> float:
-        """The greater of both rates: a burst counts at once, and is forgotten slowly."""
+        """The greater of both rates: a burst counts at once and decays slowly."""
         return self.rate_short if self.rate_short > self.rate_long else self.rate_long
 
 
@@ -88,8 +88,8 @@ class ModelState:
 class WorkerState:
     """A worker as of its last heartbeat, `age_s` ago, 0 while that is fresh.
 
-    `models` are attached and ready. `resident` has all components that occupy the budget, those of no ready model
-    too. `running` is requests by model; what runs is leased, as are `leased` components. `reserved_for` is the model
+    `models` are attached and ready. `resident` has all components that occupy the budget, also of models not ready.
+    `running` counts requests by model; running models are leased, as are `leased` components. `reserved_for`: the model
     that it drains for. `pinned` models were put here by hand, `unable` ones it could not load a moment ago. Costs are
     measured: `fixed_switch_s` of any switch, and bytes per second from the node's memory to the worker, and from
     storage or peers to the node.
@@ -119,13 +119,13 @@ class WorkerState:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether its figures are too old to give it orders."""
+        """Return whether the worker's figures are too old to give it orders."""
         return self.age_s > STALE_S
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """Everything that the decisions may look at. `held` has the component keys in the memory of each node."""
+    """The whole input of the decisions. `held` has the component keys in the memory of each node."""
 
     models: Mapping[str, ModelState] = field(default_factory=dict)
     workers: Mapping[str, WorkerState] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class ClusterState:
     ignored: tuple[str, ...] = ()
 
     def switch_s(self, model: ModelState, worker: WorkerState) -> float:
-        """Return how long the worker would take to get ready for the model: the bytes that it lacks, at each tier."""
+        """Return the seconds for the worker to get the model ready, by the bytes that it lacks at each tier."""
         resident, held = worker.resident.sizes, self.held.get(worker.node, ())
         missing = cold = 0
         for key, nbytes in model.components.sizes.items():
@@ -145,19 +145,19 @@ class ClusterState:
         return worker.fixed_switch_s + missing / worker.attach_bytes_per_s + cold / worker.load_bytes_per_s
 
     def bytes_together(self, worker: WorkerState, models: Iterable[str]) -> int:
-        """Return what the models and what is leased occupy on the worker. Shared components count once."""
+        """Return the bytes of the models and of leased components on the worker. Shared components count once."""
         sizes = {key: worker.resident.sizes.get(key, 0) for key in worker.leased}
         for id_ in models:
             sizes.update(self.models[id_].components.sizes)
         return sum(sizes.values())
 
     def num_free_slots(self, model: str, workers: Iterable[str]) -> int:
-        """Return how many requests for the model could start at once on those of the workers that have it ready."""
+        """Return the number of requests for the model that could start at once on the workers with it ready."""
         ready = [worker for id_ in workers if model in (worker := self.workers[id_]).models]
         return sum([max(0, worker.slots - sum(worker.running.values())) for worker in ready])
 
     def queue_s(self, models: Iterable[ModelState] | None = None) -> float:
-        """Return the seconds that all workers together would take for what waits, for all models or for these."""
+        """Return the seconds that all workers together take for the waiting requests, of all models or of these."""
         speed = sum([worker.speed for worker in self.workers.values()])
         asked = self.models.values() if models is None else models
         return sum([model.waiting * model.service_s for model in asked]) / max(speed, 1e-9)
@@ -167,9 +167,9 @@ class ClusterState:
 class Decision:
     """An order to a worker, and why.
 
-    *switch*: let the models in `evict` go, and get ready for `model`. *drain*: start no more requests of the models in
-    `evict`, because `model` comes next. *prefetch*: get the bytes that the node lacks into its memory. *evict*: let
-    `model` go. All can be carried out twice. `switch_s` is the estimated duration.
+    *switch*: evict the models in `evict`, and load `model`. *drain*: start no more requests of the models in
+    `evict`, because `model` comes next. *prefetch*: get the bytes that the node lacks into its memory. *evict*: evict
+    `model`. All can be carried out twice. `switch_s` is the estimated duration.
     """
 
     action: Literal["switch", "drain", "prefetch", "evict"]
@@ -182,7 +182,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:
-    """Orders, and the workers that serve each model or get ready for it. `notes` says what could not be planned.
+    """Orders, and the workers that serve each model or get ready for it. `notes` tells the needs that were not met.
 
     Models in `on_demand` need no order: they may start on each of the workers named, because a switch takes
     `longest_on_demand_s` at most.

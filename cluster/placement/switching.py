@@ -1,42 +1,42 @@
-"""The policy of switching: which worker gets ready for which model, when, and what goes for it. Pure.
+"""The policy of switching: which worker loads which model, when, and which models it evicts. Pure.
 
-`plan_switches` is asked several times a second and has no memory; what it must remember is in the state (a worker
-that drains for a model says so, `WorkerState.reserved_for`). Each choice is the same question: of all that a worker
+`plan_switches` runs several times a second and has no memory; the state carries it (a worker
+that drains for a model has it in `WorkerState.reserved_for`). Each choice is the same question: of all that a worker
 could do next (go on, wait, switch to a model), what ends the most waiting per second of its time?
 
-    to go on     1 / (until the next request comes + its service); the former is 0 while one waits there
-    to switch    the model's requests / (the way there + their service + the way back to what goes)
+    to go on     1 / (time to the next request + its service); the former is 0 while one waits there
+    to switch    the model's requests / (the switch + their service + the switch back to the evicted models)
 
-both weighted by class of service. For queues that are all here that is Smith's rule (1956) for batches with setups:
-what is loaded is served until it is empty, unless another's queue outweighs it by more than the switches.
+both weighted by class of service. Without further arrivals that is Smith's rule (1956) for batches with setups:
+the loaded model is served until its queue is empty, unless another queue outweighs it by more than the switches.
 
 1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when more wait than its workers have
     slots for, and longer than a switch of one more. A worker whose load failed is passed over for a while. Getting
     ready counts: a thousand requests are one load. A model that switches about as fast as it serves needs no order
-    (`on_demand.py`). What ends the most waiting per second comes first.
-2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
-    switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
-    Harm is in request-seconds: what the requests of the models that go wait longer until those could be back.
-3.  *What goes.* Free bytes first; then the models with the least harm together that suffice, of few candidates the
-    best choice there is. Components that a remaining model shares stay. What runs, is leased or pinned by hand never
-    goes, nor what has got ready and whose requests have not begun yet.
-4.  *Whether.* A worker whose models' requests wait goes on with them, unless to switch ends more waiting per second.
-    What it runs ends in either case: until then only the slots are lost that are empty before the others. Of one that
-    nobody waits for the next request comes by the rate over minutes, and no sooner than in twice the time that none has
-    come. It waits for that no longer than until those that wait have waited, together, as long as those that come
-    meanwhile would wait if it switched. `throughput-first` also wants work for several times the switch's duration,
+    (`on_demand.py`). The model that ends the most waiting per second comes first.
+2.  *Where.* On the worker with the least sum of harm and wait: the wait is for requests that must end first, and for a
+    switch that moves only the bytes that the worker (and its node) lacks, so the most similar model is the cheapest.
+    Harm is in request-seconds: the extra wait of requests for the evicted models until those could be back.
+3.  *Evictions.* Free bytes first; then the models that suffice with the least harm together, of few candidates the
+    best choice there is. Components that a remaining model shares stay. Running, leased and pinned models are never
+    evicted, nor those that have got ready and whose requests have not begun yet.
+4.  *Worth it.* A worker whose models' requests wait goes on with them, unless to switch ends more waiting per second.
+    Its running requests end in either case: until then only the slots are lost that are empty before the others. The
+    next request of an idle model comes by the rate over minutes, and no sooner than in twice the time that none has
+    come. The worker waits for it only until the waiting requests have waited, together, as long as the ones that come
+    meanwhile would wait if it switched. `throughput-first` also demands work for several times the switch's duration,
     for as long as an idle worker would take for several switches.
 5.  *Bounded wait.* A model *starves* without a start of any request for `MAX_WAIT_TARGETS` times its class's target,
     and for a whole round: a turn of each model that waits, with its switch. It then goes before all that do not, and
     before a queue that lasts for longer than a few switches. So does one whose deadline is near, where those
     that it pushes aside can wait for it. At most a quarter of the workers are on their way at a time because of that.
-6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
-    what is missing, and a later plan orders the switch. Otherwise it switches now.
+6.  *How.* If a model to evict still runs requests, the worker *drains*: it starts no more of them, its node prefetches
+    the missing bytes, and a later plan orders the switch. Otherwise it switches now.
 7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
-    much as what goes: so nothing swings back and forth, and nothing moves while all that is wanted fits.
+    much as the evicted ones: so nothing swings back and forth, and nothing moves while all wanted models fit.
 
-Every order carries its reason. Workers that are stale, frozen by hand or leaving get no orders. What only leaving
-workers have counts as without a worker, so it is handed over.
+Every order carries its reason. Stale, leaving and manually frozen workers get no orders. Models that only leaving
+workers have count as without a worker, so they are handed over.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from cluster.placement.on_demand import LEAST_RATE, on_demand_switches
 from cluster.placement.outlook import FEW, MAX_CANDIDATES, Candidates, Option, Outlook, outlook_of
 from cluster.placement.state import MAX_WAIT_TARGETS, ClusterState, Decision, ModelState, SwitchPlan, WorkerState
 
-MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the next plan is a moment away
-MAX_CHOICES: Final = 256  # of what goes, that are tried for one worker: all there are, of up to eight models
+MAX_NEEDS: Final = 128  # the most urgent models, which one plan looks at; the next plan is a moment away
+MAX_CHOICES: Final = 256  # choices of evictions tried for one worker: all there are, of up to eight models
 WANTED_TWICE: Final = 2.0
-TURN_SWITCHES: Final = 4.0  # in a round each model has at least so many times its switch, if it has the work
-SILENCES: Final = 2.0  # the next request comes no sooner than in so many times the time that none has come
+TURN_SWITCHES: Final = 4.0  # times its switch: the least turn of a model in a round, if it has the work
+SILENCES: Final = 2.0  # the next request comes no sooner than in this many times the time that none has come
 EMPTY_MARGIN: Final = 0.25  # of the policy's margin, for a worker that loses nothing by a switch
-PUSH_SWITCHES: Final = 2.0  # a queue that lasts no longer than so many times there and back is not interrupted
+PUSH_SWITCHES: Final = 2.0  # a queue that lasts no longer than this many switches there and back is not interrupted
 _USUAL, _DUE, _STARVING = range(3)  # the order in which needs are looked at
 
 
@@ -67,7 +67,7 @@ _USUAL, _DUE, _STARVING = range(3)  # the order in which needs are looked at
 class SwitchingPolicy:
     """The weights of the policy.
 
-    `margin` is the share by which a gain must exceed what is paid for it. `amortization` is the work that a switch must
+    `margin` is the share by which a gain must exceed its cost. `amortization` is the work that a switch must
     bring, in times of its duration. `max_due_share` of the workers at most are on their way to a model at once because
     it is due.
     """
@@ -100,7 +100,7 @@ def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) 
 
 
 def _follow_reservations(outlook: Outlook) -> Outlook:
-    """Order the switches whose workers have drained; give up those that nobody waits for any more."""
+    """Order the switches whose workers have drained; give up those that no request waits for any more."""
     for worker in outlook.open:
         if worker.reserved_for is None or worker.reserved_for in worker.models:
             continue
@@ -132,8 +132,8 @@ def _follow_pins(outlook: Outlook) -> Outlook:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """A model that lacks a worker. `rank` and `urgency` order needs; `wait_s` is what its last request waits if nothing
-    changes, or has waited where no worker has the model; where it starves, how long it does.
+    """A model that lacks a worker. `rank` and `urgency` order needs. `wait_s` is its last request's wait if nothing
+    changes, or its wait so far if no worker has the model; for a starving model, how long it starves.
     """
 
     rank: int
@@ -147,7 +147,7 @@ class _Need:
 
 
 def _find_needs(outlook: Outlook) -> list[_Need]:
-    """Return the most urgent needs (rule 1). What takes time is looked at last, of those that are urgent enough."""
+    """Return the most urgent needs (rule 1). The costly checks come last, for urgent enough ones only."""
     state, serving, busy_s = outlook.state, outlook.all_serving(), outlook.all_busy_s()
     found = []
     waiting = [model for model in state.models.values() if model.waiting and model.id not in outlook.on_demand]
@@ -166,7 +166,7 @@ def _find_needs(outlook: Outlook) -> list[_Need]:
         else:
             is_near = 0 < model.slack_s < 1.5 * switch_s + model.service_s
             found.append(_Need(_DUE if is_near else _USUAL, urgency, model, model.oldest_age_s))
-    found.sort(key=attrgetter("rank", "urgency"), reverse=True)  # of equals the first stays first
+    found.sort(key=attrgetter("rank", "urgency"), reverse=True)  # equals keep their order
     lacking = (
         need
         for need in found
@@ -177,12 +177,12 @@ def _find_needs(outlook: Outlook) -> list[_Need]:
 
 
 def _ended_per_s(model: ModelState, num: float, switch_s: float, speed: float = 1.0) -> float:
-    """Return how much waiting a worker ends per second that switches for so many requests of the model."""
+    """Return the weighted requests that a worker ends per second by a switch for `num` of the model's."""
     return model.slo.weight * num / max(switch_s + num * model.service_s / speed, 1e-9)
 
 
 def _round_s(outlook: Outlook, waiting: Iterable[ModelState]) -> float:
-    """Return how long a round of the workers through all models takes that wait."""
+    """Return the seconds that the workers take for one round through all waiting models."""
     turns_s = 0.0
     for model in waiting:
         switch_s = outlook.usual.seconds(model)
@@ -247,7 +247,7 @@ def _find_worker(
 
 
 def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState) -> Option | None:
-    """Return what it takes to get the worker ready for the model; None if it has it, or cannot."""
+    """Return the option of getting the worker ready for the model; None if it has the model or cannot load it."""
     if model.id in worker.models or model.id in worker.unable:
         return None
     if model.components.total_bytes > worker.budget_bytes:
@@ -263,7 +263,7 @@ def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState) -> Opt
 
 
 def _what_goes(outlook: Outlook, model: ModelState, worker: WorkerState, switch_s: float) -> dict[str, float] | None:
-    """Return the models that go for a model, with the harm of each; None if too little may go (rule 3)."""
+    """Return the models to evict for a model, with the harm of each; None if too little may be evicted (rule 3)."""
     state = outlook.state
     if state.bytes_together(worker, (*worker.models, model.id)) <= worker.budget_bytes:
         return {}
@@ -282,9 +282,9 @@ def _what_goes(outlook: Outlook, model: ModelState, worker: WorkerState, switch_
 def least_harm(
     harms: Mapping[str, float], sizes: Mapping[str, int], fits: Callable[[Collection[str]], bool]
 ) -> list[str] | None:
-    """Return whose going makes what is kept fit, with the least harm; None where all of them would not suffice.
+    """Return the models to evict so that the rest fits, with the least harm; None if evicting all is not enough.
 
-    What harms least by its bytes goes first, and what need not go after all comes back. From there every other choice
+    The least harm per byte goes first, and a model that need not go after all comes back. From there every other choice
     is tried that could be better, `MAX_CHOICES` of them.
     """
     order = sorted(harms, key=lambda id_: (harms[id_] / max(sizes[id_], 1), id_))
@@ -316,10 +316,10 @@ def least_harm(
 def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, away_s: float) -> float:
     """Return the request-seconds that the model's requests wait longer if it is off the worker for `away_s`."""
     if model.waiting and not worker.running.get(model.id) and worker.reserved_for is None:
-        return math.inf  # it has got ready, and its requests start in this moment
+        return math.inf  # it has just got ready, and its requests are about to start
     others = [other for other in outlook.serving(model.id) if other != worker.id]
     if not others:
-        coming_s = max(0.0, away_s - outlook.usual.seconds(model))  # it comes back only if somebody has come
+        coming_s = max(0.0, away_s - outlook.usual.seconds(model))  # it comes back only for a request
         coming = model.slo.weight * model.rate * coming_s
         return model.slo.weight * model.waiting * away_s + 0.5 * coming * coming_s
     coming = model.rate * away_s
@@ -329,7 +329,7 @@ def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, away_s: f
 
 
 def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option: Option) -> bool:
-    """Return whether the worker ends more waiting by the switch than by what it would do else (rules 4 and 5)."""
+    """Return whether the worker ends more waiting by the switch than without it (rules 4 and 5)."""
     model, worker, least = need.model, option.worker, 1 + policy.margin
     num, pushed = _num_for_one(outlook, model), _pushed(outlook, option)
     if not pushed and need.is_due:
@@ -358,18 +358,18 @@ def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option:
 
 
 def _expected(outlook: Outlook, option: Option) -> list[ModelState]:
-    """Return the models that go and that other workers could not serve along with theirs."""
+    """Return the evicted models that other workers could not serve along with theirs."""
     models = [outlook.state.models[id_] for id_ in option.evict]
     return [each for each in models if each.rate_long and not _has_enough(each, len(outlook.serving(each.id)) - 1)]
 
 
 def _has_enough(model: ModelState, num_workers: int) -> bool:
-    """Return whether so many workers have time for all requests for the model that come."""
+    """Return whether this many workers have time for all arriving requests for the model."""
     return num_workers > 0 and model.rate_long * model.service_s < 0.8 * num_workers
 
 
 def _coming_per_s(models: Iterable[ModelState], worker: WorkerState) -> float:
-    """Return the requests per second, weighted, that the worker ends if it waits for those for the models."""
+    """Return the weighted requests per second that the worker ends if it waits for those for the models."""
     per_s = busy = 0.0
     for model in models:
         rate = min(model.rate_long, 1 / max(SILENCES * worker.idle_s, 1e-9))
@@ -379,7 +379,7 @@ def _coming_per_s(models: Iterable[ModelState], worker: WorkerState) -> float:
 
 
 def _pushed(outlook: Outlook, option: Option) -> list[ModelState]:
-    """Return the models that go although their requests wait and no other worker has them."""
+    """Return the evicted models whose requests wait and that no other worker has."""
     state = outlook.state
     return [
         state.models[id_]
@@ -390,7 +390,7 @@ def _pushed(outlook: Outlook, option: Option) -> list[ModelState]:
 
 
 def _brings_work(outlook: Outlook, policy: SwitchingPolicy, need: _Need, worker: WorkerState) -> bool:
-    """Return whether a switch of this worker would bring the work that it must (rule 4)."""
+    """Return whether a switch of this worker brings enough work (rule 4)."""
     if not policy.amortization or need.is_due:
         return True
     least_s = policy.amortization * outlook.state.switch_s(need.model, worker)
@@ -400,12 +400,12 @@ def _brings_work(outlook: Outlook, policy: SwitchingPolicy, need: _Need, worker:
 
 
 def _num_for_one(outlook: Outlook, model: ModelState) -> float:
-    """Return how many of the waiting requests would be those of one worker more."""
+    """Return the share of the waiting requests that one more worker would get."""
     return model.waiting / (len(outlook.serving(model.id)) + 1)
 
 
 def _prepare_ahead(outlook: Outlook) -> Outlook:
-    """Let idle workers get ready for models that are wanted and that no worker has (rule 7)."""
+    """Let idle workers load wanted models that no worker has (rule 7)."""
     idle = [worker for worker in outlook.open if worker.id not in outlook.taken and not outlook.busy_s(worker.id)]
     asked = [each for each in (outlook.state.models.values() if idle else ()) if each.rate_long > LEAST_RATE]
     absent = [
@@ -423,7 +423,7 @@ def _prepare_ahead(outlook: Outlook) -> Outlook:
             value = sum([_value_of(outlook, outlook.state.models[each], worker) for each in option.evict])
             if value < best_value:
                 best, best_value = option, value
-        # Both from the node's memory: if what comes counted with its reading too, two cold models would swing.
+        # Both from the node's memory: if reading counted for the coming model, two cold models would swing.
         if best is not None and _value_of(outlook, model, best.worker) > WANTED_TWICE * best_value:
             reason = f"idle, and {model.rate_long:.3f} requests/s come for a model without a worker"
             outlook = outlook.after(model, best, reason)
@@ -439,7 +439,7 @@ def _value_of(outlook: Outlook, model: ModelState, worker: WorkerState) -> float
 
 
 def _relieve_overfull(outlook: Outlook) -> tuple[Decision, ...]:
-    """Let the least valued unused model go where more is resident than the budget allows."""
+    """Evict the least valued unused model if more is resident than the budget allows."""
     decisions, models = [], outlook.state.models
     for worker in outlook.open:
         if worker.resident.total_bytes > worker.budget_bytes and worker.id not in outlook.taken:

@@ -32,7 +32,7 @@ class Failure:
 
     @property
     def until_s(self) -> float:
-        """When the replica may try again."""
+        """The time from which the replica may try again."""
         return self.at_s + retry_after_s(self.num)
 
 
@@ -68,7 +68,7 @@ class LoadFailures:
                 del self._failed[key]
 
     def forget_before(self, at_s: float) -> None:
-        """Forget what was not tried since."""
+        """Forget the failures of loads that were not tried since `at_s`."""
         for key, failed in list(self._failed.items()):
             self._failed[key] = {replica: one for replica, one in failed.items() if one.at_s >= at_s}
             if not self._failed[key]:

@@ -208,7 +208,7 @@ class WeightRegistry:
         return self._config
 
     async def controller_config(self) -> ControllerConfig:
-        """Return how models are to be placed, which the controller asks for again and again."""
+        """Return the settings of placement, which the controller polls."""
         return self._config.controller
 
     async def configure(self, config: ClusterConfig) -> None:
@@ -257,6 +257,7 @@ class WeightRegistry:
     list_models = _expose("_models", ServedModels.list_models)
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)
+    model_details = _expose("_models", ServedModels.model_details)
     report_attach = _expose("_loads", ModelLoads.report_attach)
     want = _expose("_models", ServedModels.want)
 

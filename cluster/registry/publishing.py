@@ -34,10 +34,10 @@ logger = logging.getLogger("atelier.registry")
 
 
 class ModelSources:
-    """Where models come from. All methods may block."""
+    """The sources of models. All methods may block."""
 
     def import_model(self, entry: Entry) -> ModelSummary:
-        """Return the summary of an entry's model once it is in the store. Raises whatever is wrong with it."""
+        """Import an entry's model into the store and return its summary. Raises any error of the import."""
         raise NotImplementedError
 
     def check_source(self, entry: Entry) -> None:

@@ -43,7 +43,7 @@ class RuntimeSettings:
         return self._admission
 
     async def set_overrides(self, overrides: Overrides) -> None:
-        """Keep what operators order over the controller's head, also for the next registry. Raises OverrideRefused."""
+        """Store operators' manual orders to the controller, also for the next registry. Raises OverrideRefused."""
         await asyncio.to_thread(self._overrides.save, overrides)
 
     async def overrides(self) -> Overrides:

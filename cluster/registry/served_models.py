@@ -14,6 +14,7 @@ from cluster.registry.publishing import ModelSources, Publishing
 from cluster.registry.registrations import Registrations
 from cluster.registry.room import Room
 from cluster.registry.watched_directory import WatchedDirectory
+from weights.formats.language_models import LanguageModelDetails, language_model_details
 from weights.records.errors import WeightsError
 from weights.records.manifest import Manifest
 from weights.storage.store import WeightStore
@@ -161,6 +162,11 @@ class ServedModels:
         """Return the files of a version that are no weights, by path. Raises what `manifest` does."""
         manifest = await self.manifest(model, version)
         return await asyncio.to_thread(read_files, self._store.models, manifest)
+
+    async def model_details(self, model: str) -> LanguageModelDetails:
+        """Return what the files of a language model say of it. Raises what `manifest` does."""
+        manifest = await self.manifest(model)
+        return await asyncio.to_thread(language_model_details, manifest, self._store.skeleton(manifest))
 
     async def list_models(self) -> list[ModelRecord]:
         """Return the records of all models, in the order in which they came."""

@@ -212,7 +212,7 @@ def _start_private_ray(config: RayConfig, name: str) -> None:
 
 
 def ray_folder(name: str) -> Path:
-    """Return where the private Ray of a cluster of this user keeps its files, if it has a folder of its own."""
+    """Return the folder of the files of this user's private Ray for a cluster, if it has its own."""
     return temporary_folder() / f"r-{zlib.crc32(name.encode()):08x}"
 
 
@@ -404,7 +404,7 @@ def _begin_removing_old_sessions(folder: Path) -> None:
 
 
 def _usual_folder() -> Path:
-    """Return where Ray keeps its files by itself."""
+    """Return Ray's default folder of files."""
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
 
 

@@ -166,7 +166,7 @@ def inspect(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Show where every tensor is (--wide: with file and offset), or what each model takes."""
+    """Show the place of every tensor (--wide: with file and offset), or the bytes of each model."""
     from weights.operations.maintenance import summarize, totals
 
     check_plot(plot)

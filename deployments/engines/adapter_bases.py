@@ -15,6 +15,7 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import EngineError
+from deployments.engines.stock.known import PROMPTED, takes_image_prompts
 from weights.formats.checkpoint import check_lora_base, check_same_layers
 from weights.formats.ip_adapter import check_ip_base
 from weights.formats.learned_words import WORDS_CLASS
@@ -113,7 +114,8 @@ def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> Non
 
 def _check_ip_adapter(adapter: Checkpoint, base: AdapterBase) -> None:
     family = FAMILIES.get(base.class_name or "")
-    if family is None or base.kind != "diffusion" or not family.adapters.takes_image_prompts:
+    is_stock = base.kind == "diffusion" and family is None and takes_image_prompts(base.class_name or "")
+    if not is_stock and (family is None or base.kind != "diffusion" or not family.adapters.takes_image_prompts):
         what = base.class_name or base.kind
         raise AdapterError(f"{adapter.path}: an IP-Adapter, and none are served with {base.model!r}, {what}")
     (component,) = adapter.components
@@ -121,10 +123,11 @@ def _check_ip_adapter(adapter: Checkpoint, base: AdapterBase) -> None:
     check_ip_base(adapter.path / component.files[0], shapes, _denoiser(base, family), base)
 
 
-def _denoiser(base: AdapterBase, family: Family) -> Any:
-    if family.denoiser_name not in base.components:
-        raise AdapterError(f"{base.model!r} has no {family.denoiser_name}")
-    return base.components[family.denoiser_name]
+def _denoiser(base: AdapterBase, family: Family | None) -> Any:
+    name = PROMPTED if family is None else family.denoiser_name
+    if name not in base.components:
+        raise AdapterError(f"{base.model!r} has no {name}")
+    return base.components[name]
 
 
 def _config_of(base: AdapterBase, component: str) -> dict[str, Any]:

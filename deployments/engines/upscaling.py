@@ -205,7 +205,7 @@ def padded(image_HWC: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.ui
 def enlarge_tile(
     module: Upscaler, image_HWC: npt.NDArray[np.uint8], tile: Tile, result_HWC: npt.NDArray[np.uint8]
 ) -> None:
-    """Write what a network makes of a tile of the image into its place in the result."""
+    """Write the network's output for a tile of the image into its place in the result."""
     rows, columns = tile
     parameter = next(module.parameters())
     pixels_HWC = torch.from_numpy(image_HWC[rows.start : rows.stop, columns.start : columns.stop].copy())

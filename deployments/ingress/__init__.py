@@ -1,1 +1,1 @@
-"""HTTP <-> records: the protocols that clients speak."""
+"""The clients' protocols: HTTP and gRPC to records, and back."""

@@ -1,15 +1,15 @@
 """The gate: ASGI layers around all routes. They refuse a request before anything parses its body.
 
-`ReadGate` asks for a key, by the headers alone, and lets a request for inference wait for a read slot. It stands at two
-places. Where HAProxy leads requests to this replica it stands before Serve, which takes in whole bodies, whoever sends
-them, and a part of a millisecond for each that does not pause. Within Serve it does the same for requests that come in
-another way. `BodyGate` follows there: `terms.py` says what the request wants of the queue, and `bodies.py` bounds what
-a body may cost. `deployments/requests/limits.py` bounds what a record may ask for, and the admission queue how many
-requests there are.
+`ReadGate` checks the key by the headers alone, and makes a request for inference wait for a read slot. It stands at two
+places. Where HAProxy leads requests to this replica it stands before Serve, which reads whole bodies of any sender
+and spends part of a millisecond on each. Within Serve it does the same for requests that come in
+another way. `BodyGate` follows there: `terms.py` reads a request's terms for the queue, and `bodies.py` bounds the cost
+of a body. `deployments/requests/limits.py` bounds the options of a record, and the admission queue the number of
+requests.
 
-`HttpAccess` says which path needs which key, and which web pages may ask.
-A server without keys answers whoever reaches it, and every web page that its user opens reaches a loopback address.
-Browsers say which page asks (`Origin`, for all but plain reading) and by which name (`Host`): a page that has its own
+`HttpAccess` decides which path needs which key, and which web pages may call.
+A server without keys answers every caller, and every web page that its user opens reaches a loopback address.
+Browsers name the calling page (`Origin`, for all but plain reading) and the called host (`Host`): a page with its own
 name resolve to 127.0.0.1 (DNS rebinding) cannot hide that name. With keys, a page would have to know one.
 """
 
@@ -58,7 +58,7 @@ from deployments.records.errors import NotAllowed, ServiceError
 
 # Probes, and the description of the API, which is the same on every server.
 _PROBES: Final = frozenset({"/healthz", "/health", "/v2/health/live", "/v2/health/ready"})
-# And the pages, which ask for a key themselves before they ask the API.
+# And the pages, which ask their user for a key before they call the API.
 _OPEN: Final = _PROBES | {"/docs", SCRIPT_PATH, STYLE_PATH, "/openapi.json"} | PAGES.keys()
 _OF_KEYS: Final = ("/v1/", "/v2/", "/api/", "/sdapi/")
 _OF_KEYS_ALONE: Final = frozenset({"/v2", "/version", "/tokenize", "/detokenize"})
@@ -68,22 +68,22 @@ _REFUSALS: Final = {
     "429": "the key has used up its rate, or has as much in progress as it may",
 }
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-WAITED: Final = "atelier.waited_s"  # in the ASGI scope, once the whole body is here: how long the request has waited
-_CALLER: Final = "atelier.caller"  # in the ASGI scope: who asks, None where nobody needs a key
+WAITED: Final = "atelier.waited_s"  # in the ASGI scope, once the whole body is here: the request's wait so far
+_CALLER: Final = "atelier.caller"  # in the ASGI scope: the caller, None where no key is needed
 _SERVE: Final = "/-/"  # HAProxy's health checks, which have no key
 _TIMEOUT: Final = b"x-request-timeout-seconds"
 _RECEIVED: Final = RECEIVED.encode()
 _MAX_AGE_S: Final = 3600.0
 _STEP_S: Final = 0.5  # less is the wall clock's drift
-# Connections accepted at one look of the event loop at its sockets; more cost every single connection something.
+# Connections accepted at one look of the event loop at its sockets; more would slow down single connections.
 _MOST_ACCEPTED: Final = 16
-_LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the client's time stays what it said
+_LEAST_S: Final = 0.02  # shorter waits count as none, so that an answer repeats the client's own time limit
 
 _WITHOUT: Final = "atelier.without_prefix"
 
 
 def _need_of(path: str) -> Need:
-    """Return what a request for `path` needs. What is not known to be for everybody is for operators."""
+    """Return the right that a request for `path` needs. An unknown path is for operators."""
     if path in _OPEN or path.startswith((LINKS, FILES_PATH)):  # a link is its own key
         return "nothing"
     if path.startswith("/v2/repository/models/"):  # load and unload
@@ -92,10 +92,10 @@ def _need_of(path: str) -> Need:
 
 
 class HttpAccess:
-    """The rules of access over HTTP: who asks, and whom the config does not let in.
+    """The rules of access over HTTP: the caller of a request, and the callers that the config refuses.
 
-    `http_host` is the address that the server listens on. A path that its `app` does not have is a 404 to everybody
-    with a key, not something that operators alone may ask.
+    `http_host` is the address that the server listens on. A path that its `app` lacks is a 404 for every key, and not
+    reserved for operators.
     """
 
     def __init__(self, callers: Callers, config: AccessConfig, http_host: str, app: FastAPI | None = None) -> None:
@@ -107,9 +107,9 @@ class HttpAccess:
         self._hosts = config.allowed_hosts
 
     def caller_of(self, path: str, method: str, headers: Headers) -> Caller | None:
-        """Return who asks, None where nobody needs a key.
+        """Return the caller, None where no key is needed.
 
-        Raises NotAuthenticated; NotAllowed for a key without the right, or a web page that may not ask.
+        Raises NotAuthenticated; NotAllowed for a key without the right, or a forbidden web page.
         """
         if (need := _need_of(path)) == "nothing":
             return None
@@ -119,7 +119,7 @@ class HttpAccess:
         return self._callers.identify(shown_key(headers.get("authorization"), headers.get("x-api-key")), need)
 
     def _check_page(self, method: str, headers: Headers) -> None:
-        """Raise NotAllowed when a web page asks that may not."""
+        """Raise NotAllowed for a call from a forbidden web page."""
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         if self._check_host and host and not _is_known_host(_name_of(host), self._hosts):
             raise NotAllowed(
@@ -142,7 +142,7 @@ def _has_path(app: FastAPI, path: str) -> bool:
 
 
 def describe_keys(app: FastAPI) -> None:
-    """Make the OpenAPI page ask for a key, and say how its requests are refused."""
+    """Make the OpenAPI page ask for a key, and show how requests are refused."""
     describe = app.openapi
 
     def schema() -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _name_of(host: str) -> str:
 
 
 class Arrivals:
-    """When requests came to this machine's HAProxy, which notes the wall clock's time.
+    """The arrival times of requests at this machine's HAProxy, which notes the wall clock's time.
 
     The wall clock may step between a note and its reading: the time before the last step is known, too. The clock of
     another machine's HAProxy may be minutes off, so its notes say nothing here. A client that sends the header itself
@@ -207,7 +207,7 @@ class Arrivals:
         self._offset_s, self._offset_before_s = 0.0, 0.0  # of the wall clock, from a clock that never steps
 
     def arrived_s(self, scope: Scope, wall_s: float, now_s: float) -> float:
-        """Return when a request came, on the clock that says `now_s`; now where nothing is known of it."""
+        """Return the arrival time of a request, on the clock that says `now_s`; now if it is not known."""
         if abs(wall_s - now_s - self._offset_s) > _STEP_S:
             self._offset_s, self._offset_before_s = wall_s - now_s, self._offset_s
         name, _, noted = dict(scope["headers"]).get(_RECEIVED, b"").rpartition(b":")
@@ -249,20 +249,20 @@ class ReadGate:
             await self._app(scope, receive, send)
 
     def _caller_of(self, scope: Scope) -> Caller | None:
-        """Return who asks, by the headers, before any of the body is read. Raises ServiceError."""
+        """Return the caller by the headers, before any of the body is read. Raises ServiceError."""
         if self._access is None:
             return None
         return self._access.caller_of(scope["path"], scope["method"], Headers(scope=scope))
 
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request in once it has a slot. It has none while its client sends: slow ones hold up nobody."""
+        """Let the request in once it has a slot. It takes none while its client sends: slow clients delay no other."""
         arrived_s = self._arrivals.arrived_s(scope, time.time(), self._limiter.now_s())
         try:
             messages = await receive_small(receive)
         except ServiceError as slow:
             await _refuse(slow, scope, receive, send)
             return
-        # The whole body is here: there is one more message, which says that the client has gone or has its answer.
+        # The whole body is here. One more message follows: the client has gone or has its answer.
         leaving = asyncio.ensure_future(receive())
         rest = _beginning_with(messages, lambda: asyncio.shield(leaving))
         async with contextlib.AsyncExitStack() as reading:
@@ -281,10 +281,10 @@ class ReadGate:
 
 
 class BodyGate:
-    """ASGI middleware behind a ReadGate. What runs within has the key's tenant in `callers.current_tenant`, and
+    """ASGI middleware behind a ReadGate. The code within has the key's tenant in `callers.current_tenant`, and
     `current_terms`.
 
-    A body over `limits.max_body_bytes` is refused, announced or not. Bodies that may have images in them have a limit
+    A body over `limits.max_body_bytes` is refused, announced or not. Bodies that may contain images have a limit
     of their own: `max_upload_bytes`.
     """
 
@@ -301,7 +301,7 @@ class BodyGate:
         tenant = _tenant_of(scope)
         with contextlib.ExitStack() as request:
             try:
-                if WAITED not in scope:  # nothing of its body is here yet
+                if WAITED not in scope:  # none of its body is here yet
                     large = request.enter_context(LargeBody(self._large, tenant, has_others=caller is not None))
                     body = BoundedBody(scope, receive, send, self._limits, large)
                     receive, send = body.receive, body.send
@@ -318,7 +318,7 @@ class BodyGate:
 
 
 def _asks_a_model(scope: Scope) -> bool:
-    """Return whether it is a request for inference. Probes, lists and the admin API never wait behind those."""
+    """Return whether this is a request for inference. Probes, lists and the admin API never wait behind those."""
     path: str = scope.get("path", "")
     return scope["type"] == "http" and scope["method"] == "POST" and path.startswith(INFERENCE_PATHS)
 
@@ -329,9 +329,9 @@ def put_gate_before_serve(
     route_prefix: str = "/",
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> None:
-    """Let a ReadGate, and what is `around` it, stand before the HTTP server that Serve starts in this replica.
+    """Put a ReadGate, and the layers `around` it, before the HTTP server that Serve starts in this replica.
 
-    What is around it takes a `route_prefix` off the path, which Serve gets whole. Behind the gate, Serve does not see
+    The layers around it take a `route_prefix` off the path, which Serve gets whole. Behind the gate, Serve does not see
     deadlines.
     """
     from cluster.ray_seam.replica_http import put_before_serve
@@ -356,9 +356,9 @@ def _tenant_of(scope: Scope) -> str:
 def _accept_many(server: uvicorn.Server) -> None:
     """Let a server that has not started yet accept several connections per iteration of its event loop.
 
-    libuv, below uvloop, takes one from a listening socket (since 1.45). Where requests are read between two looks, ten
+    libuv, below uvloop, accepts one from a listening socket (since 1.45). If requests are read between two looks, ten
     milliseconds and more under load, the last of a thousand that HAProxy opens at once would wait for seconds, and
-    every probe behind them. Each further descriptor of the same socket is good for one more.
+    every probe behind them. Each further descriptor of the same socket accepts one more.
     """
     startup = server.startup
 
@@ -370,16 +370,16 @@ def _accept_many(server: uvicorn.Server) -> None:
 
 
 def _timeout_s(scope: Scope) -> float:
-    """Return the time that the request gives itself; infinity where it says none, or none that makes sense."""
+    """Return the request's own time limit; infinity for none, or for one that makes no sense."""
     try:
         timeout_s = float(dict(scope["headers"]).get(_TIMEOUT, b"inf"))
     except ValueError:
         return math.inf
-    return timeout_s if timeout_s > 0 else math.inf  # it is refused for that later
+    return timeout_s if timeout_s > 0 else math.inf  # a senseless limit is refused later
 
 
 def _has_left(leaving: asyncio.Future[Message]) -> bool:
-    """Return whether nobody waits for an answer any more."""
+    """Return whether the client has gone."""
     has_come = leaving.done() and not leaving.cancelled() and leaving.exception() is None
     return has_come and leaving.result()["type"] == "http.disconnect"
 
@@ -394,7 +394,7 @@ def _beginning_with(messages: list[Message], receive: Receive) -> Receive:
 
 
 class WithoutPrefix:
-    """ASGI middleware: a request below the prefix is one below the root."""
+    """ASGI middleware that takes the prefix off a request's path."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
@@ -425,7 +425,7 @@ class WithPrefix:
 
 
 class HeadRequests:
-    """ASGI middleware. What runs within sees a GET, whose body is left out. Its end is that of the headers."""
+    """ASGI middleware for HEAD: the code within sees a GET, and the answer ends after its headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

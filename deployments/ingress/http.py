@@ -111,7 +111,7 @@ def create_http_app(
     callers: Callers | None = None,
     limiter: ReadLimiter | None = None,
 ) -> FastAPI:
-    """Return the application. It needs no Ray: a test gives it a Service over fakes.
+    """Return the application. It needs no Ray: tests give it a Service over fakes.
 
     `http_host` is the address that Serve listens on, where that is not the config's. `on_start` is called on the event
     loop of its requests, before the first one. A gate before this one has `callers` and `limiter`, too.
@@ -152,7 +152,7 @@ def create_http_app(
 
 
 def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access: HttpAccess) -> None:
-    """Add what a request passes on its way in; the last one comes first."""
+    """Add the layers that a request passes on its way in; the last one comes first."""
     app.add_middleware(BodyGate, limits=config.ingress.limits)
     app.add_middleware(ReadGate, limiter=limiter, access=access)
     app.add_middleware(ShowDeadline)
@@ -173,7 +173,7 @@ def _client_routers(
     images: ChatImages,
     view: ClusterView,
 ) -> Iterator[APIRouter]:
-    """Yield the routes of people, and of programs that ask models."""
+    """Yield the routes for people, and for programs that call models."""
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
     yield from _openai_routers(service, config, readers, images, view)
@@ -192,7 +192,7 @@ def _cors_options(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _around_gate(config: ClusterConfig, gate: ASGIApp) -> ASGIApp:
-    """Return the gate before Serve with what has to be around it: its refusals need the headers of CORS, too."""
+    """Return the gate before Serve with the layers around it: its refusals need the headers of CORS, too."""
     if config.access.cors_origins:
         gate = CORSMiddleware(gate, **_cors_options(config))
     if config.http.compat.vllm:
@@ -229,7 +229,7 @@ def _openai_routers(
 def _compat_routers(
     service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages
 ) -> Iterator[APIRouter]:
-    """Yield the routes of other servers' clients, as far as the config wants them."""
+    """Yield the routes for other servers' clients that the config enables."""
     compat = config.http.compat
     if compat.vllm:
         yield create_vllm_router(service, images)
@@ -249,7 +249,7 @@ def _lifespan(
     statistics: Statistics,
     on_start: Callable[[], None],
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Return what calls `on_start`, and runs the gRPC server beside the application."""
+    """Return the application's lifespan, which calls `on_start` and runs the gRPC server."""
 
     @contextlib.asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -331,13 +331,13 @@ class Ingress:
                 yield chunk
 
     async def follow(self, before: ClusterConfig, after: ClusterConfig) -> list[str]:
-        """Follow another config as `Operations.follow`: `atelier apply` asks one ingress for all of them."""
+        """Apply another config as `Operations.follow` does: `atelier apply` calls one ingress for all of them."""
         return await self._service.operations.follow(before, after)
 
     def _watch_replicas(self) -> None:
-        """Follow the replicas from now on: Serve's thread tells, and this event loop listens."""
+        """Follow the replicas from now on: Serve's thread reports them to this event loop."""
         gc.collect()
-        gc.freeze()  # libraries and routes stay: to look at them again, in the middle of a request, takes 0.1 s
+        gc.freeze()  # libraries and routes stay: collecting over them in the middle of a request takes 0.1 s
         for link in self._links:
             link.start()
         self._restoring = shared_task(self._service.operations.restore_admission())
@@ -350,7 +350,7 @@ class Ingress:
             watch_replicas(handle, on_replicas)
 
     def _make_links(self, name: str) -> list[Link]:
-        """Return the links with the controller: what it needs for placement, and for slots of several ingresses."""
+        """Return the links to the controller: for placement, and for the slots of several ingresses."""
         config = self._config
         if not config.has_controller:
             return []
@@ -359,7 +359,7 @@ class Ingress:
         return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, controller)]
 
     def _why_none(self, pool: str) -> WhyNone:
-        """Return what tells why no replica can answer. Serve's controller is asked when the queue knows none."""
+        """Return a function that explains why no replica can answer, by Serve's controller if the queue knows none."""
         states = ReplicaStates(pool)
 
         async def why_none_can() -> str | None:
@@ -373,10 +373,10 @@ def _controller_of(config: ClusterConfig) -> NamedActor:
 
 
 def _checked_host(config: ClusterConfig) -> str:
-    """Return the address that clients reach: HAProxy's, or that of Serve, which may have been told another than this
+    """Return the address that clients reach: HAProxy's, or that of Serve, which may have got another one than this
     config.
 
-    Raises ConfigError when other machines reach it and nobody needs a key. `serve run` and `serve deploy` end here.
+    Raises ConfigError when other machines reach it and no key is needed. `serve run` and `serve deploy` end here.
     """
     door = os.environ.get(HTTP_ADDRESS, "").rpartition(":")[0]
     host = door or proxy_host() or config.http.host

@@ -1,10 +1,10 @@
 """The pages for people, from files of this package: Create, Chat, Cluster, Pipelines, and /docs, the forms of the API.
 
-`web/` has the first four as browsers run them: modules without a build step, and one template of a page. What they show
-comes from the API, with the key that their user types in, so the files themselves are for everybody. `web/vendor` has
-htm 3.1.1 of npm with preact in it, `swagger_ui/` has swagger-ui-dist 5.35.0 of npm, both as they are (their licences
-lie beside them). Nothing comes from another server, so that they work where there is no internet, and tell nobody who
-reads them.
+`web/` has the first four as browsers run them: modules without a build step, and one template of a page. Their content
+comes from the API, with the key that their user types in, so the files themselves need no key. `web/vendor` has
+htm 3.1.1 of npm with preact in it and marked 18.2.1, `swagger_ui/` has swagger-ui-dist 5.35.0 of npm, all unchanged
+(their licences lie beside them). Nothing comes from another server, so the pages work without internet, and no other
+server learns who reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, R
 
 _MODULE: Final = "atelier/"  # modules of a page without an address find each other by names of their own
 _RELATIVE: Final = re.compile(r'(^(?:import|export) (?:[^;]*? from )?)"\./', re.MULTILINE)
-# Modules are addresses of data, so what is written into the file is all that runs; nothing is fetched.
+# Modules are data addresses, so only code in the file runs; nothing is fetched.
 _STANDALONE_POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'"
@@ -63,7 +63,7 @@ _TEMPLATE: Final = "page.html"
 _MEDIA_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
 _IMPORTED: Final = re.compile(r'^(?:import|export) (?:[^;]*? from )?"\./([\w./-]+)";', re.MULTILINE)
 # Nothing written into the page runs or styles it, and nothing of another server is fetched, shown or sent to.
-# `require-trusted-types-for` has browsers refuse a script that makes markup of a text.
+# `require-trusted-types-for` makes browsers refuse a script that turns text into markup.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -88,13 +88,13 @@ class _File:
     media_type: str
 
     @classmethod
-    @functools.cache  # an ingress that is made again in its process, as tests do, has the same files
+    @functools.cache  # an ingress made again in one process, as in tests, has the same files
     def of(cls, content: bytes, media_type: str) -> _File:
         digest = hashlib.sha256(content).hexdigest()[:32]
         return cls(content, gzip.compress(content, 9, mtime=0), f'"{digest}"', media_type)
 
     def answer(self, request: Request) -> Response:
-        """Return the file, or that the browser has it already."""
+        """Return the file, or 304 if the browser has it already."""
         headers = {**_HEADERS, "etag": self.etag}
         if self.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -106,7 +106,7 @@ class _File:
 def create_web_router(route_prefix: str = "/", plain_root: str = "") -> APIRouter:
     """Return the routes of the pages and their files, which are kept in memory. `route_prefix` is the cluster's.
 
-    `plain_root` is what / answers to a client that asks for no page, where another server's clients look for a text.
+    `plain_root` is the answer of / to a client that wants no page: another server's clients look for a text there.
     """
     router = APIRouter(include_in_schema=False)
     sources = {str(path.relative_to(FOLDER)): path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
@@ -131,7 +131,7 @@ def create_web_router(route_prefix: str = "/", plain_root: str = "") -> APIRoute
 
 
 def _page(template: str, page: str, base: str, sources: Mapping[str, bytes]) -> str:
-    """Return a page: its name, its script, and all that it imports, which browsers then fetch side by side."""
+    """Return a page: its name, its script, and all its imports, which browsers then fetch in parallel."""
     script = f"{page}.js"
     links = "\n".join(f'<link rel="modulepreload" href="{base}web/{name}">' for name in imports_of(script, sources))
     values = {"page": page, "title": page.capitalize(), "base": base, "modules": links}
@@ -142,7 +142,7 @@ def _page(template: str, page: str, base: str, sources: Mapping[str, bytes]) -> 
 
 
 def imports_of(script: str, sources: Mapping[str, bytes]) -> Iterator[str]:
-    """Yield a script and what it imports, each once."""
+    """Yield a script and its imports, each once."""
     found = [script]
     for name in found:
         yield name
@@ -178,7 +178,7 @@ def create_docs_router(title: str) -> APIRouter:
 
 
 def simulated_page(title: str, recordings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the HTML of runs of the simulator beside each other, those of `recording_of`."""
+    """Return the HTML that compares runs of the simulator, those of `recording_of`."""
     entry = "simulated.js"
     sources = {str(path.relative_to(FOLDER)): path.read_bytes() for path in FOLDER.rglob("*.js")}
     imports = {f"{_MODULE}{name}": _address_of(sources[name].decode()) for name in imports_of(entry, sources)}
@@ -198,5 +198,5 @@ def _address_of(source: str) -> str:
 
 
 def _json_in_html(value: Any) -> str:
-    """Return JSON that ends no element, whatever names are in it."""
+    """Return JSON that closes no HTML element, whatever names it has."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

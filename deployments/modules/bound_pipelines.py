@@ -22,7 +22,7 @@ class BoundPipelines:
         return self._bound[key]
 
     def forget(self, gone: ModuleSlot, in_use: Collection[int]) -> None:
-        """Forget what was made over a module that goes; `in_use` are the serials of those that requests need.
+        """Forget the pipelines over a module that goes; `in_use` are the serials of the modules that requests need.
 
         A pipeline may also know an adapter: when one goes, so do the pipelines that nobody uses now. None knows a part
         that is room alone.

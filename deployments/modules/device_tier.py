@@ -237,9 +237,9 @@ class ArenaTier:
         )
 
     def hold(self, filling: Sequence[tuple[ModuleSlot, BlockPlan | None]]) -> None:
-        """Keep what is here of all that one request places, until `end_hold`: one may not evict what the next needs.
+        """Hold all resident parts of one request until `end_hold`: placing one part may not evict the next.
 
-        What a plan does not leave on the device may go.
+        Tensors that the plan keeps off the device may go.
         """
         for slot, plan in filling:
             refs, away = slot.component.tensors, plan.staying_away if plan else frozenset()

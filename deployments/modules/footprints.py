@@ -73,7 +73,7 @@ class FootprintBook:
         self._texts: OrderedDict[str, TextFootprints] = OrderedDict()
 
     def inside(self, nbytes: int) -> int:
-        """Return how many of a forward's bytes are of the budget: those that find no room beside it."""
+        """Return the bytes of a forward that count against the budget: those that have no room beside it."""
         return 0 if self.memory is None else max(0, int(nbytes - self.memory.beside_bytes))
 
     def of(self, manifest: Manifest) -> dict[Hashable, Footprint]:

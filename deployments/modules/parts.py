@@ -162,7 +162,7 @@ class Merging(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """How the parts of a request are fitted into the budget: all of them whole, unless it says otherwise.
+    """The rule that fits the parts of a request into the budget: all of them whole by default.
 
     With `merging`, that adapter's private weights have their room. With `streams`, the largest component comes block by
     block where there is no room for all; without, only where there is none for it alone. There is room for a forward

@@ -137,7 +137,7 @@ class GenerationFailed(ServiceError):
 
 @contextlib.contextmanager
 def as_service_errors() -> Iterator[None]:
-    """Raise what the lower floors raise as ServiceErrors: around the methods of a replica."""
+    """Turn errors of the lower layers into ServiceErrors, around the methods of a replica."""
     try:
         with panics_as_errors():
             yield

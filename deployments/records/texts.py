@@ -155,7 +155,9 @@ class TextChunk:
     """A piece of completion `index` of a request; the completions of a prompt come before those of the next one.
 
     The finish reason comes with the last piece of each completion; timings, switch and warnings with the last of all.
-    The counts are of the whole request so far; the KV cache had `num_cached_tokens` of the prompts.
+    The counts are of the whole request so far; the KV cache had `num_cached_tokens` of the prompts, and of the tokens
+    of its texts `num_reasoning_tokens` were thoughts. `stopped_by` is the stop string, or the token, that the request
+    names and that ended this completion.
     """
 
     text: str
@@ -170,6 +172,8 @@ class TextChunk:
     num_cached_tokens: int = 0
     tool_calls: tuple[CalledTool, ...] = ()
     reasoning: str = ""
+    num_reasoning_tokens: int = 0
+    stopped_by: str | int | None = None
 
 
 def merge_text_chunks(older: TextChunk, newer: TextChunk) -> TextChunk | None:
@@ -182,6 +186,7 @@ def merge_text_chunks(older: TextChunk, newer: TextChunk) -> TextChunk | None:
     return replace(
         older,
         finish_reason=newer.finish_reason,
+        stopped_by=newer.stopped_by,
         text=older.text + newer.text,
         logprobs=(*older.logprobs, *newer.logprobs),
         tool_calls=(*older.tool_calls, *newer.tool_calls),
@@ -198,6 +203,7 @@ class TextChoice:
     logprobs: tuple[TokenText, ...] = ()
     tool_calls: tuple[CalledTool, ...] = ()
     reasoning: str = ""
+    stopped_by: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +223,15 @@ class TextResult:
     num_cached_tokens: int = 0
     tool_calls: tuple[CalledTool, ...] = ()
     reasoning: str = ""
+    num_reasoning_tokens: int = 0
+    stopped_by: str | int | None = None
 
     @property
     def choices(self) -> tuple[TextChoice, ...]:
         """Return all texts in the order of their indices."""
-        first = TextChoice(self.text, self.finish_reason, self.logprobs, self.tool_calls, self.reasoning)
+        first = TextChoice(
+            self.text, self.finish_reason, self.logprobs, self.tool_calls, self.reasoning, self.stopped_by
+        )
         return (first, *self.others)
 
     def as_chunk(self) -> TextChunk:
@@ -236,6 +246,8 @@ class TextResult:
             num_cached_tokens=self.num_cached_tokens,
             tool_calls=self.tool_calls,
             reasoning=self.reasoning,
+            num_reasoning_tokens=self.num_reasoning_tokens,
+            stopped_by=self.stopped_by,
         )
 
 

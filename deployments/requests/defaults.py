@@ -13,7 +13,7 @@ from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family, task_of
 from deployments.engines.records.protocol import EngineError
-from deployments.engines.stock.known import read_class
+from deployments.engines.stock.known import read_class, takes_image_prompts
 from deployments.records import NO_PROMPT, REFERENCES, ClipRequest, ImageRequest, LoraUse, RequestModel, TextOptions
 from deployments.records.errors import InvalidRequest
 
@@ -131,7 +131,8 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    for name in ("control", "ip_adapter", "acceleration", "variation"):
+    others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), "acceleration", "variation"]
+    for name in others:
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
     without = _out_of_place(request) | {"acceleration", "variation"}

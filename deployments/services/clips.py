@@ -25,7 +25,7 @@ from deployments.records import ClipRequest, VideoFormat
 MEDIA_TYPES: Final[dict[VideoFormat, str]] = {"mp4": "video/mp4", "webm": "video/webm"}
 WAV: Final = "audio/wav"
 _ENCODER: Final = "libvpx-vp9"
-# Constant quality, hardly to be told from the frames; at a speed at which a video takes less than one step of it.
+# Constant quality, nearly that of the frames; at this speed a video takes less time than one of its steps.
 _OPTIONS: Final = {"crf": "18", "b": "0", "cpu-used": "4", "row-mt": "1"}
 _MAX_DENOMINATOR: Final = 1001
 _INT16: Final = 32_767
@@ -36,9 +36,9 @@ _USUAL_FPS: Final = 10  # of diffusers' own `export_to_video`
 
 
 def clip_request(request: ClipRequest, class_name: str, source: PipelineSource) -> StockRequest:
-    """Return the request as the stock engine takes it: what it leaves open is left to the class.
+    """Return the request in the stock engine's form. Options left open take the class's defaults.
 
-    Raises EngineError for a duration where the class takes none, and for what it cannot do both.
+    Raises EngineError for a duration where the class takes none, and for options that exclude each other.
     """
     return StockRequest(
         request_id=part_id(),
@@ -62,7 +62,7 @@ def frame_rate(request: ClipRequest, source: PipelineSource) -> float:
 
 
 def _num_frames(request: ClipRequest, source: PipelineSource) -> int | None:
-    """Return how many frames a request says, None where it leaves that to the class.
+    """Return the number of frames that a request asks for, None to take the class's default.
 
     Most classes make one frame more than whole groups of 4 or 8, as their default shows.
     """
@@ -74,7 +74,7 @@ def _num_frames(request: ClipRequest, source: PipelineSource) -> int | None:
 
 
 def _timing(request: ClipRequest, class_name: str, source: PipelineSource) -> dict[str, Any]:
-    """Return the parameters of the class that say how long the clip is, and how fast."""
+    """Return the class's parameters for the length and the rate of the clip."""
     if request.num_frames is not None and request.seconds is not None:
         raise EngineError("num_frames: give either num_frames or seconds")
     found: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def _timing(request: ClipRequest, class_name: str, source: PipelineSource) -> di
 
 def encode_video(frames: npt.NDArray[np.uint8], fps: float, format_: VideoFormat) -> bytes:
     """Return frames, uint8 (number, height, width, 3), as a file of VP9. Raises av.FFmpegError."""
-    import av  # an extra, and of no use to who makes images
+    import av  # an extra, not needed for images
 
     file = io.BytesIO()
     with av.open(file, "w", format=format_) as container:

@@ -1,4 +1,4 @@
-"""An image request in the terms of its engine and of its text encoder, and what they tell as pieces of the answer."""
+"""An image request in the terms of its engine and its text encoder, and their outputs as pieces of the answer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NumberT = TypeVar("_NumberT", int, float)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageJob:
-    """A request at work, which began at `start`: its model, its engine's terms, and how it has the device.
+    """A running request, which began at `start`: its model, its engine's terms, and its way of leasing the device.
 
-    `is_whole`: denoiser and VAE are there together. `checkpoint` is what it goes on from.
+    `is_whole`: denoiser and VAE are leased together. It continues from `checkpoint`, if it has one.
     """
 
     request: ImageRequest
@@ -70,7 +70,7 @@ class ImageJob:
         )
 
     def conditioned(self, conditioning: Conditioning) -> ConditionedRequest:
-        """Return the engine's request, but for the adapters."""
+        """Return the engine's request without its adapters."""
         request = self.request
         left_s = None if request.timeout_s is None else request.timeout_s - (time.perf_counter() - self.start)
         return ConditionedRequest(
@@ -136,7 +136,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
 
 
 def progress_of(output: DiffusionOutput) -> ImageProgress:
-    """Return the progress of a step as the request gets it."""
+    """Return the progress of a step in the form for the caller."""
     previews = () if output.preview is None else tuple(output.preview)
     return ImageProgress(
         output.step_index, output.num_steps, previews, output.preview_index, output.checkpoint, output.is_moved
@@ -152,7 +152,7 @@ def result_of(
     warnings: tuple[str, ...],
     total_s: float,
 ) -> ImageResult:
-    """Return the answer that the last output makes."""
+    """Return the answer made of the last output."""
     assert output.images is not None  # it is the last
     return ImageResult(
         model=request.model,
@@ -175,7 +175,7 @@ def result_of(
 
 
 def ignored_inputs(request: ImageRequest, use_negative: bool, class_name: str) -> tuple[str, ...]:
-    """Return warnings about what was asked for and had no effect."""
+    """Return warnings about options that had no effect."""
     family, found = family_of(class_name), []
     if request.negative_prompt and not use_negative:
         found.append(f"negative_prompt had no effect: guidance is off ({class_name} needs {family.guidance.rule})")

@@ -58,11 +58,11 @@ EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
 _NO_PREVIEWS: Final = "partial_images: none were made, the device has no room for denoiser and VAE together"
-KEEP_COSTS_S: Final = 30.0  # from one writing of the measured costs to the next
+KEEP_COSTS_S: Final = 30.0  # between two writings of the measured costs
 
 
 class _PipelineEngine(NamedTuple):
-    """The engine of one pipeline, and the name that its costs are remembered under."""
+    """The engine of one pipeline, and the name under which its costs are stored."""
 
     loop: EngineLoop[ConditionedRequest, DiffusionOutput]
     engine: DiffusionEngine
@@ -71,12 +71,12 @@ class _PipelineEngine(NamedTuple):
 
 
 def _ignore(_: ImageProgress) -> None:
-    """Nobody wants progress."""
+    """Ignore progress that nobody asked for."""
 
 
 @dataclass(slots=True)
 class _Moving:
-    """A request that may be migrated, its engine once it is there, and whether that is wanted."""
+    """A request that may be migrated, its engine once it has one, and whether its migration is wanted."""
 
     model: str
     engine: _PipelineEngine | None = None
@@ -112,7 +112,7 @@ class ImageService:
         return self._num_denoising + self._stock.num_running + self._upscaling.num_running
 
     def migrate_out(self, models: Collection[str]) -> None:
-        """Let another replica go on with the requests of these models that are under way, each after its next step."""
+        """Migrate the running requests of these models to other replicas, each after its next step."""
         for request_id, moving in self._moving.items():
             if moving.model in models and not moving.is_wanted:
                 moving.is_wanted = True
@@ -132,14 +132,14 @@ class ImageService:
         checkpoint: bytes | None = None,
         encode_first: bool = False,
     ) -> ImagePiece:
-        """Return the images of a request. `on_progress` gets what it asks to get of its steps, on the event loop.
+        """Return the images of a request. `on_progress` gets the requested progress of steps, on the event loop.
 
-        `with_image_defaults` has filled the request in. With a `checkpoint` of the same request it goes on from there,
+        `with_image_defaults` has completed the request. With a `checkpoint` of the same request it goes on from there,
         and no text is encoded. Else the model is switched to while the text is being encoded; with `encode_first` after
         it, for an encoder that takes room from the same cache. A request that is migrated returns the progress that
-        says so instead. One that is cancelled ends when no step of it runs any more.
+        says so instead. A cancelled request ends when none of its steps runs any more.
 
-        Raises the ServiceErrors of `deployments.records.errors`, and what `encode_text` raises; nothing is leased then.
+        Raises the ServiceErrors of `deployments.records.errors`, and errors of `encode_text`; no lease is left then.
         """
         with as_service_errors():
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
@@ -190,7 +190,7 @@ class ImageService:
         return result_of(request, job.denoise, output, conditioning, report, warnings, time.perf_counter() - start)
 
     async def _prepare(self, job: ImageJob) -> ImageJob:
-        """Return the job with its adapters, and with how it has the device."""
+        """Return the job with its adapters and its way of leasing the device."""
         cache, request = self._module_cache, job.request
         find, versions = cache.manifests.find_version, request.adapter_versions
         adapters = {name: await find(name, versions.get(name)) for name in job.adapter_names}
@@ -204,7 +204,7 @@ class ImageService:
     async def _run_colocated(
         self, job: ImageJob, encoding: Awaitable[Conditioning], on_progress: OnProgress
     ) -> tuple[DiffusionOutput, SwitchReport]:
-        """Return the last output of a request whose whole model is leased, and the switch to that."""
+        """Return the last output of a request with its whole model leased, and the switch to the model."""
         async with job.lease(self._module_cache, is_denoise_component, job.adapter_names) as lease:
             ready = replace(job.conditioned(await encoding), adapters=lease.adapters)
             return await self._denoise(lease, ready, on_progress), lease.report
@@ -212,13 +212,13 @@ class ImageService:
     async def _run_sequentially(
         self, job: ImageJob, encoding: Awaitable[Conditioning], on_progress: OnProgress
     ) -> tuple[DiffusionOutput, SwitchReport]:
-        """Return the last output of a request that has a phase of its model at a time, and all switches."""
+        """Return the last output of a request that leases its model phase by phase, and all switches."""
         conditioned = replace(job.conditioned(await encoding), num_previews=0)
         denoise = partial(self._denoise, on_progress=on_progress, is_whole=False)
         return await self._sequential.run_phases(job, conditioned, denoise)
 
     def _merging(self, request: ImageRequest, manifest: Manifest, adapters: Mapping[str, Manifest]) -> Merging | None:
-        """Return which LoRA of the request is merged."""
+        """Return the request's LoRA to merge, if any."""
         if not request.merges_lora:
             return None
         merging = Merging(request.lora[0].name, family_of(manifest.class_name or "").denoiser_name)
@@ -235,18 +235,18 @@ class ImageService:
     async def _denoise(
         self, lease: Lease, request: ConditionedRequest, on_progress: OnProgress, *, is_whole: bool = True
     ) -> DiffusionOutput:
-        """Run one request in the engine of the leased modules, which all requests for them share; return its end.
+        """Run one request in the engine that all requests for the leased modules share; return its last output.
 
         `is_whole`: the VAE is among them, and the last output has images.
         """
         settings = await self._settings_of(lease)
         pipeline = None if is_whole else await self._sequential.denoise_pipeline(lease)
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
-        if request.request.merges_adapter:  # beside the steps of others, which it would hold up
+        if request.request.merges_adapter:  # beside other requests' steps, which it would delay
             await in_thread(engine.engine.pipeline.merge_adapter, request.request, request.adapters)
         await self._learn_footprints(lease, request, engine.engine.pipeline)
         moving = self._moving[request.request_id]
-        if moving.is_wanted:  # before it has begun
+        if moving.is_wanted:  # before its first step
             return DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)
 
         def on_output(output: DiffusionOutput) -> None:
@@ -266,7 +266,7 @@ class ImageService:
         return output
 
     async def _learn_footprints(self, lease: Lease, request: ConditionedRequest, pipeline: DenoisePipeline) -> None:
-        """Learn what forwards of a request take, beside the steps of others, where their memory is counted."""
+        """Learn the memory of a request's forwards, beside other requests' steps, if memory is counted."""
         if (book := self._module_cache.forwards.footprints) is None:
             return
         wanted, folder = request.request, lease.skeleton
@@ -319,7 +319,7 @@ class ImageService:
 
 
 def _subject(lease: Lease, settings: WorkerConfig) -> str:
-    """Return the key of a step's time beside its shape: structures and dtypes, the machine, device and threads."""
+    """Return the key of a step's time, without its shape: structures and dtypes, machine, device and threads."""
     modules = lease.modules.items()
     parts = sorted(f"{name} {type(one).__name__} {_structure(one)}" for name, one in modules)
     place = platform.node(), settings.device, str(torch.get_num_threads())
@@ -338,7 +338,7 @@ async def _kept_text(checkpoint: bytes) -> Conditioning:
 
 @contextlib.asynccontextmanager
 async def _under_way(work: Awaitable[Conditioning]) -> AsyncIterator[asyncio.Future[Conditioning]]:
-    """Begin the work, which ends with the block at the latest."""
+    """Run the work beside the block, at most until its end."""
     task = asyncio.ensure_future(work)
     try:
         yield task

@@ -43,7 +43,7 @@ from weights.storage.store import WeightStore
 
 MAX_PREPARED: Final = 64
 KEEPER_TIMEOUT_S: Final = 30.0
-REGISTRY_RETRY_S: Final = 20.0  # one that was killed is back within seconds
+REGISTRY_RETRY_S: Final = 20.0  # a killed registry is back within seconds
 REGISTRY_PAUSE_S: Final = 0.1
 
 P = ParamSpec("P")
@@ -74,7 +74,7 @@ class _ReplicaExtents(ExtentUser):
 class ModelReplica:
     """The base of the Serve deployments that run models: connection, residency of models, description.
 
-    A subclass says which kinds of models it runs and which of their components it builds, and its constructor awaits
+    A subclass defines the kinds of models that it runs and the components that it builds; its constructor awaits
     `_open`.
     """
 
@@ -96,7 +96,7 @@ class ModelReplica:
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
-        `holder` names this replica where it has leases. Raises WeightsError for a device that is not there.
+        `holder` names this replica in its leases. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
@@ -138,19 +138,19 @@ class ModelReplica:
         await prepare_models(self._module_cache, models, self._kinds, self._wants, builder.prepare)
 
     async def _connect_keeper(self, holder: str, *, keeps: bool) -> RayExtents:
-        """Return the extents of this node's keeper; with `keeps`, those that are leased here may be called back."""
+        """Return the extents of this node's keeper; with `keeps`, extents leased here may be recalled."""
         context = ray.get_runtime_context()
         here = context.get_node_id(), context.get_actor_name()
-        # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
+        # HAZARD: on the node's first replica, the question for the keeper starts it.
         keeper: Any = await self._call_registry(WeightRegistry.keeper, *here)
         return RayExtents(keeper, holder, _ReplicaExtents(self, here, keeps=keeps))
 
     def release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
-        """Release what was made of these extents and is not in use. From any thread: the event loop may be busy."""
+        """Release unused modules of these extents. From any thread: the event loop may be busy."""
         self._module_cache.release_recalled(extents, is_overdue)
 
     def find_keeper(self, node: str, replica: str | None) -> Any:
-        """Return the handle of a node's keeper. Blocks. A registry that has ended is started anew for the next call."""
+        """Return the handle of a node's keeper. Blocks. A dead registry is started anew for the next call."""
         try:
             return get(call_actor(self._registry, WeightRegistry.keeper, node, replica), KEEPER_TIMEOUT_S)
         except ray.exceptions.ActorDiedError:
@@ -158,9 +158,9 @@ class ModelReplica:
             raise
 
     async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the registry, perhaps twice: wait for one that restarts, which is not the fault of the model asked for.
+        """Call the registry, perhaps twice: wait for a restart, which is not the fault of the requested model.
 
-        One that has ended with the replicas before this one is started anew.
+        A registry that ended with earlier replicas is started anew.
         """
         deadline_s = math.inf
         while True:
@@ -170,7 +170,7 @@ class ModelReplica:
                 now_s = time.monotonic()
                 if now_s > deadline_s:
                     raise
-                deadline_s = min(deadline_s, now_s + REGISTRY_RETRY_S)  # its answer may have been waited for long
+                deadline_s = min(deadline_s, now_s + REGISTRY_RETRY_S)  # the first wait may have been long
                 is_gone = isinstance(error, ray.exceptions.ActorDiedError)
             if is_gone:
                 self._registry = await asyncio.to_thread(self._connect_registry)
@@ -181,7 +181,7 @@ class ModelReplica:
         try:
             manifest = await self._call_registry(WeightRegistry.manifest, model, version)
             if manifest.kind in ("llm", "program"):
-                with contextlib.suppress(ray.exceptions.RayTaskError):  # a version of a model that was removed since
+                with contextlib.suppress(ray.exceptions.RayTaskError):  # of a version of a model removed since
                     entry = (await self._call_registry(WeightRegistry.find_model, model)).entry
                     self._note_layers(entry)
                     self._note_program(entry, manifest)
@@ -193,19 +193,19 @@ class ModelReplica:
             raise error.cause if isinstance(error.cause, Exception) else error from None
 
     def _note_layers(self, entry: Entry | None) -> None:
-        """Follow where the config wants the layers of a language model, from its next lease on."""
+        """Follow the config's places of a language model's layers, from its next lease on."""
         if isinstance(entry, ModelConfig):
             self._module_cache.planner.gpu_layers[entry.id] = entry.gpu_layers
 
     def _note_program(self, entry: Entry | None, manifest: Manifest) -> None:
-        """Follow what the config wants of a program, from its next lease on."""
+        """Follow the config's options of a program, from its next lease on."""
 
     def invalidate(self, extents: Sequence[str]) -> None:
-        """Serve nothing that was made of these extents: they were found damaged. On the event loop."""
+        """Drop all modules of these extents, which were found damaged. On the event loop."""
         self._module_cache.invalidate(extents)
 
     async def prefetch(self, model: str) -> None:
-        """Bring the model as near as there is room that nothing needs."""
+        """Bring the model as near as free room allows."""
         with as_service_errors():
             if await self._runs(model):
                 await self._module_cache.prefetch(model, self._wants)
@@ -221,7 +221,7 @@ class ModelReplica:
         self._module_cache.unpin(model)
 
     async def evict(self, model: str) -> list[str]:
-        """Let go of what is here for this model alone. Returns the components that running requests or pins hold."""
+        """Evict the components of this model alone. Return those that running requests or pins hold."""
         return self._module_cache.evict(model)
 
     async def set_budget(self, budget_bytes: int) -> None:
@@ -234,7 +234,7 @@ class ModelReplica:
         return self._module_cache.describe() | {"skeletons": asdict(self._builder.skeletons.skeleton_stats())}
 
     def _note_load(self, model: str, version: str, error: str | None) -> None:
-        """Take in that this replica could not load a version of a model, or could again (None)."""
+        """Note that this replica failed to load a version of a model, or loaded it again (None)."""
 
     async def _runs(self, model: str) -> bool:
         return (await self._module_cache.manifests.newest(model)).kind in self._kinds
@@ -247,9 +247,9 @@ async def prepare_models(
     wanted: Callable[[Component], bool],
     prepare: Callable[[Component, Path], None],
 ) -> None:
-    """Import the classes and make the structures of models of these kinds, and build those that are to be preloaded.
+    """Import the classes and make the structures of models of these kinds, and build those to be preloaded.
 
-    The first requests then need not wait for it. Of a long list, only the beginning and what is preloaded.
+    The first requests then need not wait for it. Of a long list, only the beginning and the preloaded ones.
     """
     for number, model in enumerate(models):
         if number >= MAX_PREPARED and not model.preload:
@@ -268,7 +268,7 @@ async def prepare_models(
         except (ClusterError, WeightsError, ServiceError, EngineError) as error:
             # The registry reports it, and requests for the model will fail.
             logger.warning("model %s is not prepared: %s", model.id, error)
-    # What the libraries made at import is millions of objects that stay; looking through them all again and again
+    # The libraries' imports make millions of objects that stay; looking through them all again and again
     # makes a switch pause for 300 ms now and then.
     gc.collect()
     gc.freeze()

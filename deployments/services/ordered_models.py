@@ -1,7 +1,7 @@
-"""The models of one worker under the controller: it reports what is here, and carries out orders.
+"""The models of one worker under the controller: it reports the present models, and carries out orders.
 
-An order is carried out once, however often it comes. A model that cannot be got ready is reported with the reason,
-until it is ready or was not tried for long; when it is tried again is the controller's business.
+An order is carried out once, however often it comes. A model that cannot be loaded is reported with the reason,
+until it is ready or was not tried for long; the controller decides when it is tried again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weights.records.manifest import Manifest
 __all__ = ["OrderedModels"]
 
 MAX_REMEMBERED: Final = 64  # orders
-# Failures that are no further apart are of one load, which its modules and its order tell of: it is tried again later.
+# Failures no further apart belong to one load, reported by its modules and by its order: the next try comes later.
 ONE_LOAD_S: Final = 0.5
 _HERE: Final = ""  # this replica
 
@@ -99,7 +99,7 @@ class OrderedModels:
         )
 
     def apply(self, orders: Orders) -> None:
-        """Begin what is new of the orders."""
+        """Begin the new orders."""
         for order in orders.orders:
             if order.id not in self._taken:
                 self._taken.append(order.id)
@@ -109,7 +109,7 @@ class OrderedModels:
             self._run(self._describe(orders.describe))
 
     def note_load(self, model: str, version: str, error: str | None) -> None:
-        """Report also what a request's load came to: `error`, or None where the model could be loaded again."""
+        """Report the outcome of a request's load, too: `error`, or None when the model could be loaded again."""
         if error is None:
             self._failures.forget_model(model)
         else:
@@ -132,7 +132,7 @@ class OrderedModels:
                     manifest = await self._cache.manifests.newest(order.model)
                     version = manifest.fingerprint
                     await self._bring(manifest, order)
-        except Exception as error:  # whatever it is, it is this model's: the others go on
+        except Exception as error:  # any error is this model's: the others go on
             problem = str(error).partition("\n")[0] or type(error).__name__
             logger.warning("%s of %r failed: %s", order.action, order.model, problem)
             if version or _is_of_model(error):
@@ -161,7 +161,7 @@ class OrderedModels:
             pass
 
     async def _describe(self, asked: Collection[tuple[str, str]]) -> None:
-        """Find out what each model would take of the budget. The answers before are forgotten: they have been used."""
+        """Find the bytes of each model in the budget. Earlier answers, already used, are forgotten."""
         needs = {}
         for model, version in asked:
             try:
@@ -190,5 +190,5 @@ class OrderedModels:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Return whether a model's manifest is not to be had because of the model, and not for want of the registry."""
+    """Return whether the model, not a missing registry, is the reason that its manifest is unavailable."""
     return isinstance(error, RayTaskError) or not isinstance(error, RayError)

@@ -1,6 +1,6 @@
 """The classes of the deployments that run models, by import path: followed in a replica's process and nowhere else.
 
-Who only starts or calls these deployments imports no torch, diffusers and transformers, which take seconds.
+Processes that only start or call these deployments import no torch, diffusers or transformers, which takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PATHS: Final = {
     "TextEncoderService": "deployments.services.text_encoder:TextEncoderService",
 }
 
-# What all models of a library need: not in the middle of the first one's load.
+# Modules that all models of a library need: imported before the first one's load.
 _LIBRARIES: Final = {
     "Worker": ("diffusers.hooks", "diffusers.models.modeling_utils"),
     "TextEncoderService": ("transformers.masking_utils", "transformers.modeling_utils"),

@@ -1,4 +1,4 @@
-"""An image in phases that have the device one after the other: VAE, denoiser, VAE. For devices too small for both.
+"""An image in phases that lease the device one after the other: VAE, denoiser, VAE. For devices too small for both.
 
 A request holds one lease at a time and waits for room with none, so requests never wait for each other in a circle.
 """
@@ -29,14 +29,14 @@ from weights.records.manifest import Component
 from weights.residency.recent import Recent
 
 MAX_BLANK: Final = 8  # a blank FLUX transformer takes about 5 MB
-MAX_WAIT_S: Final = 3600.0  # for the VAE, when the steps are done: those of others end, and the request has a deadline
+MAX_WAIT_S: Final = 3600.0  # for the VAE after the steps: other requests end, and this one has a deadline
 VAE: Final = "vae"
 
 Denoise = Callable[[Lease, ConditionedRequest], Awaitable[DiffusionOutput]]  # -> the last output
 
 
 class SequentialPhases:
-    """The pipelines of one device whose denoiser and VAE are there in turn. Lives on one event loop."""
+    """The pipelines of one device that leases denoiser and VAE in turn. Lives on one event loop."""
 
     def __init__(self, cache: ModuleCache, settings: WorkerConfig, device: DeviceThread) -> None:
         self._cache = cache
@@ -47,7 +47,7 @@ class SequentialPhases:
     async def run_phases(
         self, job: ImageJob, conditioned: ConditionedRequest, run: Denoise
     ) -> tuple[DiffusionOutput, SwitchReport]:
-        """Return the images, or the last output of a request that moved, with all switches. `run` denoises.
+        """Return the images, or the last output of a migrated request, with all switches. `run` denoises.
 
         `conditioned` lacks its adapters.
         """
@@ -63,7 +63,7 @@ class SequentialPhases:
                 posteriors = await self._device.run_work(
                     pipeline.encode_inputs, conditioned.request, conditioned.conditioning, lease.adapters
                 )
-            del pipeline, lease  # a float16 VAE has made a copy of itself, which goes with them
+            del pipeline, lease  # a float16 VAE has copied itself, and the copy goes with them
             conditioned = replace(conditioned, posteriors=posteriors)
         async with take(_all_but(VAE), job.adapter_names) as lease:
             reports.append(lease.report)
@@ -71,7 +71,7 @@ class SequentialPhases:
         if output.is_moved:
             return output, _together(reports)
         loop, latents = asyncio.get_running_loop(), output.latents
-        assert latents is not None  # the VAE was not there
+        assert latents is not None  # the VAE was not leased
         start = loop.time()
         async with take(_all_but(denoiser), [], max_wait_s=MAX_WAIT_S) as lease:
             reports.append(lease.report)

@@ -17,7 +17,13 @@ from torch import nn
 
 from cluster.ray_seam.request_ids import part_id
 from deployments.engines.graph.workspace import LendingMemory
-from deployments.engines.records.protocol import AdapterUse, ComputationFailed, DiffusionOutput, StockRequest
+from deployments.engines.records.protocol import (
+    AdapterUse,
+    ComputationFailed,
+    DiffusionOutput,
+    ImagePromptUse,
+    StockRequest,
+)
 from deployments.engines.stock.adapted import with_side_paths
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
@@ -49,7 +55,7 @@ from weights.residency.recent import Recent
 
 _NO_PREVIEWS = "partial_images: none were made: diffusers' own code runs this pipeline, which shows nothing on the way"
 _MAX_PLANNERS: Final = 16  # some MB each of a large pipeline's structure
-_MAX_TEXTS: Final = 8  # of one request: its prompt, its negative prompt, and what else a class may ask for
+_MAX_TEXTS: Final = 8  # of one request: its prompt, its negative prompt, and further ones of a class
 _StockLoop = EngineLoop[StockRequest, DiffusionOutput]
 
 
@@ -63,7 +69,7 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A request with its texts, and what encoding them took."""
+    """A request with its texts, and the seconds of their encoding."""
 
     request: StockRequest
     encode_ms: float = 0.0
@@ -71,7 +77,7 @@ class _Encoded:
     warnings: tuple[str, ...] = ()
 
     def with_text(self, call: TextCall, found: Conditioning) -> _Encoded:
-        """Return it with one text more."""
+        """Return the request with one more text."""
         texts = {**(self.request.texts or {}), call.key: unpack(found.tensors)}
         cache = CacheUse(self.cache.hits + found.cache.hits, self.cache.misses + found.cache.misses)
         warnings = (*self.warnings, *(one for one in found.warnings if one not in self.warnings))
@@ -112,10 +118,10 @@ class StockService:
     async def make_images(
         self, request: ImageRequest, manifest: Manifest, source: TextSource, on_progress: OnProgress
     ) -> ImageResult:
-        """Return the images of a request. `on_progress` gets what it asks to get of its steps.
+        """Return the images of a request. `on_progress` gets the requested progress of steps.
 
-        A caller who is cancelled ends the request where it calls its next module.
-        Raises EngineError, ComputationFailed, and what a lease and `source` raise.
+        A cancelled caller ends the request at its next call of a module.
+        Raises EngineError, ComputationFailed, and errors of a lease and of `source`.
         """
         start = time.perf_counter()
         texts, is_lost = plain_texts(request.prompt_syntax or "plain", request.prompt, request.negative_prompt)
@@ -153,9 +159,9 @@ class StockService:
         source: TextSource,
         on_progress: OnProgress,
     ) -> tuple[_Made, tuple[str, ...]]:
-        """Return the outcome of a request, and warnings. Nothing is leased after it.
+        """Return the outcome of a request, and warnings. No lease is left after it.
 
-        `versions` are those of its LoRAs. One that changes a text encoder is where the text is encoded: here.
+        `versions` are those of its adapters. A LoRA that changes a text encoder is where the text is encoded: here.
         """
 
         previews = list[int]()
@@ -167,8 +173,9 @@ class StockService:
                 on_progress(progress_of(output))
 
         cache = self._module_cache
-        names = [use.name for use in stock.adapters]
-        loras = {name: await cache.manifests.find_version(name, versions.get(name)) for name in names}
+        lora_names = [use.name for use in stock.adapters]
+        names = [*lora_names, *(use.name for use in stock.image_prompts)]
+        loras = {name: await cache.manifests.find_version(name, versions.get(name)) for name in lora_names}
         parts = [part for lora in loras.values() for part in lora.components.values()]
         changes_text = any(changes_text_encoders(part.tensors) for part in parts)
         planner, first = (None, None) if changes_text else await self._plan_text(manifest, stock)
@@ -199,7 +206,9 @@ class StockService:
                 encoded = await encoding
                 self.num_running += 1
                 try:
-                    ready = replace(encoded.request, forward_bytes=planned, loras=lease.adapters)
+                    ready = replace(
+                        encoded.request, forward_bytes=planned, loras=lease.adapters, prompters=lease.adapters
+                    )
                     output = await loop.run_request(ready, on_output)
                 finally:
                     self.num_running -= 1
@@ -210,7 +219,7 @@ class StockService:
     async def _plan_text(self, manifest: Manifest, stock: StockRequest) -> tuple[TextPlanner | None, TextCall | None]:
         """Return the finder of a request's texts (None if the pipeline encodes them itself), and the first text.
 
-        Raises EngineError for what the class cannot be called with.
+        Raises EngineError for options that the class does not take.
         """
         if not any(map(is_stock_text, manifest.components.values())):
             return None, None
@@ -239,7 +248,7 @@ def _open_planner(manifest: Manifest, folder: Path) -> TextPlanner:
 def _open_model(
     manifest: Manifest, folder: Path, modules: Mapping[str, nn.Module], planner: TextPlanner | None
 ) -> StockModel:
-    """Return the model over leased modules, with what the planner has read. Raises EngineError."""
+    """Return the model over leased modules, with the planner's tokenizers and configs. Raises EngineError."""
     if planner is None:
         return StockModel(manifest.class_name or "", folder, modules)
     device = next((one.device for module in modules.values() for one in module.parameters()), torch.device("cpu"))
@@ -254,7 +263,7 @@ async def _encode(
     first: TextCall | None,
     source: TextSource,
 ) -> _Encoded:
-    """Return the request with all texts that its call asks for, one after the other: which one may hang on the last."""
+    """Return the request with all texts of its call, one after the other: a text may depend on the last."""
     if planner is None:
         return _Encoded(stock)
     encoded, call = _Encoded(replace(stock, texts={})), first
@@ -284,14 +293,14 @@ class _LoadedModel:
         return await asyncio.shield(self._loading)
 
     async def _load(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
-        # The lease's modules, and not the lease: they stay for as long as this does.
+        # The lease's modules, not the lease: they stay as long as this object.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
         engine = StockEngine(model, memory=self._memory)
         return engine, EngineLoop(self._device, engine, "stock")
 
 
 def _stock_request(request: ImageRequest) -> StockRequest:
-    """Return the request in the terms of the stock engine: what it leaves open is left to the class."""
+    """Return the request in the stock engine's form. Options left open take the class's defaults."""
     images = {"image": request.init_image, "mask_image": request.mask_image} | request.images
     return StockRequest(
         request_id=part_id(),
@@ -306,6 +315,7 @@ def _stock_request(request: ImageRequest) -> StockRequest:
         reports_steps=request.reports_steps,
         num_previews=request.partial_images,
         adapters=tuple(AdapterUse(use.name, use.scale, use.text_scale) for use in request.lora),
+        image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
     )
 
 
@@ -325,7 +335,7 @@ def _result_of(request: ImageRequest, made: _Made, warnings: tuple[str, ...], to
 
 
 def _clip_of(request: ClipRequest, made: _Made, warnings: tuple[str, ...], fps: float) -> ClipResult:
-    """Return the answer that the last output makes. Blocks: it writes the file."""
+    """Return the answer made of the last output. Blocks: it writes the file."""
     output = made.output
     if output.samples is not None:
         height = width = 0

@@ -164,7 +164,7 @@ class TextEncoderService(ModelReplica):
         with as_service_errors():
             async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:
                 (head,) = lease.modules.values()
-                features = torch.from_numpy(np.array(request.features))  # what comes from Ray is read-only
+                features = torch.from_numpy(np.array(request.features))  # arrays from Ray are read-only
                 scores = await in_thread(head.apply, features)
         result: npt.NDArray[np.float32] = scores.float().cpu().numpy()
         return result
@@ -183,19 +183,19 @@ class TextEncoderService(ModelReplica):
         return ProgramResult(outputs, {"switch": switch_ms, "run": total_ms - switch_ms, "total": total_ms})
 
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
-        """Run stages of a pipeline, one after the other; what they hand on stays on the device."""
+        """Run stages of a pipeline, one after the other; their intermediate results stay on the device."""
         with as_service_errors():
             return await self._segments.run_segment(
                 call, upstream, _EncoderOps(self._module_cache, self._encoders, call, self._run_rows)
             )
 
     async def retune(self, batching: BatchingConfig) -> None:
-        """Batch by this config from now on, waiting requests as well."""
+        """Batch by this config from now on, waiting requests included."""
         self._batching = batching
         self._batcher.retune(batching)
 
     async def describe(self) -> dict[str, Any]:
-        """Add the cache, the batches and the pipelines' segments to what every replica tells of itself."""
+        """Add the cache, the batches and the pipelines' segments to the description of a replica."""
         return await super().describe() | {
             "name": self._name,
             "cache": asdict(self._cache.cache_stats()),
@@ -212,7 +212,7 @@ class TextEncoderService(ModelReplica):
                 self._programs.compile(component)
 
     def invalidate(self, extents: Sequence[str]) -> None:
-        """Forget all encodings as well: nobody knows since when the weights that computed them were damaged."""
+        """Forget all encodings as well: it is not known since when the weights that computed them were damaged."""
         super().invalidate(extents)
         self._cache.forget_all()
 
@@ -229,7 +229,7 @@ class TextEncoderService(ModelReplica):
     def _submit(
         self, jobs: Sequence[Any], group: Hashable, costs: Sequence[int], priority: int, timeout_s: float | None
     ) -> Coroutine[Any, Any, list[Any]]:
-        priority = min(priority, self._batching.priority_levels)  # the admission queue may know more of them
+        priority = min(priority, self._batching.priority_levels)  # the admission queue may have more levels
         return self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
     def _run_items(self, jobs: Sequence[TextJob] | Sequence[ProgramJob]) -> Awaitable[Sequence[Any]]:
@@ -244,9 +244,9 @@ def _jobs_of_arrays(program: ServedProgram, arrays: Mapping[str, npt.NDArray[Any
 
 
 class _EncoderOps:
-    """The `SegmentOps` of one pipeline call: what its stages may do in a replica.
+    """The `SegmentOps` of one pipeline call: the operations of its stages in a replica.
 
-    A model is leased for its own stage only: two calls that each hold what the other waits for would never end.
+    A model is leased for its own stage only: two calls that each hold the other's next model would never end.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class _EncoderOps:
     async def program(
         self, model: str, rows: Mapping[str, Sequence[torch.Tensor]], first: int
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Run a stored program for the rows of the items, those of each group together with others' of it."""
+        """Run a stored program for the rows of the items, each group together with other calls' rows of it."""
         async with self._lease(model) as lease:
             (program,) = lease.modules.values()
             jobs = await in_thread(jobs_of_rows, program, rows, first)

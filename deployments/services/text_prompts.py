@@ -24,15 +24,15 @@ from deployments.engines.records.protocol import EngineError, SamplingParams, Te
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, PromptTokens, TextRequestRecord
 from deployments.records.errors import InvalidRequest
 
-# Without bounds, small and quantized models draw nonsense; these are llama.cpp's.
+# Without bounds, small and quantized models sample nonsense; these are llama.cpp's.
 _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05})
 _ReadT = TypeVar("_ReadT")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerUse:
-    """How the answers of a chat are read: their form, the functions that they may call, what of them the prompt has
-    already, and of how many calls the first are meant. Of `forced` functions they call one."""
+    """The reading of a chat's answers: their form, the functions that they may call, the beginning that the prompt has
+    already, and the most calls that count. An answer calls one of the `forced` functions, if there are any."""
 
     form: AnswerForm
     functions: tuple[Function, ...] = ()
@@ -51,7 +51,7 @@ class AnswerUse:
 def text_requests(
     engine: LLMEngine, request: TextRequestRecord, images: Sequence[PromptImage] = ()
 ) -> tuple[list[TextRequest], AnswerUse | None]:
-    """Return a request of the engine for each prompt, and how a chat's answers are read. `images` are those of a chat.
+    """Return an engine request for each prompt, and the reading of a chat's answers. `images` are those of a chat.
 
     Raises EngineError and InvalidRequest.
     """
@@ -96,7 +96,7 @@ def prompt_tokens(
 ) -> PromptTokens:
     """Return the tokens of a chat or of one prompt. Raises EngineError and InvalidRequest.
 
-    `has_special_tokens`: a text gets those that the tokenizer adds. A chat has those of its template.
+    `has_special_tokens`: a text gets the tokenizer's special tokens. A chat has those of its template.
     """
     if isinstance(request, ChatRequest):
         text, _ = _chat_prompt(engine, request)
@@ -144,7 +144,7 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
 
 
 def _answer_use(engine: LLMEngine, request: ChatRequest) -> AnswerUse:
-    """Return how the answers to a chat are read. Raises InvalidRequest."""
+    """Return the reading of a chat's answers. Raises InvalidRequest."""
     functions = {tool.function.name: tool.function for tool in request.tools}
     choice = request.tool_choice
     if len(functions) < len(request.tools):
@@ -188,7 +188,7 @@ def _warnings(engine: LLMEngine, request: ChatRequest, form: AnswerForm, *, has_
 
 
 def _left_out(field: str, schema: Mapping[str, Any] | None) -> list[str]:
-    """Return the parts of a schema that answers are not held to. Raises InvalidRequest."""
+    """Return the parts of a schema that are not enforced on answers. Raises InvalidRequest."""
     try:
         parts = () if schema is None else left_out_of(schema)
     except EngineError as error:
@@ -197,8 +197,8 @@ def _left_out(field: str, schema: Mapping[str, Any] | None) -> list[str]:
 
 
 def _chat_prompt(engine: LLMEngine, request: ChatRequest) -> tuple[str, AnswerUse]:
-    """Return the prompt of a chat, and how its answers are read. Where a tool must be called, the prompt has the
-    beginning of the call, behind reasoning that is over.
+    """Return the prompt of a chat, and the reading of its answers. If a tool must be called, the prompt has the
+    beginning of the call, after closed reasoning.
 
     Raises EngineError, InvalidRequest.
     """
@@ -223,7 +223,7 @@ def _chat_prompt(engine: LLMEngine, request: ChatRequest) -> tuple[str, AnswerUs
 
 
 def _naming_model(request: ChatRequest, read: Callable[[], _ReadT]) -> _ReadT:
-    """Return the result of reading a chat. Raises EngineError that names the model."""
+    """Read a chat, and return the result. Raises EngineError that names the model."""
     try:
         return read()
     except EngineError as error:
@@ -231,14 +231,14 @@ def _naming_model(request: ChatRequest, read: Callable[[], _ReadT]) -> _ReadT:
 
 
 def _hidden_tokens(engine: LLMEngine, form: AnswerForm) -> frozenset[int] | None:
-    """Return the special tokens without a text in answers; None of the form has any that its reader must see."""
+    """Return the special tokens hidden from answers; None, which is all, if the form's markers contain none."""
     special, markers = engine.grammars.special_tokens, "\n".join(form.markers)
     hidden = frozenset(id_ for text, id_ in special.items() if text not in markers)
     return None if len(hidden) == len(special) else hidden
 
 
 def _grammar_of(engine: LLMEngine, form: AnswerGrammar, use: AnswerUse | None) -> TokenConstraint:
-    """Return the constraint of an answer, after reasoning that has begun. Raises InvalidRequest."""
+    """Return the constraint of an answer, after reasoning if that has begun. Raises InvalidRequest."""
     lark = engine.grammars.lark()
     try:
         answer = lark.answer(form)
@@ -253,7 +253,7 @@ def _grammar_of(engine: LLMEngine, form: AnswerGrammar, use: AnswerUse | None) -
 def _within_budget(
     engine: LLMEngine, budget: int, use: AnswerUse, inner: TokenConstraint | None
 ) -> TokenConstraint | None:
-    """Return a constraint that ends reasoning behind so many tokens; `inner` alone where nothing is thought."""
+    """Return a constraint that ends reasoning after so many tokens; `inner` alone without reasoning."""
     form = use.form.reasoning
     if form is None or use.forced or not form.closings:
         return inner
@@ -268,7 +268,7 @@ def _within_budget(
 def _answer_grammar(engine: LLMEngine, request: ChatRequest, use: AnswerUse) -> TokenConstraint | None:
     """Return the constraint of the answer. Raises InvalidRequest for a schema that cannot be enforced.
 
-    Where tools may be called, and the answer has a schema too, it is either.
+    If tools may be called and the answer has a schema, both forms are allowed.
     """
     form = use.form
     schema = None if request.response_format is None else request.response_format.schema_of_answer
@@ -313,5 +313,5 @@ def is_echoed(request: TextRequestRecord) -> bool:
 
 
 def is_only_echoed(request: TextRequestRecord) -> bool:
-    """Return whether the answer is the prompt, and no token more: for its log probabilities."""
+    """Return whether the answer is the prompt alone, without a new token: for its log probabilities."""
     return request.max_tokens == 0

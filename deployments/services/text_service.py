@@ -50,7 +50,7 @@ from deployments.services.text_prompts import (
 )
 
 INLINE_CHARACTERS: Final = 2000  # of the texts of a request: tokenized on the event loop, within about a millisecond
-_TEXT_CHARACTERS: Final = 100  # what a text or a turn of a chat takes beside its characters, in characters
+_TEXT_CHARACTERS: Final = 100  # the fixed cost of a text or a turn of a chat, in characters
 _RequestT = TypeVar("_RequestT", bound=TextRequestRecord | EmbeddingRequest)
 _ReadT = TypeVar("_ReadT")
 
@@ -62,18 +62,18 @@ class TextService:
         self._module_cache = module_cache
         self._device = device
         # HAZARD: the first text that a tokenizer encodes may change it (its file can have truncation switched on), and
-        # two at once would meet. One thread for all, or none while it has nothing to do: no step waits for prompts.
+        # two at once would collide. One thread for all, or none while it is idle: no step waits for prompts.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._num_reading = 0  # requests that this thread has
-        self._seeing = ThreadPoolExecutor(1, thread_name_prefix="images")  # long work, for which no prompt waits
+        self._num_reading = 0  # requests in this thread
+        self._seeing = ThreadPoolExecutor(1, thread_name_prefix="images")  # for long work, which delays no prompt
 
     async def write(
         self, request: TextRequestRecord, on_chunk: Callable[[TextChunk], None], *, coalesces: bool = False
     ) -> None:
         """Write the texts of a request. `on_chunk` gets each piece as it comes, on the event loop.
 
-        With `coalesces` the first piece comes at once, and all others at the end. A caller who is cancelled ends the
-        request; this ends, however it ends, only when no step of it runs any more.
+        With `coalesces` the first piece comes at once, and all others at the end. A cancelled caller ends the
+        request; this call ends only when no step of the request runs any more.
 
         Raises the ServiceErrors of `deployments.records.errors`.
         """
@@ -144,13 +144,11 @@ class TextService:
 
     def _loop_of(self, lease: Lease) -> EngineLoop[TextRequest, TextDelta]:
         engine: LLMEngine = lease.modules["model"]
-        loop: EngineLoop[TextRequest, TextDelta] = lease.bound(
-            lambda: EngineLoop(self._device, engine, "text")
-        )
+        loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine, "text"))
         return loop
 
     async def _images_of(self, engine: LLMEngine, request: TextRequestRecord) -> list[PromptImage]:
-        """Return the images of a chat, as its model takes them. Raises EngineError, naming the model."""
+        """Return the images of a chat in its model's form. Raises EngineError, naming the model."""
         messages = request.messages if isinstance(request, ChatRequest) else ()
         pixels = [image for message in messages for image in message.images]
         if not pixels:
@@ -176,17 +174,18 @@ class TextService:
 
 
 def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
-    """Return the answer that all chunks of a stream make."""
+    """Return the answer made of all chunks of a stream."""
     last = chunks[-1]
     choices = []
     for index in range(max(chunk.index for chunk in chunks) + 1):
         own = [chunk for chunk in chunks if chunk.index == index]
-        reasons = [chunk.finish_reason for chunk in own if chunk.finish_reason]
+        ends = [chunk for chunk in own if chunk.finish_reason]
+        reason, stopped_by = (ends[-1].finish_reason or "stop", ends[-1].stopped_by) if ends else ("stop", None)
         logprobs = tuple(token for chunk in own for token in chunk.logprobs)
         calls = whole_calls([call for chunk in own for call in chunk.tool_calls])
         text = "".join(chunk.text for chunk in own)
         reasoning = "".join(chunk.reasoning for chunk in own)
-        choices.append(TextChoice(text, reasons[-1] if reasons else "stop", logprobs, calls, reasoning))
+        choices.append(TextChoice(text, reason, logprobs, calls, reasoning, stopped_by))
     return TextResult(
         model=model,
         text=choices[0].text,
@@ -201,11 +200,13 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
         tool_calls=choices[0].tool_calls,
         reasoning=choices[0].reasoning,
         num_cached_tokens=last.num_cached_tokens,
+        num_reasoning_tokens=last.num_reasoning_tokens,
+        stopped_by=choices[0].stopped_by,
     )
 
 
 class _Answer:
-    """The pieces of an answer, made of the deltas of its prompts and their completions as these come.
+    """The pieces of an answer, made of the deltas of its prompts and their completions.
 
     `form` is that of a chat's answers. The request began at `start`.
     """
@@ -221,20 +222,22 @@ class _Answer:
     ) -> None:
         self._engine = engine
         self._request = request
-        self._num_running = num_prompts  # those with completions under way
+        self._num_running = num_prompts  # prompts with completions under way
         self._readers: dict[int, AnswerReader] | None = defaultdict(form.reader) if form else None
         self._warnings = form.warnings if form else ()
         self._report = report
         self._start, self._added, self._first = start, time.perf_counter(), 0.0
         self._prompts: dict[int, TextDelta] = {}
         self._completions: dict[tuple[int, int], int] = {}
+        self._num_reasoning_tokens = 0
 
     def chunk(self, number: int, delta: TextDelta) -> TextChunk:
-        """Return the next delta, which is of prompt `number`, as a piece of the answer."""
+        """Return the next delta, of prompt `number`, as a piece of the answer."""
         self._first = self._first or time.perf_counter()
-        if is_only_echoed(self._request):  # the token behind the prompt is nobody's
+        if is_only_echoed(self._request):  # the token after the prompt is dropped
             delta = replace(delta, text="", logprob=None, num_completion_tokens=0, finish_reason="length")
         self._prompts.setdefault(number, delta)
+        num_new = delta.num_completion_tokens - self._completions.get((number, delta.index), 0)
         self._completions[number, delta.index] = delta.num_completion_tokens
         self._num_running -= delta.is_last
         chunk = TextChunk(
@@ -245,11 +248,14 @@ class _Answer:
             index=number * self._request.n + delta.index,
             logprobs=_logprobs(self._engine, delta),
             num_cached_tokens=sum(one.num_cached_tokens for one in self._prompts.values()),
+            stopped_by=delta.stopped_by,
         )
         if delta.prompt_logprobs:
             chunk = replace(chunk, text=_prompt_text(self._engine, self._request, number) + chunk.text)
         if self._readers is not None:
-            chunk = _read(chunk, self._readers[chunk.index])
+            reader = self._readers[chunk.index]
+            self._num_reasoning_tokens += num_new if reader.is_thinking else 0
+            chunk = replace(_read(chunk, reader), num_reasoning_tokens=self._num_reasoning_tokens)
         if self._num_running:
             return chunk
         return replace(chunk, timings_ms=self._timings_ms(), switch=self._report, warnings=self._warnings)
@@ -272,7 +278,7 @@ async def _run_all(
 ) -> None:
     """Run all requests together; `on_delta` gets their deltas as they come, with the number of the request.
 
-    Raises what the first one raises that fails, once none runs any more.
+    Raises the error of the first failed request, once none runs any more.
     """
     running = [
         asyncio.ensure_future(loop.run_request(request, partial(on_delta, number), coalesces=coalesces))
@@ -287,7 +293,7 @@ async def _run_all(
 
 
 def _read(chunk: TextChunk, reader: AnswerReader) -> TextChunk:
-    """Return a piece of an answer with its reasoning and its tool calls taken out of its text."""
+    """Return a piece of an answer, with reasoning and tool calls separated from the text."""
     reason = chunk.finish_reason
     piece = reader.feed(chunk.text)
     text, thought, calls = piece.text, piece.reasoning, piece.calls
@@ -325,7 +331,7 @@ def _prompt_text(engine: LLMEngine, request: TextRequestRecord, number: int) -> 
 
 
 def _echoes(engine: LLMEngine, request: TextRequestRecord, requests: Sequence[TextRequest]) -> list[TextChunk]:
-    """Return the prompts as the first pieces of their completions, where they were asked for.
+    """Return the prompts as the first pieces of their completions, if they were requested.
 
     Those with log probabilities come with the first token instead, when these are known.
     """
@@ -340,7 +346,7 @@ def _echoes(engine: LLMEngine, request: TextRequestRecord, requests: Sequence[Te
 
 
 def _logprobs(engine: LLMEngine, delta: TextDelta) -> tuple[TokenText, ...]:
-    """Return the tokens of a delta, and before them the prompt's, where their log probabilities were asked for."""
+    """Return the tokens of a delta, after the prompt's, if their log probabilities were requested."""
     return tuple(_token_text(engine, one) for one in (*delta.prompt_logprobs, delta.logprob) if one is not None)
 
 

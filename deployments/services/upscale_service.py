@@ -43,9 +43,9 @@ class UpscaleService:
         self.num_running = 0
 
     async def enlarge(self, request: ImageRequest, manifest: Manifest, on_progress: OnProgress) -> ImageResult:
-        """Return the image of a request, enlarged. `on_progress` is told of each tile where the request asks for steps.
+        """Return the image of a request, enlarged. `on_progress` gets each tile if the request asks for steps.
 
-        A caller who is cancelled ends it after the tile that runs. Raises EngineError and what a lease raises.
+        A cancelled caller ends it after the running tile. Raises EngineError and the errors of a lease.
         """
         start = time.perf_counter()
         if request.init_image is None:

@@ -1,7 +1,7 @@
-"""Worker: the Serve deployment that denoises and writes text. One replica runs any model, switching to what is asked.
+"""Worker: the Serve deployment that denoises and writes text. One replica runs any model, and switches on request.
 
-A switch leases the model's components from the module cache: what another model shares with it stays, what is missing
-is attached from the node's shared memory. Text encoding runs in its own service meanwhile.
+A switch leases the model's components from the module cache: components shared with another model stay, missing ones
+are attached from the node's shared memory. Text encoding runs in its own service meanwhile.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from weights.records.manifest import ModelKind
 
 
 class _WorkerReporter:
-    """A worker as the controller knows it: its models, and the images that it makes."""
+    """A worker's reports to the controller: its models, and its running images."""
 
     def __init__(self, models: OrderedModels, images: ImageService) -> None:
         self.changed = models.changed
@@ -73,7 +73,7 @@ class Worker(ModelReplica):
     _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "llm", "upscaler")
     _section: ClassVar[str] = "worker"
     _wants = staticmethod(is_denoise_component)
-    _ordered: OrderedModels | None = None  # without a controller, or before there is one
+    _ordered: OrderedModels | None = None  # None without a controller, or before there is one
 
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = within_memory(config.worker, config.simulated)
@@ -134,7 +134,7 @@ class Worker(ModelReplica):
         pieces.put(result)
 
     async def _generate(self, request: ImageRequest, checkpoint: bytes | None, on_progress: OnProgress) -> ImagePiece:
-        """Return the images, or the progress of a request that is migrated."""
+        """Return the images, or the progress of a migrated request."""
         try:
             return await self._images.generate(request, self._encoder.condition, on_progress, checkpoint=checkpoint)
         except EncoderDown as error:  # before the first step
@@ -165,7 +165,7 @@ class Worker(ModelReplica):
                 yield piece
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
-        """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
+        """Return the whole text in one answer: cheaper than a stream, with its message for every piece."""
         chunks: list[TextChunk] = []
         await self._texts.write(request, chunks.append, coalesces=True)
         self._count_text(chunks[-1])
@@ -198,14 +198,14 @@ class Worker(ModelReplica):
             self._count("text", last.timings_ms, last.switch)
 
     def _count(self, kind: str, timings_ms: Mapping[str, float], switch: SwitchReport | None = None) -> None:
-        """Count an answered request, and the steps that were made until now."""
+        """Count an answered request, and the steps made until now."""
         self._metrics.count_request(kind, timings_ms)
         if switch is not None:
             self._metrics.count_attached(switch.attached_bytes)
         self._metrics.count_steps(self._device.steps)
 
     async def describe(self) -> dict[str, Any]:
-        """Add the running work and the state of the text encoder to what every replica tells of itself."""
+        """Add the running work and the state of the text encoder to the description of a replica."""
         return await super().describe() | {
             "name": self._name,
             "process": os.getpid(),

@@ -70,7 +70,7 @@ _SAME_NAMES: Final = ("QwenImageTransformer2DModel", "LTXVideoTransformer3DModel
 
 
 class Layout(NamedTuple):
-    """How a file calls a layer: by `prefix` and the name in the model's own code or in diffusers, perhaps with an
+    """A file's names of layers: `prefix` and the name in the model's own code or in diffusers, perhaps with an
     underscore for each dot; and the ends of its two matrices."""
 
     prefix: str

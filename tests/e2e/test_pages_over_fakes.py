@@ -131,6 +131,13 @@ def closed(page: Any) -> None:
     page.locator("dialog").wait_for(state="detached")
 
 
+def facts_of(page: Any) -> dict[str, str]:
+    """Return what the dialog of an image says, once it is there: a list of texts is not waited for."""
+    page.locator("dialog dd").first.wait_for()
+    names, values = (page.locator(f"dialog {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    return dict(zip(names, values, strict=True))
+
+
 def test_an_image_carries_what_the_form_says(url: str, replicas: Held, open_page: OpenPage) -> None:
     page = open_page(url)
     page.get_by_label("Seed", exact=True).fill("41")
@@ -338,7 +345,7 @@ def test_a_finished_image_is_enlarged_and_enters_the_gallery(
     assert page.get_by_label("Seed", exact=True).input_value() == "42"  # as the first image left it
     page.locator("button.thumb").first.click()
     dialog = page.locator("dialog")
-    facts = dict(zip(dialog.locator("dt").all_inner_texts(), dialog.locator("dd").all_inner_texts(), strict=True))
+    facts = facts_of(page)
     told = {name: facts[name] for name in ("Model", "Prompt", "Size", "Enlarged from")}
     assert told == {
         "Model": "y2",
@@ -408,7 +415,7 @@ def test_an_ip_adapter_reads_its_image(url: str, replicas: Held, open_page: Open
     (use,) = replicas.requests[0].ip_adapter
     assert (use.name, use.scale, use.image.shape) == ("look", 0.6, (12, 20, 3))
     page.locator("button.thumb").first.click()
-    assert "look 0.6" in page.locator("dialog dd").all_inner_texts()
+    assert "look 0.6" in facts_of(page).values()
     page.keyboard.press("Escape")
     closed(page)
     section.get_by_label("None").check(force=True)
@@ -558,5 +565,5 @@ def test_the_cluster_page_is_live_and_says_when_it_is_not(
     with serve() as url:
         page = open_page(f"{url}/cluster")
         page.get_by_text("live", exact=True).wait_for()
-        assert page.get_by_role("row", name=re.compile("^flux")).count() == 1
+        page.get_by_role("row", name=re.compile("^flux")).wait_for()  # is one, or this is an error
     page.get_by_text("The server does not answer").first.wait_for()

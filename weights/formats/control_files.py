@@ -416,7 +416,7 @@ _READERS: Final[Mapping[ControlKind, _Reader]] = {
 
 
 def _count(path: Path, names: Collection[str], pattern: str) -> int:
-    """Return how many numbers, from 0, the names have in the group of a pattern. Raises FormatError for too many."""
+    """Count the different numbers that the names have in a pattern's group. Raises FormatError for too many."""
     numbers = {int(match[1]) for name in names if (match := re.match(pattern, name)) and len(match[1]) < 5}
     if len(numbers) > _MAX_BLOCKS:
         raise FormatError(f"{path}: {len(numbers)} blocks, expected at most {_MAX_BLOCKS}")

@@ -123,7 +123,7 @@ def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
 
 
 def count_tokens(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return how many tokens an adapter makes of an image, by its tensors, which have its encoder's among them."""
+    """Return the number of tokens that an adapter makes of an image, by the shapes of all its tensors."""
     if latents := shapes.get("image_proj.latents"):
         return latents[1]
     if plain := shapes.get("image_proj.proj.weight"):

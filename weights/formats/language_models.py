@@ -1,16 +1,21 @@
-"""Language models by their files: the class of a type that a config.json names, and what its template knows."""
+"""Language models by their files: the class of a type that a config.json names, what its template knows, its sizes."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from weights.formats.folder import read_any_json, read_json
 from weights.formats.gguf import read_gguf_header
 from weights.formats.untrusted import is_size
+from weights.records.dtypes import BLOCK_SIZES
 from weights.records.errors import FormatError
+from weights.records.manifest import Manifest
 
 _T = TypeVar("_T")
 CLASS_NAMES: Final = {  # of transformers
@@ -38,6 +43,18 @@ ENCODER_NAMES: Final = {
 _HEADED: Final = re.compile("(.+)For(MaskedLM|PreTraining)")
 _MAX_TEMPLATE: Final = 2**20  # bytes
 _CONFIGS: Final = ("chat_template.json", "processor_config.json", "tokenizer_config.json")
+# Sizes by their names in GGUF files, and in configs.
+_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    "context_length": ("max_position_embeddings",),
+    "embedding_length": ("hidden_size", "n_embd", "d_model", "dim"),
+    "block_count": ("num_hidden_layers", "n_layer", "n_layers"),
+    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "attention.head_count": ("num_attention_heads", "n_head", "n_heads"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "vocab_size": ("vocab_size",),
+}
+_MAX_TEXT: Final = 256  # characters of a text among them
 _THOUGHTS: Final = (
     *("</think>", "[THINK]", "<|channel|>analysis", "<|START_THINKING|>", "<|channel>", "seed:think>", "mm:think>"),
     *("<|open|>think", "my thought process:"),
@@ -65,6 +82,81 @@ def body_of(class_name: str, tensors: Mapping[str, _T]) -> tuple[str, Mapping[st
     body = f"{bodies.pop()}."
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(body)}
     return f"{headed[1]}Model" if headed else class_name, own
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModelDetails:
+    """What the files of a language model say of it, "" and 0 where they do not.
+
+    `sizes` are what GGUF files say under the names of the architecture and under `general`, without texts that are
+    long; of configs those of them that these have. `num_parameters` is 0 where values are packed into integers;
+    `quantization` is the type of most bytes.
+    """
+
+    architecture: str = ""
+    template: str = ""
+    format: str = ""
+    quantization: str = ""
+    num_parameters: int = 0
+    sizes: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+
+def language_model_details(manifest: Manifest, folder: Path) -> LanguageModelDetails:
+    """Return the details of a model, whose `folder` has all its files but the weights. Damaged ones say nothing."""
+    tensors = {
+        tensor.sha256: tensor for component in manifest.components.values() for tensor in component.tensors.values()
+    }
+    matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
+    nbytes = Counter[str]()
+    for tensor in matrices:
+        nbytes[tensor.dtype] += tensor.nbytes
+    is_packed = any(name not in BLOCK_SIZES and not name.startswith(("F", "BF")) for name in nbytes)
+    try:
+        architecture, sizes, template = _gguf_details(folder) or _config_details(folder)
+    except FormatError:
+        architecture, sizes, template = "", {}, ""
+    return LanguageModelDetails(
+        architecture,
+        template[:_MAX_TEMPLATE],
+        next((component.format for component in manifest.components.values()), ""),
+        "" if is_packed or not nbytes else nbytes.most_common(1)[0][0],
+        0 if is_packed else sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        sizes,
+    )
+
+
+def _gguf_details(folder: Path) -> tuple[str, dict[str, bool | int | float | str], str] | None:
+    if not (headers := sorted(folder.glob("*.gguf.header"))):
+        return None
+    metadata = read_gguf_header(headers[0]).metadata
+    architecture = str(metadata.get("general.architecture") or "")[:_MAX_TEXT]
+    own = (f"{architecture}.", "general.")
+    sizes = {name: value for name, value in metadata.items() if name.startswith(own) and _is_plain(value)}
+    template = metadata.get("tokenizer.chat_template")
+    return architecture, sizes, template if isinstance(template, str) else ""
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _MAX_TEXT
+    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _config_details(folder: Path) -> tuple[str, dict[str, bool | int | float | str], str]:
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type")
+    architecture = kind[:_MAX_TEXT] if isinstance(kind, str) else ""
+    text: Any = config.get("text_config")
+    own: Mapping[str, Any] = text if isinstance(text, dict) else config
+    sizes: dict[str, bool | int | float | str] = {}
+    for name, known in _SIZES.items():
+        found = next((own[key] for key in known if key in own), None)
+        if is_size(found) and isinstance(found, int) and found:
+            sizes[f"{architecture}.{name}"] = found
+    try:
+        return architecture, sizes, _template_of(folder)
+    except FormatError:
+        return architecture, sizes, ""
 
 
 def language_model_facts(folder: Path) -> Mapping[str, bool | int]:

@@ -46,8 +46,9 @@ _OLD_MATRICES: Final = tuple(
     for name in ("lora_", "lora.", "lora1.", "lora2.", "lora_linear_layer.")
     for half in ("down", "up")
 )
-_NAMED_MATRICES: Final = (".lora_A.default.weight", ".lora_B.default.weight")  # by PEFT, with its adapter's name
-_MATRICES: Final = (*_OLD_MATRICES, *_NAMED_MATRICES, ".lora_A.weight", ".lora_B.weight", ".lora_A", ".lora_B")
+_MATRICES: Final = (*_OLD_MATRICES, ".lora_A.weight", ".lora_B.weight", ".lora_A", ".lora_B")
+# What PEFT calls a matrix within a model, by the name of its adapter: "default", mostly.
+_OF_ADAPTER: Final = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.[\w-]{1,64}(\.weight|\.bias)$")
 _OF_LYCORIS: Final = (
     ".hada_w1_a",
     ".lokr_w1",
@@ -124,7 +125,12 @@ def is_kohya(name: str) -> bool:
 
 def is_lora(names: Iterable[str]) -> bool:
     """Return whether a file with tensors of these names is a LoRA, in any layout."""
-    return any(is_kohya(name) or name.endswith((*_MATRICES, *_OF_LYCORIS)) for name in names)
+    return any(is_kohya(name) or without_adapter(name).endswith((*_MATRICES, *_OF_LYCORIS)) for name in names)
+
+
+def without_adapter(name: str) -> str:
+    """Return a tensor's name without that of its adapter, which PEFT has in it while the model is there."""
+    return _OF_ADAPTER.sub(r"\1\2", name)
 
 
 def is_convertible(names: Iterable[str]) -> bool:
@@ -301,7 +307,7 @@ def is_peft(names: Sequence[str]) -> bool:
 
 
 def peft_config_of(file: Path) -> Path:
-    """Return where the config of a LoRA is that PEFT saved, as a folder or as a file in one."""
+    """Return the path of PEFT's config of a LoRA, given as a folder or as a file in one."""
     return (file if file.is_dir() else file.parent) / PEFT_CONFIG
 
 

@@ -101,7 +101,7 @@ def from_tiles(flat: Array, rows: int, columns: int) -> Array:
 
 
 def num_tiled(rows: int, columns: int) -> int:
-    """Return how many scales there are in tiles."""
+    """Return the number of scales in tiles, padding included."""
     return -(-rows // _TILE_ROWS) * _TILE_ROWS * -(-columns // _TILE_COLUMNS) * _TILE_COLUMNS
 
 

@@ -110,3 +110,8 @@ class BasePipeline:
     folder: Path
     mark: str
     components: Mapping[str, SourceComponent]
+
+    @property
+    def model_or_folder(self) -> str:
+        """The model's name, or the whole path of the folder."""
+        return str(self.folder.absolute()) if self.name == str(self.folder) else self.name

@@ -56,12 +56,12 @@ class UpscalerNet:
 
     @property
     def scale(self) -> int:
-        """Return how much wider and higher its images are."""
+        """Return the factor by which its images are wider and higher."""
         return self.growth // self.shrink
 
     @property
     def radius(self) -> int:
-        """Return how many pixels away of an image still count for one of the result."""
+        """Return the distance in pixels within which an image's pixels affect one of the result."""
         if self.kind == COMPACT:
             return self.num_blocks + 2  # a layer of 3 x 3 each
         return self.shrink * (self.num_blocks * _NUM_DENSE * _NUM_CONVS + 5)

@@ -70,8 +70,8 @@ Way = Literal["stay", "stream", "host"]
 
 
 def choose_way(nbytes: int, num_weights: int, rows: int, rates: Rates, *, is_resident: bool = False) -> Way:
-    """Return how a block of so many weights computes so many rows: where it is on the device, there after it has come
-    over the link, or on the host.
+    """Choose where a block of weights computes its rows: on the device that has it, on the device after a copy over
+    the link, or on the host.
 
     The host reads the weights once, and multiplies each with every row; what the device computes hides behind the link.
     """
@@ -97,9 +97,9 @@ class _Subtree:
 
 
 def plan_blocks(sizes: Mapping[str, int], budget_bytes: int) -> BlockPlan | None:
-    """Return how a module with tensors of these bytes runs within a budget, keeping as much of it as there is room for.
+    """Return the plan that runs a module with tensors of these bytes within a budget and keeps most of it resident.
 
-    None when it cannot: what no block has, and twice the largest block, take more.
+    None when the budget is too small for the tensors outside all blocks and twice the largest block.
     """
     found = list(_blocks(_tree(sizes), "", max(1, budget_bytes // _MIN_BLOCKS), in_list=False))
     blocks = [block_of(path, node.sizes) for path, node in sorted(found, key=lambda one: _natural(one[0]))]

@@ -85,7 +85,7 @@ def decoder_sizes(sizes: Mapping[str, int], num_layers: int, caches: Sequence[in
 def plan_layers(
     sizes: DecoderSizes, budgets: Sequence[int], wanted: GpuLayers, model: str, *, has_host: bool = True
 ) -> LayerPlan:
-    """Return where the layers of `model` compute, of devices with these bytes each.
+    """Return the device of each of `model`'s layers, for devices with these bytes each.
 
     `auto` takes as many of the last layers as have room. Raises WeightsError for a wish that no layer fits, and for one
     that leaves layers to the host where that computes none (`has_host`), and BudgetExceeded naming layers and bytes for
@@ -120,10 +120,10 @@ def plan_layers(
 def largest_caches(
     sizes_of: Callable[[int], DecoderSizes], budgets: Sequence[int], least: int, host_bytes: int | None
 ) -> int:
-    """Return how many bytes of KV caches have room where the layers are, `least` of them or more.
+    """Return the bytes of KV caches that have room beside the layers, at least `least`.
 
-    `sizes_of` gives the sizes of a decoder whose caches have so many bytes in all. They grow as long as no layer more
-    goes to the host than with the least of them, and the host's fit its bytes, None where it computes no layers.
+    `sizes_of` gives the sizes of a decoder whose caches have so many bytes in all. They grow as long as no other layer
+    goes to the host and the host's caches fit `host_bytes`, which is None when the host computes no layers.
     """
 
     def num_on_host(cache_bytes: int) -> int | None:

@@ -92,6 +92,7 @@ def externalize(
             source=origin.url or str(checkpoint.path),
             fingerprint=version,
             source_mark=mark,
+            base=like.model_or_folder if like is not None and checkpoint.kind == "controlnet" else "",
             skeleton=f"{model}/skeleton-{version}",
             components=components,
             write_skeleton=lambda target: _copy_skeleton(checkpoint, target),

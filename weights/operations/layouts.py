@@ -63,6 +63,7 @@ def publish_again(
         recheck=recheck,
         relocates=relocates,
         source_mark=manifest.source_mark,
+        base=manifest.base,
     )
     return publish_draft(store, draft, layout, weight_dir)
 

@@ -409,5 +409,7 @@ class _Copies:
         source = Path(manifest.source)
         is_single_file = manifest.kind == "diffusion" and source.is_file()
         like = open_base(manifest.model, self._store) if is_single_file else None  # its skeleton came from there
+        if base := manifest.base:
+            like = open_base(Path(base) if Path(base).is_absolute() else base, self._store)
         checkpoint = read_checkpoint(source, allow_torch=self._allow_torch, like=like)
         return {(part.name, name): tensor for part in checkpoint.components for name, tensor in part.tensors.items()}

@@ -1,4 +1,4 @@
-"""How quick one thread was at some work, lately."""
+"""The recent speed of one thread at some work."""
 
 from __future__ import annotations
 

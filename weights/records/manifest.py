@@ -280,7 +280,8 @@ class Manifest(_Record):
     """A model in the store. `skeleton` is the folder with everything of it but the weights (configs, tokenizers).
 
     `fingerprint` is the identity of its contents, wherever they came from: equal ones are one version. `source_mark`
-    says how the source looked when it was read ("" where nobody looks).
+    says how the source looked when it was read ("" where nobody looks). `base` is the pipeline by which a control in
+    one file was read: a model of the store, or a folder.
     """
 
     version: Literal[1, 2] = 1
@@ -291,6 +292,7 @@ class Manifest(_Record):
     source: str
     fingerprint: str
     source_mark: str = ""
+    base: str = ""
     layout: Layout = "combined"
     components: dict[str, Component]
     extents: dict[str, ExtentRef]

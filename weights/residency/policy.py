@@ -187,7 +187,7 @@ class _Heap(Generic[CandidateT]):
         return None
 
     def _sweep(self) -> None:
-        """Forget what may not go. Costs as much as was added since the last time."""
+        """Drop the entries that may not go. The cost is proportional to the additions since the last sweep."""
         self.placed = {candidate for candidate in self.placed if candidate in self._members}
         self._places = [(self.rank(candidate), candidate.last_used, candidate) for candidate in self.placed]
         heapq.heapify(self._places)

@@ -154,7 +154,7 @@ class Download:
             raise FormatError(str(error).replace(str(self._part_file), url)) from None
 
     def missing_bytes(self) -> int:
-        """Return how much the disk must still give, with the lines of the journal."""
+        """Return the bytes that the disk must still have room for, the journal's lines included."""
         line_bytes = _LINE_BYTES + len(self._remote.name.encode())
         lines_bytes = (self.num_parts - len(self._record.parts)) * line_bytes
         return lines_bytes + max(0, self._remote.nbytes - self._part_file.stat().st_blocks * 512)

@@ -216,7 +216,7 @@ class _CombinedPack:
         self._digest = xxhash.xxh3_128()
 
     def add_component(self, tensors: Iterable[HashedTensor]) -> Placement:
-        """Write what it shares with no one, in extents of its own; returns where all of its tensors are."""
+        """Write the tensors that are not shared, in extents of their own; return the places of all tensors."""
         by_hash = {tensor.sha256: tensor for tensor in tensors}
         placement = _shared(by_hash.values(), self._meta)
         for sha256, tensor in by_hash.items():

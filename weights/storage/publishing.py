@@ -64,6 +64,7 @@ class Draft:
     recheck: Callable[[], Manifest | None]
     relocates: bool = False
     source_mark: str = ""
+    base: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +84,9 @@ class _Placed:
 
 
 def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Path | None = None) -> Manifest:
-    """Write what the store lacks of `draft` and publish it. Packs are staged in `staging`, or inside the store.
+    """Write the missing part of `draft` and publish it. Packs are staged in `staging`, or inside the store.
 
-    What is shared with other models is read first: a damaged copy is not shared, and written anew. Raises FormatError
+    Tensors shared with other models are read first: a damaged copy is not shared, and written anew. Raises FormatError
     when the source changed, StoreError when the disk is full or cannot be written, or when the manifest would be too
     large to be read; nothing is published then.
     """
@@ -97,7 +98,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
         draft.write_skeleton(skeleton)
         shared = SharedExtents(store.packs, [component.tensors.values() for component in draft.components])
         files: list[_InlineComponent] = []
-        # What takes long, and needs no lock: the files of `inline` are the model's own, and packs never change.
+        # This takes long, and needs no lock: the files of `inline` are the model's own, and packs never change.
         if layout == "inline":
             files = _write_inline(pack, skeleton, draft.components)
         else:
@@ -272,6 +273,7 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
         source=draft.source,
         fingerprint=draft.fingerprint,
         source_mark=draft.source_mark,
+        base=draft.base,
         layout=layout,
         components={component.name: component for component in placed.components},
         extents=dict(sorted(placed.extents.items())),

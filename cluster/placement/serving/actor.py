@@ -1,9 +1,9 @@
-"""Controller: it decides which model is on which worker, every moment anew, and splits the slots of workers and text
+"""The controller: it decides every moment anew which model is on which worker, and splits the slots of workers and text
 encoders between several ingresses. A named, detached actor.
 
-Workers and queues report to it and wait for what it decides (`link.py`); it follows the registry's models, its config,
-and what the nodes hold. It has no memory that matters: killed and restarted, it gets all reports again within a tick,
-and decides as soon as every worker has reported that the queues know. With `controller.enabled: false` it only splits
+Workers and queues report to it and wait for its decisions (`link.py`); it follows the registry's models, its config,
+and the nodes' extents. It has no memory that matters: killed and restarted, it gets all reports again within a tick,
+and decides as soon as every worker known to the queues has reported. With `controller.enabled: false` it only splits
 slots.
 """
 
@@ -44,10 +44,10 @@ from configs.cluster import ClusterConfig
 
 __all__ = ["PLAN_LIVES_S", "Controller", "connect_controller"]
 
-PLAN_LIVES_S: Final = 3.0  # what was decided longer ago holds nobody up
-GAP_S: Final = 0.01  # between two decisions, whatever is reported
-REST_S: Final = PLAN_LIVES_S / 3  # between two while nothing waits, runs or changes: so often a plan has to be renewed
-HELD_S: Final = 1.0  # the registry is asked so often what the nodes hold, and what the config says
+PLAN_LIVES_S: Final = 3.0  # older decisions block no request
+GAP_S: Final = 0.01  # between two decisions, however many reports come
+REST_S: Final = PLAN_LIVES_S / 3  # between two decisions at rest: a plan has to be renewed this often
+HELD_S: Final = 1.0  # between two questions to the registry about the nodes' extents and the config
 MAX_CALLS: Final = 10_000
 _POLICIES: Final = {"latency-first": LATENCY_FIRST, "throughput-first": THROUGHPUT_FIRST}
 
@@ -65,20 +65,20 @@ class Controller:
         self._deciding = Deciding(LATENCY_FIRST, self._observations, _new_ids())
         self._mailboxes = Mailboxes()
         self._changed = asyncio.Event()
-        self._heard = asyncio.Event()  # something that the next decision may differ by, though not at once
+        self._heard = asyncio.Event()  # set by a change that the next decision takes in, though not at once
         self._decided: Decided | None = None
         self._decided_s = 0.0
         self._num_ticks = 0
         self._longest_tick_s = 0.0
         self._metrics = ControllerMetrics()
-        self._scaling: Scaling | None = None  # None until Serve has said how many workers it was asked for
+        self._scaling: Scaling | None = None  # None until Serve has reported its target of workers
         self._slots = SlotDesk()
         self._use(config.controller)
         works = (self._decide_on(), self._scale(config.name)) if self._config.enabled else (self._forget_silent(),)
         self._tasks = [asyncio.ensure_future(work) for work in (*works, self._follow_registry())]
 
     async def report(self, name: str, report: WorkerReport | AdmissionSnapshot) -> None:
-        """Take in the report of a worker or a queue. The next decision follows at once where something has changed."""
+        """Take in the report of a worker or a queue. After a change the next decision follows at once."""
         now_s = time.monotonic()
         self._mailboxes.open(name)
         self._heard.set()
@@ -93,9 +93,9 @@ class Controller:
                 self._changed.set()
 
     async def receive(self, name: str, revision: str, wait_s: float) -> Update:
-        """Return what was decided for a reporter after `revision`, or the same again after `wait_s`.
+        """Return the decision for a reporter that is newer than `revision`, or the same again after `wait_s`.
 
-        Who asks lives, and what it has reported holds.
+        The call is a sign of life, which keeps the reporter's last report valid.
         """
         self._observations.note_sign(name, time.monotonic())
         mail = await self._mailboxes.receive(name, revision, wait_s)
@@ -113,11 +113,11 @@ class Controller:
         return await self._slots.receive_slots(name, session, revision, settings, wait_s)
 
     async def retune_queues(self, config: AdmissionConfig) -> bool:
-        """Set bounds and weights of the queues of several ingresses; return whether all of them use them."""
+        """Set bounds and weights of the queues of several ingresses; return whether all queues use them."""
         return await self._slots.retune(config)
 
     async def queues(self) -> AdmissionSnapshot:
-        """Return the state of all queues together, as they have last reported."""
+        """Return the state of all queues together, by their last reports."""
         return self._observations.joined_queues()
 
     async def ended_requests(self, number: int | None) -> EndedRequests:
@@ -125,14 +125,14 @@ class Controller:
         return self._slots.ended.after(number, time.monotonic())
 
     async def change(self, change: OverrideChange) -> Overrides:
-        """Change what operators order by hand, durably, and return all of it. Raises OverrideRefused."""
+        """Change the operators' manual orders durably, and return all of them. Raises OverrideRefused."""
         models = self._decided.observed.names if self._decided else self._observations.catalog
         overrides = await self._registry.change(change, self._observations.workers.keys(), models)
         self._changed.set()
         return overrides
 
     async def describe(self, max_decisions: int) -> dict[str, Any]:
-        """Return the last decisions with their reasons, and the state that the next one is made of, JSON-able."""
+        """Return the last decisions with their reasons, and the state for the next one, JSON-able."""
         addresses = await asyncio.to_thread(node_addresses)
         decided, now_s = self._decided, time.monotonic()
         state, plan = (decided.observed.state, decided.plan) if decided else (None, SwitchPlan())
@@ -171,14 +171,14 @@ class Controller:
             try:
                 self._decide()
                 is_at_rest = self._is_at_rest()
-            except Exception:  # a plan that fails must not end the planning; without one, the last one ends by itself
+            except Exception:  # a failed plan must not end the planning; the last plan ends by itself
                 logger.exception("no decision")
             if not is_at_rest:
                 self._heard.set()
             await asyncio.sleep(GAP_S)
 
     async def _next_moment(self) -> None:
-        """Wait for a change, `tick_s` at most after something else was heard, and `REST_S` where nothing is."""
+        """Wait for a change: at most `tick_s` once any report came, and `REST_S` without one."""
         changed = asyncio.ensure_future(self._changed.wait())
         heard = asyncio.ensure_future(self._heard.wait())
         try:
@@ -190,7 +190,7 @@ class Controller:
             heard.cancel()
 
     def _is_at_rest(self) -> bool:
-        """Return whether the next decision would be the last one again, as long as nobody reports something else."""
+        """Return whether the next decision would equal the last one until a report differs."""
         decided = self._decided
         return (
             decided is not None
@@ -212,7 +212,7 @@ class Controller:
             up_s = {name: report.up_s for name, report in self._observations.workers.items()}
             idle = self._scaling.draining
             self._scaling.follow(state, up_s, began_s)
-            if idle - self._scaling.draining:  # they can work now
+            if idle - self._scaling.draining:  # these can work now
                 self._changed.set()
         if decided is None:
             return
@@ -235,11 +235,14 @@ class Controller:
         """Without decisions: forget the queues of ingresses that are gone."""
         while True:
             await asyncio.sleep(self._config.tick_s)
-            self._observations.forget_silent(time.monotonic())
-            self._mailboxes.keep(self._observations.workers.keys() | self._observations.queues)
+            try:
+                self._observations.forget_silent(time.monotonic())
+                self._mailboxes.keep(self._observations.workers.keys() | self._observations.queues)
+            except Exception:  # as in `_decide_on`: nobody else would see it, and the next round may do better
+                logger.exception("ingresses that are gone are not forgotten")
 
     async def _follow_registry(self) -> None:
-        """Follow the registry: its config, models, overrides, the nodes' memory. What it said last holds while it is
+        """Follow the registry: its config, models, overrides, the nodes' memory. Its last answer holds while it is
         away.
         """
         while True:
@@ -252,7 +255,7 @@ class Controller:
             await asyncio.sleep(HELD_S)
 
     def _use(self, config: ControllerConfig) -> None:
-        """Go by other values from the next decision on. Whether there are decisions is of the start."""
+        """Use other settings from the next decision on. `enabled` counts at the start only."""
         if config != self._config:
             self._changed.set()
         self._config, self._deciding.policy = config, _POLICIES[config.policy]
@@ -262,7 +265,7 @@ class Controller:
             self._scaling = None
 
     async def _scale(self, app: str) -> None:
-        """Have Serve run as many workers as were decided on. What it was asked for last, an earlier life knew."""
+        """Have Serve run the decided number of workers. An earlier life of this actor may have set the last target."""
         replicas, asked = ServeReplicas(app, WORKERS), -1
         while True:
             try:
@@ -275,7 +278,7 @@ class Controller:
                     await replicas.set_target(target)
                     logger.info("%d workers instead of %d: %s", target, asked, self._scaling.reason)
                     asked = target
-            except Exception as error:  # of Ray or Serve; while it is away nobody scales
+            except Exception as error:  # of Ray or Serve; without it there is no scaling
                 logger.warning("Serve does not scale: %s", str(error).partition("\n")[0])
                 await asyncio.sleep(HELD_S)
             await asyncio.sleep(self._config.tick_s)
@@ -291,7 +294,7 @@ def _new_ids() -> Iterator[str]:
 
 
 def _has_changed(before: WorkerReport, after: WorkerReport) -> bool:
-    """Return whether the worker has got, lost or failed to get something since the report before."""
+    """Return whether the worker has loaded, lost or failed to load a component since its last report."""
     return (
         before.ready.keys() != after.ready.keys()
         or before.switching_to != after.switching_to

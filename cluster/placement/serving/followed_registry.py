@@ -1,4 +1,4 @@
-"""What the controller goes by and the registry has: the config, models, orders by hand, and what nodes hold."""
+"""The registry as the controller follows it: the config, models, manual orders, and the extents that nodes hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REGISTRY_S: Final = 5.0
 
 
 class FollowedRegistry:
-    """The registry's word, as far as it was heard: what it said last holds while it is away."""
+    """The registry's last answers, which hold while it is away."""
 
     def __init__(self, snapshot: RegistrySnapshot) -> None:
         self.overrides: Overrides | None = None  # None until the registry has answered
@@ -28,26 +28,26 @@ class FollowedRegistry:
         self._held = HeldComponents()
 
     async def controller_config(self) -> ControllerConfig:
-        """Return how models are to be placed. Raises TimeoutError, and what Ray raises."""
+        """Return the settings of placement. Raises TimeoutError, and Ray's errors."""
         await self._snapshot.ready()
         async with asyncio.timeout(REGISTRY_S):
             return await self._snapshot.call_registry(WeightRegistry.controller_config)
 
     async def learn_overrides(self) -> None:
-        """Learn what was ordered by hand, unless that is known. Raises TimeoutError, and what Ray raises."""
+        """Fetch the manual orders, unless they are known. Raises TimeoutError, and Ray's errors."""
         if self.overrides is None:
             async with asyncio.timeout(REGISTRY_S), self._changing:
                 self.overrides = await self._snapshot.call_registry(WeightRegistry.overrides)
 
     async def held(self, wanted: Mapping[str, tuple[str, ...]]) -> Mapping[str, frozenset[str]]:
-        """Return which of the wanted components nodes hold whole. Raises TimeoutError, and what Ray raises."""
+        """Return the wanted components that nodes hold whole. Raises TimeoutError, and Ray's errors."""
         async with asyncio.timeout(REGISTRY_S):
             query = self._held.query(wanted)
             self._held.apply_update(await self._snapshot.call_registry(WeightRegistry.follow_groups, *query))
         return self._held.nodes
 
     async def change(self, change: OverrideChange, workers: Collection[str], models: Collection[str]) -> Overrides:
-        """Change what is ordered by hand, durably, and return all of it. Raises OverrideRefused."""
+        """Change the manual orders durably, and return all of them. Raises OverrideRefused."""
         async with self._changing:
             if self.overrides is None:
                 raise OverrideRefused("worker: the registry is restarting; try again")
@@ -55,7 +55,7 @@ class FollowedRegistry:
             try:
                 await self._snapshot.call_registry(WeightRegistry.set_overrides, overrides)
             except BaseException:
-                # It may have kept them, and only its answer is lost: it is asked before the next decision.
+                # The registry may have stored them, with only its answer lost: it is asked before the next decision.
                 self.overrides = None
                 raise
             self.overrides = overrides

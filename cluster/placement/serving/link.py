@@ -1,11 +1,11 @@
-"""The reporter's side of the controller: one task reports, another applies what it decides.
+"""The reporter's side of the controller: one task reports, another applies its decisions.
 
 While the controller is away nothing changes here: a worker keeps what it has, a queue's placement ends by itself, and
-the next controller gets all reports anew. An ingress among several reports what slots it has and wants, and takes what
-it may have. It keeps those that it has meanwhile: nobody gives them to another one. One that stood still for so long
-that they may be another's starts nothing before the controller has answered.
+the next controller gets all reports anew. One of several ingresses reports the slots that it has and wants, and takes
+its part. It keeps its slots meanwhile: no other ingress gets them. An ingress that stood still for so long
+that they may be another's starts no request before the controller has answered.
 
-At rest, what the controller knows is told again after some seconds only. Who listens sees when it has another one.
+At rest, an unchanged report is repeated only after some seconds. The listening task notices a new controller.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from cluster.records.errors import ClusterError
 from configs.admission import AdmissionConfig
 
 CALL_S: Final = 5.0
-# So often a placement is renewed, and who listens has shown that it lives: twice before it would count as stale.
+# A placement is renewed, and a listener shows a sign of life, this often: twice before it would count as stale.
 LISTEN_S: Final = STALE_S / 2
-REST_S: Final = 5.0  # between two reports at rest that differ by nothing but what time changes
+REST_S: Final = 5.0  # between two reports at rest that differ only in fields of time
 PAUSE_S: Final = 0.2
 GAP_S: Final = 0.01  # between two reports, whatever happens
 
@@ -94,18 +94,18 @@ class Link:
             task.cancel()
 
     async def _report_once(self) -> None:
-        """Report, and take in the answer."""
+        """Send a report, and take in the answer."""
         raise NotImplementedError
 
     async def _receive_once(self) -> None:
-        """Wait for what the controller decides, and apply it."""
+        """Wait for the controller's decision, and apply it."""
         raise NotImplementedError
 
     async def _lasting(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             try:
                 await work()
-            except Exception as error:  # whatever it is: nobody is held up by it, and the next round may do better
+            except Exception as error:  # any error: it blocks no request, and the next round may succeed
                 logger.warning("the controller does not answer: %s", str(error).partition("\n")[0])
                 self._controller.note_failure(error)
             await asyncio.sleep(self._pause_s)
@@ -125,12 +125,12 @@ class Link:
             try:
                 async with asyncio.timeout(CALL_S):
                     await self._receive_once()
-            except BaseException:  # the next controller knows nothing
+            except BaseException:  # the next controller needs a full report
                 self._reported = None
                 raise
 
     def _is_reported(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, rest_s: float) -> bool:
-        """Return whether the controller knows a report at rest, and was told it no longer than `rest_s` ago."""
+        """Return whether the controller has this report at rest, sent at most `rest_s` ago."""
         return report.is_at_rest and now_s < self._reported_s + rest_s and report.lasting == self._reported
 
     def _begin_report(self) -> object:
@@ -140,7 +140,7 @@ class Link:
     def _note_reported(
         self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, under_way: object
     ) -> None:
-        """Note what was reported, unless the controller may have ended since the report began."""
+        """Note the sent report, unless the controller may have ended since it began."""
         if self._reported is under_way:
             self._reported, self._reported_s = report.lasting if report.is_at_rest else None, now_s
 
@@ -149,7 +149,7 @@ Decision = TypeVar("Decision", contravariant=True)
 
 
 class Reporter(Protocol[Decision]):
-    """Whoever reports to the controller, and does what it decides: a worker's models, or a queue."""
+    """A reporter to the controller that carries out its decisions: a worker's models, or a queue."""
 
     @property
     def changed(self) -> asyncio.Event:
@@ -161,14 +161,14 @@ class Reporter(Protocol[Decision]):
         ...
 
     def apply(self, decision: Decision, /) -> None:
-        """Take in a decision: every one, most of them again and again."""
+        """Take in a decision. Most of them come repeatedly."""
         ...
 
 
 class ControllerLink(Link):
-    """The link of a worker, or of a queue as far as placement goes.
+    """The link of a worker, or the placement's link of a queue.
 
-    `tick_s` holds until the controller says another one.
+    `tick_s` holds until the controller sends another one.
     """
 
     def __init__(self, name: str, controller: NamedActor, reporter: Reporter[Any], tick_s: float) -> None:
@@ -177,7 +177,7 @@ class ControllerLink(Link):
         self._revision = ""
 
     async def _report_once(self) -> None:
-        """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
+        """Report. At rest a known report is repeated only after `REST_S`: the listening task confirms it."""
         report, now_s = await self._reporter.report(), time.monotonic()
         if self._is_reported(report, now_s, REST_S):
             return
@@ -186,11 +186,11 @@ class ControllerLink(Link):
         self._note_reported(report, now_s, under_way)
 
     async def _receive_once(self) -> None:
-        """Wait for a decision, and apply it."""
+        """Wait for a decision and apply it."""
         update = await call_actor(
             await self._controller.handle(), Controller.receive, self.name, self._revision, LISTEN_S
         )
-        if self._revision and not update.revision:  # another controller, which began between two calls
+        if self._revision and not update.revision:  # a new controller, which began between two calls
             self._reported = None
         self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
@@ -252,7 +252,7 @@ class SlotLink(Link):
         await self._queue.retune(config)
 
     async def snapshot(self) -> AdmissionSnapshot:
-        """Return the state of all queues, each as its ingress has last reported. Raises QueuesAway."""
+        """Return the state of all queues by their ingresses' last reports. Raises QueuesAway."""
         return await self._ask(Controller.queues)
 
     async def ended_requests(self, number: int | None) -> EndedRequests:
@@ -260,7 +260,7 @@ class SlotLink(Link):
         return await self._ask(Controller.ended_requests, number)
 
     async def _report_once(self) -> None:
-        """Tell what is here. Two in a row that fail show that the controller is away."""
+        """Report once. Two failures in a row mark the controller as away."""
         began_s = self._queue.now_s()
         report = await self._report(began_s)
         if self._is_reported(report, began_s, SLOT_REST_S):
@@ -298,18 +298,18 @@ class SlotLink(Link):
         )
         if update.config is not None:
             await self._queue.retune(update.config)
-            self._queue.own_slots.changed.set()  # who has set them waits for that
+            self._queue.own_slots.changed.set()  # their setter waits for this
         self._settings = update.settings
         split = update.split
         if split is not None and split.session == self._session and split.revision > self._revision:
             self._revision = split.revision
             self._queue.own_slots.set_parts(split.pools, split.bound_part)
-            self._queue.own_slots.changed.set()  # what this one has lost by it, others get once they are told
+            self._queue.own_slots.changed.set()  # others get the slots lost here once they are told
 
     async def _report(self, now_s: float) -> SlotReport:
         self._num_reports += 1
         ended: EndedRequests | None = None
-        if now_s - self._ended_s >= SLOT_REPORT_S:  # nobody waits for them
+        if now_s - self._ended_s >= SLOT_REPORT_S:  # no reader waits for them
             self._ended_s = now_s
             ended = await self._queue.ended_requests(self._next_ended)
         return SlotReport(

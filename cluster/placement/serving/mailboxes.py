@@ -1,4 +1,4 @@
-"""What the controller has decided for each reporter, until it is fetched. Lives on one event loop."""
+"""The controller's decision for each reporter, until it is fetched. Lives on one event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.placement.reports import Orders
 
 @dataclass(slots=True)
 class Mail:
-    """The answer to one reporter, under a revision. `changed` is set when there is something newer."""
+    """The answer to one reporter, under a revision. `changed` is set when a newer one comes."""
 
     content: Orders | Placement | None = None
     revision: str = ""
@@ -28,11 +28,11 @@ class Mailboxes:
         self._mails: dict[str, Mail] = {}
 
     def open(self, name: str) -> Mail:
-        """Return what is there for a reporter, who has a mailbox from now on."""
+        """Return the mail of a reporter, and make its mailbox if it has none."""
         return self._mails.setdefault(name, Mail())
 
     async def receive(self, name: str, revision: str, wait_s: float) -> Mail:
-        """Return what came after `revision`, or the same again after `wait_s`."""
+        """Return the mail newer than `revision`, or the same again after `wait_s`."""
         mail = self.open(name)
         if mail.revision == revision:
             with contextlib.suppress(TimeoutError):
@@ -42,7 +42,7 @@ class Mailboxes:
         return mail
 
     def post(self, name: str, content: Orders | Placement) -> None:
-        """Leave a reporter what was decided, unless that is there already."""
+        """Put a decision into a reporter's mailbox, unless the same is there already."""
         mail = self._mails.get(name)
         if mail is not None and mail.content == content:
             return
@@ -51,6 +51,6 @@ class Mailboxes:
             mail.changed.set()
 
     def keep(self, names: AbstractSet[str]) -> None:
-        """Forget the mailboxes of all others, who are gone."""
+        """Forget the mailboxes of all other reporters, which are gone."""
         for name in self._mails.keys() - names:
             del self._mails[name]

@@ -1,6 +1,6 @@
-"""The controller's side of slots: ingresses report here and wait for what they may have.
+"""The controller's side of slots: ingresses report here and wait for their parts.
 
-It is at the reports' pace, not at that of decisions: an ingress that wants a slot of another one waits for it.
+It works at the pace of reports, not of decisions, because an ingress waits for a slot of another one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cluster.placement.slot_book import TICK_S, SlotBook
 from cluster.process.processes import ProcessMark, is_alive
 from configs.admission import AdmissionConfig
 
-GAP_S: Final = 0.002  # between two splits, whatever is reported
+GAP_S: Final = 0.002  # between two splits, however many reports come
 CONFIRM_S: Final = 2.0
 
 logger = logging.getLogger("atelier.controller")
@@ -35,7 +35,7 @@ class SlotDesk:
         self.ended = EndedLog()
         self._book = SlotBook(uuid.uuid4().hex, _is_running)
         self._news: dict[str, asyncio.Event] = {}
-        self._confirmed: dict[str, str] = {}  # the settings that an ingress has
+        self._confirmed: dict[str, str] = {}  # by ingress: the revision of its settings
         self._next_ended: dict[str, int] = {}
         self._config: AdmissionConfig | None = None
         self._settings = ""
@@ -59,7 +59,7 @@ class SlotDesk:
         return SlotAnswer(answer.session, answer.keeps, self._next_ended.get(name))
 
     async def receive_slots(self, name: str, session: str, revision: int, settings: str, wait_s: float) -> SlotUpdate:
-        """Return what is newer than the revisions of the split and the settings, or the same again after `wait_s`."""
+        """Return the split and settings once one is newer than the given, or the same again after `wait_s`."""
         news = self._news.setdefault(name, asyncio.Event())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -70,7 +70,7 @@ class SlotDesk:
         return SlotUpdate(self._book.split_of(name), self._settings, config)
 
     async def retune(self, config: AdmissionConfig) -> bool:
-        """Set bounds and weights of all ingresses; return whether all have said in time that they use them."""
+        """Set bounds and weights of all ingresses; return whether all confirmed them in time."""
         self._config, self._settings = config, uuid.uuid4().hex
         for news in self._news.values():
             news.set()
@@ -90,7 +90,7 @@ class SlotDesk:
         return settings != self._settings or is_newer
 
     def _note_ended(self, name: str, report: SlotReport) -> None:
-        """Take over requests that have ended, by this clock. Those of a report that came before are not taken again."""
+        """Take over ended requests, by this clock. Those of an earlier report are not taken again."""
         ended = report.ended
         if ended is None or ended.next_number <= self._next_ended.get(name, 0):
             return
@@ -106,7 +106,7 @@ class SlotDesk:
             await asyncio.sleep(TICK_S)
             try:
                 gone = self._book.tick()
-            except Exception:  # of the look at a process; the next tick looks again
+            except Exception:  # from the look at a process; the next tick looks again
                 logger.exception("nobody has looked whether ingresses are still there")
                 continue
             for name in gone:
@@ -128,6 +128,6 @@ class SlotDesk:
                 for name in self._book.divide(asyncio.get_running_loop().time(), is_tick=is_tick):
                     if name in self._news:
                         self._news[name].set()
-            except Exception:  # the ingresses keep what they have, and the next split may do
+            except Exception:  # the ingresses keep their slots, and the next split may succeed
                 logger.exception("no split of slots")
             await asyncio.sleep(GAP_S)

@@ -1,14 +1,14 @@
-"""The next forward: whose turn it is, and which requests share it. Pure, over values.
+"""The next forward, and the requests that share it. Pure, over values.
 
 **Order.** Requests go in the order in which they would end if all shared the device evenly (`FairOrder`). Short
-requests overtake long ones, nobody is overtaken for ever, and no request ends later than under deficit round robin,
+requests overtake long ones, no request is overtaken for ever, and none ends later than under deficit round robin,
 which gives even shares and so lets equal requests end all together, at the end. (Source: E. Friedman, S. Henderson,
 "Fairness and efficiency in web server protocols", SIGMETRICS 2003.) A request that would miss its deadline in this
-order, and would not if it were first, goes before the others.
+order, but not as the first one, goes before the others.
 
-**Size.** The first in the order says which forward it is, and as many of those that can share it join as make the mean
+**Size.** The first request determines the forward, and as many of those that can share it join as make the mean
 latency least. While R rows wait, a batch of r rows of t(r) seconds delays all of them: the best first batch of many
-minimizes t(r) / r * (2 R + r). (For t(r) = a + b r that is r = sqrt(2 a R / b).) R is raised by what will arrive before
+minimizes t(r) / r * (2 R + r). (For t(r) = a + b r that is r = sqrt(2 a R / b).) R includes the rows expected before
 the device is idle again. No batch is chosen whose rows take longer than a row alone: one row is always a choice.
 """
 
@@ -22,34 +22,34 @@ from typing import Final
 
 from deployments.engines.costs.step_costs import StepCosts
 
-RECENT: Final = (4, 16)  # arrivals that say how many are to come
+RECENT: Final = (4, 16)  # recent arrivals that predict the coming ones
 MAX_SHARING: Final = 1024
-MAX_LOAD: Final = 0.75  # work that arrives faster than it can be done counts as this
+MAX_LOAD: Final = 0.75  # the largest load that counts, also when work arrives faster than it is done
 
 
 class FairOrder:
-    """The virtual time of requests that share one device evenly, in seconds of work that each has got."""
+    """The virtual time of requests that share one device evenly, in seconds of work done for each."""
 
     def __init__(self) -> None:
         self._time = 0.0
-        self._ends: list[float] = []  # of the requests that even shares would not have ended yet, ascending
+        self._ends: list[float] = []  # of requests unfinished under even shares, ascending
 
     def arrive(self, work_s: float) -> float:
         """Return the virtual time at which a request of `work_s` seconds, alone, would end."""
         end = self._time + work_s
-        if len(self._ends) >= MAX_SHARING:  # work was overestimated, and is never done
+        if len(self._ends) >= MAX_SHARING:  # overestimated work is never done
             self._time = max(self._time, self._ends.pop(0))
         bisect.insort(self._ends, end)
         return end
 
     def leave(self, end: float) -> None:
-        """Take out a request that will not be finished."""
+        """Remove an unfinished request."""
         place = bisect.bisect_left(self._ends, end)
         if place < len(self._ends) and self._ends[place] == end:
             del self._ends[place]
 
     def work(self, work_s: float) -> None:
-        """Move on by work that was done, for whomever."""
+        """Move on by done work of any request."""
         while self._ends and work_s > 0:
             until_next = (self._ends[0] - self._time) * len(self._ends)
             if until_next > work_s:
@@ -60,17 +60,17 @@ class FairOrder:
 
 
 class ArrivingLoad:
-    """The work that arrives, as a share of the time. A burst is no load to come: its end is noticed soon."""
+    """The arriving work, as a share of the time. A burst does not predict load: its end is noticed soon."""
 
     def __init__(self) -> None:
         self._arrivals: deque[tuple[float, float]] = deque(maxlen=max(RECENT))
 
     def arrive(self, now_s: float, work_s: float) -> None:
-        """Note a request of so much work."""
+        """Note a request of `work_s` seconds."""
         self._arrivals.append((now_s, work_s))
 
     def share(self, now_s: float) -> float:
-        """Return the least of what the last few arrivals and the last more of them say; 0 before there were enough."""
+        """Return the lower load of the last few and of the last more arrivals; 0 before there were enough."""
         shares = []
         for count in RECENT:
             if len(self._arrivals) < count:
@@ -87,7 +87,7 @@ class Candidate:
 
     A step takes one forward for each of `keys`; requests share one when they have its key. `kind` is the cost's, and
     `rows` how many of it the step takes. `max_rows` bounds a forward. `end` is the fair order's, `work_s` the work
-    and `deadline_s` by when it should be done, on the clock of `now_s`.
+    and `deadline_s` the time when it should be done, on the clock of `now_s`.
     """
 
     keys: frozenset[Hashable]
@@ -100,7 +100,7 @@ class Candidate:
 
 
 def select_batch(candidates: Sequence[Candidate], costs: StepCosts, now_s: float = 0.0, load: float = 0.0) -> list[int]:
-    """Return the ascending places in `candidates`, which are in the order of arrival, whose turn is next."""
+    """Return the ascending places of the next batch in `candidates`, which are in the order of arrival."""
     if not candidates:
         return []
     order = _in_order(candidates, now_s)

@@ -1,7 +1,7 @@
 """A request between two steps as bytes, with which another process goes on, bit for bit.
 
-Everything that steps have changed is in them: latents, the random generator, and what the solver has bound anew since
-its schedule was set (its counters and its history). The text's encoding is in them as well: encoded again, in another
+The bytes have all that steps have changed: latents, the random generator, and attributes that the solver set after
+its schedule was made (its counters and its history). The text's encoding is in them as well: encoded again, in another
 batch, it could differ by rounding. The rest follows from the request.
 """
 
@@ -26,7 +26,7 @@ _TREE, _LIST, _TENSOR = "tree", "list:", "tensor:"  # no attribute of a solver h
 def save_checkpoint(state: DenoiseState, conditioning: Mapping[str, torch.Tensor]) -> bytes | None:
     """Return the checkpoint of a state. Waits for the device.
 
-    None when there is none: the latents are not finite, or the solver keeps what is neither number nor tensor.
+    None if there can be none: the latents are not finite, or the solver keeps something else than numbers and tensors.
     """
     if numeric_failure(state) is not None:
         return None
@@ -52,13 +52,13 @@ def save_checkpoint(state: DenoiseState, conditioning: Mapping[str, torch.Tensor
 
 
 def conditioning_of(checkpoint: bytes) -> dict[str, torch.Tensor]:
-    """Return the conditioning that the request was started with. Raises EngineError as `restore_checkpoint` does."""
+    """Return the request's original conditioning. Raises EngineError as `restore_checkpoint` does."""
     conditioning: dict[str, torch.Tensor] = _load(checkpoint)["conditioning"]
     return conditioning
 
 
 def restore_checkpoint(state: DenoiseState, checkpoint: bytes) -> None:
-    """Bring a state that was just started, of the same request, to where the checkpoint was taken.
+    """Move a newly started state of the same request to the checkpoint.
 
     Raises EngineError for bytes that are no checkpoint, or one of another request.
     """
@@ -99,7 +99,7 @@ def _is_storable(value: Any) -> bool:
 
 
 def _taken_apart(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the value as JSON can say it. Its tensors go into `tensors`, each by the name that stands in its place."""
+    """Return the value in JSON. Its tensors go into `tensors`, each under the name that takes its place."""
     if isinstance(value, dict):
         return {name: _taken_apart(one, tensors) for name, one in value.items()}
     if isinstance(value, list | tuple):

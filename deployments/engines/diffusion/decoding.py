@@ -1,4 +1,4 @@
-"""Latents become images: in as few calls of the VAE as bounds and memory allow."""
+"""The decoding of latents into images, in as few calls of the VAE as bounds and memory allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deployments.engines.nn.batch_invariant import repeatable_kernels
 
 
 class LatentsDecoder:
-    """Decodes the latents of a family. `memory` is that of the pipeline, which its steps have too."""
+    """Decodes the latents of a family. `memory` is the pipeline's, which its steps share."""
 
     def __init__(
         self, family: Family, codec: ImageCodec, bounds: BatchBounds, memory: MemoryLimits, workspace: Workspace
@@ -30,12 +30,12 @@ class LatentsDecoder:
         self._workspace = workspace
 
     def room(self, height: int, width: int) -> tuple[Hashable, float]:
-        """Return the kind of work that decoding images of that size is, and how many there is room for at once."""
+        """Return the kind of work of decoding images of that size, and the number that has room at once."""
         kind, bound = decode_kind(height, width), self._bounds.decode_rows(height * width)
         return kind, min(self._memory.allowed(kind), self._workspace.most_rows(kind, bound))
 
     def latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Return latents as the VAE takes them."""
+        """Return latents in the VAE's form."""
         images = self._family.latents.unpack(latents, self._codec.size(height, width))
         return self._family.latents.unscale(images, self._codec.vae)
 
@@ -65,5 +65,5 @@ class LatentsDecoder:
 
 
 def kernels(are_repeatable: bool) -> AbstractContextManager[None]:
-    """Let a block run kernels that give the same bits in any batch, where that is asked for."""
+    """Run the block with kernels that give the same bits in any batch, if that is wanted."""
     return repeatable_kernels() if are_repeatable else nullcontext()

@@ -1,6 +1,6 @@
-"""The diffusion engine: choose a batch, denoise it, decode what has ended. Single-threaded; the caller decides when.
+"""The diffusion engine: choose a batch, denoise it, decode ended requests. Single-threaded; the caller decides when.
 
-A turn is one forward's worth of requests, or one decode's; `batch_selection.py` says whose, by the costs of
+A turn is one forward for a batch, or one decode; `batch_selection.py` chooses the batch by the costs of
 earlier turns.
 """
 
@@ -35,13 +35,13 @@ from deployments.engines.records.protocol import (
 )
 
 T = TypeVar("T")
-_MAX_AHEAD: Final = 2  # turns that the host may have begun and the device has not ended: later choices know more
+_MAX_AHEAD: Final = 2  # turns begun by the host and not ended by the device: later choices have more information
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request under way. Times are the clock's: it was added, must have ended, had its first step, was last saved
-    (or had its first step), and had its last step.
+    """A running request. Times are on the clock: of its arrival, its deadline, its first step, its last checkpoint
+    (or its first step), and its last step.
 
     `fair_end` is that of `FairOrder`.
     """
@@ -84,10 +84,10 @@ class DiffusionEngine:
         return bool(self._requests)
 
     def add_request(self, request: ConditionedRequest) -> None:
-        """Take a request in, its noise drawn.
+        """Take in a request, and draw its noise.
 
         Raises:
-            EngineError: as `DenoisePipeline.start` does, or a request of this id has not finished.
+            EngineError: as `DenoisePipeline.start` does, or for the id of an unfinished request.
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
@@ -107,7 +107,7 @@ class DiffusionEngine:
         self._requests[request.request_id] = _Running(request, state, now, self._order.arrive(work_s), deadline_s)
 
     def request_cancel(self, request_id: str) -> None:
-        """Have a denoise step that runs end before its next block, if none of its requests is wanted any more.
+        """End a running denoise step before its next block, if none of its requests is wanted any more.
 
         Callable from any thread, at any time; `abort` follows.
         """
@@ -121,9 +121,9 @@ class DiffusionEngine:
             self._order.leave(running.fair_end)
 
     def migrate_out(self, request_id: str) -> DiffusionOutput | None:
-        """Drop a request, for another process to go on with, and return its last output.
+        """Drop a request that another process will continue, and return its last output.
 
-        None for one that stays: it is unknown, has had its last step, or has no checkpoint.
+        None for a request that stays: it is unknown, has had its last step, or has no checkpoint.
         """
         running = self._requests.get(request_id)
         if running is None or running.state.done:
@@ -140,7 +140,7 @@ class DiffusionEngine:
         """Do nothing: a step is a denoise step, and not cut any further."""
 
     def step(self) -> list[DiffusionOutput]:
-        """Denoise a batch, or decode the requests that have no steps left."""
+        """Denoise a batch, or decode requests without steps left."""
         self.failures = {}
         outputs = self._extrapolate()
         if ended := [running for running in self._requests.values() if running.state.done]:
@@ -153,7 +153,7 @@ class DiffusionEngine:
             return outputs
 
     def _extrapolate(self) -> list[DiffusionOutput]:
-        """Move all requests on through their steps that take no forward."""
+        """Move all requests on through steps without a forward."""
         outputs = []
         while moving := [running for running in self._requests.values() if running.state.is_extrapolated]:
             outputs += self._moved(moving, _run_or_retry(self._step_states, [running.state for running in moving]))
@@ -165,7 +165,7 @@ class DiffusionEngine:
         return [state.failure for state in states]
 
     def _check_wanted(self, request_ids: Sequence[str]) -> None:
-        """Raise StepAborted where nobody wants any of these requests."""
+        """Raise StepAborted if none of these requests is wanted any more."""
         if self._cancelled and self._cancelled.issuperset(request_ids):
             raise StepAborted
 
@@ -175,7 +175,7 @@ class DiffusionEngine:
         work_of: Callable[[DenoiseState], Work],
         run: Callable[[Sequence[DenoiseState]], Sequence[T]],
     ) -> tuple[list[_Running], list[T | Exception]]:
-        """Run those whose turn it is; return them and what became of each, and take in what the turn cost."""
+        """Run the requests of this turn; return them and the outcome of each, and learn the cost of the turn."""
         now = self._clock()
         candidates = []
         for running in waiting:
@@ -190,7 +190,7 @@ class DiffusionEngine:
             if running.started is None and not running.state.done:
                 running.started = running.saved = now
         outcomes = _run_or_retry(run, [running.state for running in batch])
-        # A turn in which something failed, and ran again alone perhaps, says nothing of its cost.
+        # A turn with a failure, and perhaps with runs of single requests, says nothing about costs.
         is_sound = not any(isinstance(outcome, Exception) for outcome in outcomes)
         self._order.work(self.costs.seconds_per_row(kind) * rows)
         self._stopwatch.end(begun, lambda seconds: self.costs.note_call(kind, rows, seconds) if is_sound else None)
@@ -202,7 +202,7 @@ class DiffusionEngine:
         return self._moved(batch, failures)
 
     def _moved(self, batch: Sequence[_Running], failures: Sequence[Exception | None]) -> list[DiffusionOutput]:
-        """Return what requests are to get of a step that they have made, or failed at."""
+        """Return the outputs due after a step of these requests. End those whose step failed."""
         now = self._clock()
         moved = []
         for running, failure in zip(batch, failures, strict=True):
@@ -215,7 +215,7 @@ class DiffusionEngine:
         return [output for running in moved if (output := self._progress(running, previews)) is not None]
 
     def _previews(self, asked: Sequence[_Running]) -> dict[str, npt.NDArray[np.uint8]]:
-        """Return previews by request. One that cannot be made is left out: the request goes on without it."""
+        """Return previews by request. A preview that cannot be made is left out: the request goes on without it."""
         found = _run_or_retry(self.pipeline.decode_previews, [running.state for running in asked]) if asked else []
         return {
             running.request.request_id: preview
@@ -224,7 +224,7 @@ class DiffusionEngine:
         }
 
     def _progress(self, running: _Running, previews: Mapping[str, npt.NDArray[np.uint8]]) -> DiffusionOutput | None:
-        """Return what the request is to get of its step, or None for nothing."""
+        """Return the output due after the request's step, or None."""
         request, state = running.request, running.state
         preview = previews.get(request.request_id)
         checkpoint = self._checkpoint(running)
@@ -247,7 +247,7 @@ class DiffusionEngine:
         is_due = every_steps > 0 and state.step_index % every_steps == 0
         if state.done or not (is_due or 0 < every_s <= now - running.saved):
             return None
-        running.saved = now  # also when it cannot be: not tried again at every step
+        running.saved = now  # also without success, so that it is not tried at every step
         return save_checkpoint(state, request.conditioning)
 
     def _decode(self, ended: Sequence[_Running]) -> list[DiffusionOutput]:
@@ -282,7 +282,7 @@ def _run_or_retry(
         raise
     except Exception as error:
         if len(states) > 1 or is_out_of_memory(error):
-            forget_frames(error)  # they know the tensors of the call that failed, whose memory the next ones need
+            forget_frames(error)  # they refer to the tensors of the failed call, whose memory the next ones need
         if len(states) == 1:
             return [error]
     return [outcome for state in states for outcome in _run_or_retry(work, [state])]
@@ -300,7 +300,7 @@ class _Stopwatch:
         self._pending: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
 
     def begin(self) -> Any:
-        """Begin a turn and return its mark; wait until few enough are under way."""
+        """Begin a turn and return its mark, once few enough turns are under way."""
         while self._pending and (len(self._pending) >= _MAX_AHEAD or self._pending[0][1].query()):
             begun, ended, note = self._pending.popleft()
             ended.synchronize()

@@ -1,6 +1,6 @@
 """Steps without a forward: the model's output there is a Taylor polynomial of its outputs at the last computed steps.
 
-TaylorSeer (2503.06923) on the model's whole output, as diffusers' `TaylorSeerCacheConfig(use_lite_mode=True)` has it,
+TaylorSeer (2503.06923) on the model's whole output, like diffusers' `TaylorSeerCacheConfig(use_lite_mode=True)`,
 but over the noise level instead of the number of the step: schedules are not even. It belongs to one request, so that
 those with and without it share forwards, whatever their steps.
 """
@@ -16,7 +16,7 @@ import torch
 from configs.options import Acceleration
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 
-_SURE: Final = 1e-9  # a share of the output's norm: no prediction is taken for better than that
+_SURE: Final = 1e-9  # a share of the output's norm: the least error assumed of a prediction
 
 
 class Extrapolation:
@@ -29,7 +29,7 @@ class Extrapolation:
     def __init__(self, rule: Acceleration, levels: Sequence[float], workspace: Workspace = UNBOUNDED) -> None:
         self._rule, self._levels, self._workspace = rule, levels, workspace
         self._factors: list[torch.Tensor] = []
-        self._computed = -1  # the last step that was
+        self._computed = -1  # the last computed step
         self._gap = 1  # from there to the next one, where the interval adapts
 
     def skips(self, step: int) -> bool:
@@ -39,14 +39,14 @@ class Extrapolation:
         return step >= self._rule.warmup and step - self._computed < self._gap
 
     def num_computed(self, step: int) -> int:
-        """Return how many of the steps from this one on take a forward, at today's interval where that adapts."""
+        """Return the number of forwards from this step on. An adapting interval is taken as it is now."""
         left = len(self._levels) - step
         if self._rule.max_error is None:
             return self._rule.num_computed(len(self._levels), step)
         return -(-left // self._gap)
 
     def note(self, step: int, output: torch.Tensor) -> None:
-        """Take in what a step has computed. To do so twice changes nothing."""
+        """Take in the output of a computed step. A second call for the same step changes nothing."""
         found = output.to(torch.float32, copy=True)  # a view would keep the outputs of the whole batch
         if self._rule.max_error is not None and len(self._factors) > 1 and step > self._computed:
             self._gap = self._adapted(step, found, self._rule.max_error)
@@ -61,13 +61,13 @@ class Extrapolation:
         self._computed = step
 
     def predict(self, step: int) -> torch.Tensor:
-        """Return the output that a step is given, float32."""
+        """Return the predicted output of a step, float32."""
         distance = self._levels[step] - self._levels[self._computed]
         terms = (factor * (distance**power / math.factorial(power)) for power, factor in enumerate(self._factors))
         return sum(terms, torch.zeros_like(self._factors[0]))
 
     def _adapted(self, step: int, found: torch.Tensor, max_error: float) -> int:
-        """Return how far the next computed step may be: an error grows by the power of the distance after the last.
+        """Return the distance to the next computed step. An error grows by a power of the distance from the last.
 
         Waits for the device.
         """
@@ -86,17 +86,17 @@ class Extrapolation:
             self._factors, self._gap = [], 1
 
     def save(self) -> dict[str, Any]:
-        """Return what `restore` goes on from: numbers and tensors."""
+        """Return the state that `restore` continues from: numbers and tensors."""
         return {"factors": list(self._factors), "computed": self._computed, "gap": self._gap}
 
     def restore(self, saved: dict[str, Any], device: torch.device) -> None:
-        """Go on from where another one was."""
+        """Continue from a saved state."""
         self._computed, self._gap = saved["computed"], saved["gap"]
         self._keep([factor.to(device) for factor in saved["factors"]])
 
 
 def noise_levels(solver: Any) -> list[float]:
-    """Return the noise level of each timestep of a solver: its sigmas, or the timesteps where it keeps none."""
+    """Return the noise level of each timestep of a solver: its sigmas, or the timesteps if it has none."""
     timesteps = [float(one) for one in solver.timesteps.tolist()]
     sigmas = getattr(solver, "sigmas", None)
     if sigmas is None or len(sigmas) < len(timesteps):

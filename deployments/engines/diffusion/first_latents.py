@@ -1,4 +1,4 @@
-"""The latents before the first step: noise, or an image under noise; and what keeps the unmasked part of an image.
+"""The latents before the first step: noise, or an image under noise; and the kept, unmasked part of an image.
 
 Noise is drawn in the order of the stock pipelines, from the same generator: the sample of the image's latents, the
 noise, the sample of the masked image's latents. A stochastic solver goes on drawing from there. Source: diffusers 0.42,
@@ -24,19 +24,19 @@ from deployments.engines.records.protocol import DiffusionRequest, EngineError
 from weights.memory.devices import host_generator
 
 _MASKED_FROM = 128  # of 255, as stock's 0.5
-_ALIKE = 0.9995  # noises whose cosine is more are not turned into each other
+_ALIKE = 0.9995  # noises with a higher cosine are not interpolated
 
 
 @dataclass(frozen=True, slots=True)
 class KeptImage:
-    """An image of which the mask keeps a part: latents, noise and mask (1 is painted anew), all of one shape."""
+    """An image with a kept part: latents, noise and mask (1 is painted anew), all of one shape."""
 
     latents: torch.Tensor
     noise: torch.Tensor
     mask: torch.Tensor
 
     def put_back(self, solver: Any, latents: torch.Tensor, next_timestep: torch.Tensor | None) -> torch.Tensor:
-        """Return the latents with the kept part as noisy as the next step expects it; None: there is no next step."""
+        """Return the latents with the kept part as noisy as the next step expects; None if there is no next step."""
         kept = self.latents
         if next_timestep is not None:
             kept = add_noise(solver, kept, self.noise, next_timestep.reshape(1))
@@ -47,8 +47,8 @@ class KeptImage:
 class FirstLatents:
     """Latents before step `first_step` of the solver's schedule.
 
-    `extra_channels` is what the denoiser reads beside them, along the second axis: (B, 5, h, w), mask and masked image,
-    of an inpainting UNet of 9 channels; images in patches of a family that reads them beside its latents.
+    `extra_channels` are the denoiser's further inputs along the second axis: (B, 5, h, w), mask and masked image,
+    of an inpainting UNet of 9 channels; images in patches, for a family that reads them beside its latents.
     """
 
     latents: torch.Tensor
@@ -117,7 +117,7 @@ class LatentsMaker:
             masked = self._encode(image * (1 - mask), generator, dtype, request).expand(shape)
             return FirstLatents(begun, first_step, extra_channels=torch.cat([mask_B1hw, masked], dim=1))
         if self.codec.draws_latents:
-            draw(1)  # stock encodes the masked image, and does not look at it
+            draw(1)  # stock encodes the masked image and ignores it
         pack: Callable[[torch.Tensor], torch.Tensor] = family.latents.pack
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)
@@ -145,7 +145,7 @@ class LatentsMaker:
 
 
 def mixed_noise(noise: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
-    """Return noise (B, C, h, w) on the way to another, as long as both: the columns of each channel are turned.
+    """Interpolate noises (B, C, h, w) spherically, along the columns of each channel.
 
     Source: AUTOMATIC1111/stable-diffusion-webui, `modules/rng.py:slerp`, for each image.
     """
@@ -161,9 +161,9 @@ def mixed_noise(noise: torch.Tensor, other: torch.Tensor, share: float) -> torch
 
 
 def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:
-    """Return the place in the solver's schedule that the request's strength leaves to begin at, and begin there.
+    """Return the place in the solver's schedule to begin at, by the request's strength, and begin there.
 
-    Of a schedule that the request gives, stock counts the steps that the solver makes of it.
+    If the request has its own schedule, stock counts the solver's steps of it.
     """
     is_given = request.sigmas is not None or request.timesteps is not None
     num_steps = len(solver.timesteps) if is_given else request.num_inference_steps

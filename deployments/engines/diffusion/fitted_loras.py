@@ -1,8 +1,8 @@
-"""LoRAs fitted to one component of a pipeline: their modules named as it names them, in its dtype and place.
+"""LoRAs fitted to one component of a pipeline: under its names of modules, in its dtype and on its device.
 
-Files are in many layouts: `lora_names.py` knows what their names mean for a model, `lora_kinds.py` what their tensors
-add to a layer. Every tensor of a file has an effect, or its name stands in a refusal or in the log. Which module a name
-means depends on the model, so it is found out beside the model and not in the store.
+Files are in many layouts: `lora_names.py` maps names to a model's layers, `lora_kinds.py` computes what their tensors
+add to a layer. Every tensor of a file has an effect, or a refusal or the log names it. The meaning of a name
+depends on the model, so it is resolved with the model and not in the store.
 
 At their registration LoRAs are fitted to a pipeline's modules without weights, and without values of their own.
 """
@@ -37,7 +37,7 @@ from weights.operations.adapters import LoraAdapter, LoraPair, parse_adapter
 from weights.platform.torch_dtypes import TORCH_DTYPES
 from weights.records.errors import AdapterError
 
-_MAX_NAMES: Final = 5  # that a message has
+_MAX_NAMES: Final = 5  # in a message
 _Fitted = TypeVar("_Fitted")
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class FittedLoras:
     def forms_of(
         self, request: DiffusionRequest, known: Mapping[str, object]
     ) -> tuple[tuple[tuple[FittedPairs, float], ...], MergedLayers | None]:
-        """Return the pairs of a request's LoRAs with their strengths, and the one that it merges; both fill a state.
+        """Return the pairs of a request's LoRAs with their strengths, and the merged one, for its state.
 
-        Any thread may call it, so that a merged one is ready when the request starts. Raises EngineError for what is
-        not among `known` or does not fit.
+        Any thread may call it, so that a merged one is ready when the request starts. Raises EngineError for a LoRA
+        that is not `known` or does not fit.
         """
         loras = check_adapters(request.adapters, known)
-        # In one order, so that requests with the same set share a forward.
+        # In a fixed order, so that requests with the same set share a forward.
         uses = sorted(request.adapters, key=lambda use: use.name)
         if not request.merges_adapter:
             return tuple((self.pairs_of(loras[use.name]), use.scale) for use in uses), None
@@ -72,7 +72,7 @@ class FittedLoras:
         return ((merged.beside, merged.strength),) if merged.beside else (), merged
 
     def pairs_of(self, adapter: LoraAdapter) -> FittedPairs:
-        """Return the adapter's pairs with the layers that they change, none if it leaves this component alone.
+        """Return the adapter's pairs with the layers that they change, none if it has none for this component.
 
         The same object for the same adapter. Raises EngineError when it does not fit, or changes a component that none
         of the family may change.
@@ -84,13 +84,13 @@ class FittedLoras:
         return pairs
 
     def _merge(self, adapter: LoraAdapter, strength: float) -> MergedLayers:
-        """Return the adapter merged into private copies of the layers that it changes. They go with the adapter.
+        """Return the adapter merged into private copies of its layers, which are dropped with the adapter.
 
         The same object for the same adapter and strength, of which the last one is kept.
         """
         found = self._merged.get(adapter)
         if found is None or found.strength != strength:
-            with self._merging:  # whoever finds its own ready does not wait for another's
+            with self._merging:  # a request with a ready copy does not wait for another's
                 found = self._merged.get(adapter)
                 if found is None or found.strength != strength:
                     pairs = self.pairs_of(adapter)
@@ -100,7 +100,7 @@ class FittedLoras:
         return found
 
     def check(self, adapter: LoraAdapter) -> None:
-        """Raise what `pairs_of` does, of tensors without values and a module without weights."""
+        """Raise the errors of `pairs_of`, for tensors without values and a module without weights."""
         self._fit(adapter, check_targets)
 
     def _fit(self, adapter: LoraAdapter, fit: Callable[[nn.Module, Pairs], _Fitted]) -> _Fitted:
@@ -142,7 +142,7 @@ class FittedLoras:
 def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> dict[str, LoraAdapter]:
     """Return the LoRAs among `known` by name.
 
-    Raises EngineError for a use of one that is not there, twice of one, or of a strength that is no number.
+    Raises EngineError for an unknown LoRA, a repeated one, or a strength that is no number.
     """
     names = [use.name for use in uses]
     loras = {name: adapter for name, adapter in known.items() if isinstance(adapter, LoraAdapter)}
@@ -157,10 +157,10 @@ def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> d
 
 
 def _read_raw(adapter: LoraAdapter, family: AdaptedParts, component: str, module: nn.Module) -> Pairs:
-    """Return what a file in another layout than diffusers' adds to a component, by the paths of its module.
+    """Return the pairs that a file in another layout than diffusers' has for a component, by its module's paths.
 
-    Raises EngineError for a tensor of no kind that is read, of a component that cannot be adapted, or that does not go
-    with its others; and where none of the names is one of the module's. Of several, the log says which are not.
+    Raises EngineError for a tensor of an unknown kind, of a component that cannot be adapted, or that does not go
+    with its others; and if none of the names is one of the module's. If some are not, the log names them.
     """
     layers = _layers_of(adapter, family, component)
     known = layer_names(type(module).__name__, [path for path, _ in module.named_modules() if path])
@@ -172,7 +172,7 @@ def _read_raw(adapter: LoraAdapter, family: AdaptedParts, component: str, module
         _warn(adapter, f"{len(absent)} of {len(layers)} modules are not in a {type(module).__name__}", absent)
     config = adapter.configs.get(component, LoraConfig())
     pairs: dict[str, LoraPair] = {}
-    # What diffusers calls so first, then what is one of its layers: a file may have one fused and divided.
+    # diffusers' own names first, then other names of its layers: a file may have a layer fused and divided.
     for name in sorted(there, key=lambda name: (there[name].paths != (name,), len(there[name].paths))):
         if twice := [path for path in there[name].paths if path in pairs]:
             _warn(adapter, f"{twice[0]} is there twice, and the other one", [name])
@@ -183,7 +183,7 @@ def _read_raw(adapter: LoraAdapter, family: AdaptedParts, component: str, module
 
 
 def _layers_of(adapter: LoraAdapter, family: AdaptedParts, component: str) -> dict[str, Parts]:
-    """Return the tensors of a component, by the layer's name and by what they are of it. Raises EngineError."""
+    """Return the tensors of a component, by the layer's name and by their role in it. Raises EngineError."""
     aliases = _aliases(family)
     layers: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     for name, tensor in adapter.raw.items():
@@ -206,13 +206,13 @@ def _adaptable(family: AdaptedParts) -> list[str]:
 
 
 def _aliases(family: AdaptedParts) -> dict[str, str]:
-    """Return which component each name of one in a file means."""
+    """Return the component of each name that files use for one."""
     aliases = {alias: name for name, own in family.lora_encoders.items() for alias in (name, *own)}
     return aliases | dict.fromkeys((DENOISER, family.denoiser_name), family.denoiser_name)
 
 
 def _product(path: str, pair: LoraPair) -> Product:
-    """Return a pair as what a file says of a layer."""
+    """Return a pair as the product of a file's layer."""
     lengths = pair.magnitude if pair.magnitude is None or not pair.by_input else pair.magnitude[None]
     return Product(pair.down, pair.up, pair.scale, lengths, pair.bias, {LENGTHS: path})
 
@@ -220,7 +220,7 @@ def _product(path: str, pair: LoraPair) -> Product:
 def _placed(
     name: str, layer: NamedLayer, product: Product, module: nn.Module, family: AdaptedParts
 ) -> dict[str, LoraPair]:
-    """Return a layer's product for each layer of the module that it is: each has its rows. Raises EngineError."""
+    """Return the rows of a file layer's product for each layer of the module that it covers. Raises EngineError."""
     if product.features is not None:
         return _mapped(name, layer, product, product.features, module)
     by_input = product.has_lengths_of_inputs
@@ -257,7 +257,7 @@ def _placed(
 def _mapped(
     name: str, layer: NamedLayer, product: Product, features: FeatureMap, module: nn.Module
 ) -> dict[str, LoraPair]:
-    """Return a layer's map of features for each layer of the module that it is, with its rows of the product."""
+    """Return a file layer's map of features for each layer of the module that it covers, with its rows."""
     targets: dict[str, Any] = {path: module.get_submodule(path) for path in layer.paths}
     first, *_ = product.names.values()
     if layer.swaps_halves or any(_num_outputs(target) == 0 for target in targets.values()):
@@ -290,7 +290,7 @@ def _mapped(
 
 
 def _of_layer(features: FeatureMap, inputs: int) -> FeatureMap:
-    """Return a map for a layer with so many inputs: one block of turns may be that of all of them."""
+    """Return a map for a layer with so many inputs: one block of turns may serve all of them."""
     if isinstance(features, Turns) and features.of_inputs and features.stages.shape[1] == 1:
         return features.changed(lambda one: one.expand(-1, inputs // one.shape[-1], -1, -1))
     return features
@@ -307,7 +307,7 @@ def _num_inputs(layer: nn.Module) -> int:
 def _shaped(pair: LoraPair, target: nn.Module) -> LoraPair:
     """Return a pair with the axes of its target: a matrix may be written as a kernel of one place, and the reverse."""
     down, up, scale = pair.down, pair.up, pair.scale
-    if not down.shape[1]:  # of a bias alone
+    if not down.shape[1]:  # a bias alone
         down = down.new_zeros(1, _num_inputs(target))
     kernel = tuple(getattr(target, "kernel_size", ()))
     if kernel and down.ndim == 2:
@@ -316,7 +316,7 @@ def _shaped(pair: LoraPair, target: nn.Module) -> LoraPair:
         down, up = down.view(*down.shape, *ones).expand(-1, -1, *places), up.view(*up.shape, *ones)
     elif not kernel and math.prod(down.shape[2:]) == 1:
         down, up = down.flatten(1), up.flatten(1)
-    if pair.bias is not None:  # which no scale is for
+    if pair.bias is not None:  # the bias has no scale
         up, scale = up * scale, 1.0
     return replace(pair, down=down, up=up, scale=scale)
 
@@ -331,7 +331,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def check_lora(adapter: Checkpoint, base: AdapterBase, family: AdaptedParts) -> None:
-    """Raise AdapterError for what its first request would be refused for: a layer that is absent or of another size."""
+    """Raise AdapterError for a misfit that would refuse its first request: a layer is absent or of another size."""
     (component,) = adapter.components
     lora = parse_adapter(adapter.path, _blank_tensors(component.tensors), component.metadata)
     try:
@@ -353,7 +353,7 @@ def _fit(lora: LoraAdapter, family: AdaptedParts, name: str, base: AdapterBase) 
 
 
 def _blank_tensors(tensors: Mapping[str, SourceTensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of these names, types and shapes without values; of single numbers, which are read, ones."""
+    """Return tensors of these names, types and shapes without values; single numbers, which are read, are 1."""
     return {
         name: torch.ones(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
         if math.prod(tensor.shape) == 1 and len(tensor.shape) < 2

@@ -1,6 +1,6 @@
-"""The solvers of models of flow matching, also by the names of those of noise that compute the same.
+"""The solvers of flow matching models, also under the names of noise solvers that compute the same.
 
-UIs and their clients name Euler, whatever the model is; a step of Euler is the same for both, and so is one of DDIM,
+UIs and their clients name Euler for any model; a step of Euler is the same for both, and so is one of DDIM,
 which adds no noise. Of other solvers diffusers has a form for flows. Source of the ancestral steps: ComfyUI,
 `comfy/k_diffusion/sampling.py:sample_euler_ancestral_RF`; of the spacings: `comfy/samplers.py`.
 """
@@ -26,7 +26,7 @@ _SAME: Final = {
     "LCMScheduler": "FlowMatchLCMScheduler",
 }
 _ANCESTRAL: Final = "EulerAncestralDiscreteScheduler"
-# Classes that are made for noise, and solve flows where their config says so.
+# Classes made for noise that solve flows if their config says so.
 _BOTH: Final = (
     *("DEISMultistepScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler"),
     "UniPCMultistepScheduler",
@@ -37,8 +37,8 @@ _SIGMAS: Final = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigma
 
 
 class SpacedFlow(diffusers.FlowMatchEulerDiscreteScheduler):
-    """Euler over a flow, its steps spaced as `spacing` says: "trailing" ends a step above 0, "linspace" at the last
-    timestep of training. None is whatever the pipeline asks for.
+    """Euler over a flow, its steps spaced by `spacing`: "trailing" ends a step above 0, "linspace" at the last
+    timestep of training. None keeps the pipeline's spacing.
     """
 
     spacing: str | None = None
@@ -60,7 +60,7 @@ class SpacedFlow(diffusers.FlowMatchEulerDiscreteScheduler):
         """Return the last sigma before the shift."""
         if self.spacing == "trailing":
             return 1 / steps
-        # Karras' and its kin lie between the first and the last one, others in even steps of what is shifted already.
+        # Karras' and its kin lie between the first and the last one, others in even steps of the shifted schedule.
         is_bent = any(self.config.get(name) for name in _SIGMAS)
         return 1 / self.config["num_train_timesteps"] if is_bent else self.sigma_min
 
@@ -98,9 +98,9 @@ def is_flow(solver: Any) -> bool:
 
 
 def flow_solver(config: Mapping[str, Any], name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    """Return the class for one of `NAMES`, what it has in place of a model's `config`, and its spacing, if it is given.
+    """Return the class for one of `NAMES`, its config in place of a model's `config`, and its spacing, if given.
 
-    Raises EngineError for a spacing that no flow has.
+    Raises EngineError for a spacing that flows do not have.
     """
     others, spacing = {key: value for key, value in options.items() if key != _SPACING}, options.get(_SPACING)
     shift = config.get("shift", config.get("flow_shift", 1.0))

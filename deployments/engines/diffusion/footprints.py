@@ -33,12 +33,12 @@ from weights.operations.adapters import LoraPair
 from weights.platform.torch_seam import fake_mode
 from weights.records.manifest import Manifest
 
-_DECODED: Final = 16  # images at once, at most: some VAEs take them one after the other, and recordings last as long
+_DECODED: Final = 16  # the most images at once: some VAEs take them one after the other, and so do recordings
 
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """The adapters of a request of the twin: those of `DenoiseState`, LoRAs with their names."""
+    """The adapters of a twin's request: those of `DenoiseState`, LoRAs with their names."""
 
     loras: tuple[tuple[str, FittedPairs], ...] = ()
     controls: tuple[Control, ...] = ()
@@ -48,8 +48,8 @@ class _Adapted:
 class PipelineTwin(DenoisePipeline):
     """A pipeline of fake tensors, whose forwards are recorded as they would run on `device`. One thread at a time.
 
-    Its modules are blank ones (`blank_module`) that nobody else uses. What a batch takes most is recorded: one image of
-    each request, the results of its time and text not known yet, and one beside it where a family reads some. Adapters
+    Its modules are blank ones (`blank_module`) of its own. The costliest case of a batch is recorded: one image of
+    each request, with no results of time and text computed ahead, and a reference if the family reads some. Adapters
     are those of every row: LoRAs on the side path, and ControlNets in a step in which all of them act.
     """
 
@@ -67,7 +67,7 @@ class PipelineTwin(DenoisePipeline):
     ) -> dict[Hashable, Footprint]:
         """Return the footprints of denoising and decoding images of that size, by their kinds.
 
-        A prompt has so many tokens before the family pads it; `adapters` are as `adapter_shapes` tells them.
+        A prompt has so many tokens before the family pads it; `adapters` are those of `adapter_shapes`.
         """
         length = self._text_length(num_tokens, adapters)
         kind = workspace_kind(self._part(height, width, length, self._adapted(adapters, height, width)))
@@ -76,7 +76,7 @@ class PipelineTwin(DenoisePipeline):
         return {kind: denoise, decode_kind(height, width): decode}
 
     def image_bytes(self, height: int, width: int, num_tokens: int, adapters: AdapterShapes) -> int:
-        """Return what a forward for one image takes, as `footprints` has it."""
+        """Return the bytes of a forward for one image, as in `footprints`."""
         length = self._text_length(num_tokens, adapters)
         return self.record_denoise(height, width, length, 1, adapters).eager_peak()
 
@@ -89,7 +89,7 @@ class PipelineTwin(DenoisePipeline):
     ) -> Footprint:
         """Return the footprint of forwards of up to `most_rows` for images of that size, prompts of so many tokens."""
         rows: tuple[int, ...] = (1, 2)
-        if computes_on_host(self.device) and self._modulation.is_there:  # which computes ahead for few rows
+        if computes_on_host(self.device) and self._modulation.is_there:  # it computes ahead for few rows
             rows = (1, 2, MAX_PARTS, MAX_PARTS + 1)
         rows = (*(count for count in rows if count < most_rows), most_rows)
         return fit_footprint(lambda n: self.record_denoise(height, width, text_length, n, adapters).eager_peak(), rows)
@@ -123,7 +123,7 @@ class PipelineTwin(DenoisePipeline):
         return record(run, Recorder(self.device, is_fake=True), modules, self._mode)
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return what the pipeline does, images as prompts of one request: those of several take less at once."""
+        """Run the pipeline's forward with the image prompts of one request: those of several take less at once."""
         one = tuple(PromptedSpan(span.uses) for span in rows.image_prompts[:1])
         return super()._forward(replace(rows, image_prompts=one), height, width)
 
@@ -153,10 +153,10 @@ class PipelineTwin(DenoisePipeline):
         found: list[torch.Tensor] = []
 
         def read() -> None:
-            inputs = family.adapters.control_image(twin, pixels, lambda images: latents, self._codec.vae)
+            inputs = family.adapters.control_inputs(twin, pixels, lambda images: latents)
             found.extend(one.to(self._dtype) for one in inputs)
 
-        self._record(read, {})  # which knows the shapes of convolutions that fake tensors have no rule for
+        self._record(read, {})  # it has the shapes of convolutions that fake tensors have no rule for
         mode = 0 if family.adapters.num_modes(twin) else None
         return Control(name, twin, tuple(found), 1.0, 0.0, 1.0, family.adapters.controls_read_prompt, mode)
 
@@ -180,7 +180,7 @@ class PipelineTwin(DenoisePipeline):
     def _part(self, height: int, width: int, text_length: int, adapted: _Adapted) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""
         family, size = self.family, self._codec.size(height, width)
-        if family.references.most:  # the usual ones: one image, and the result has its sides
+        if family.references.most:  # the usual case: one image, and the result has its sides
             size = size._replace(references=(size,))
         text_width, pooled_width = family.network.text_widths(self.denoiser)
         request = DiffusionRequest(
@@ -197,7 +197,7 @@ class PipelineTwin(DenoisePipeline):
         with self._mode:
             prompt = torch.empty(1, text_length, text_width, device=self.device, dtype=self._dtype)
             pooled = None if pooled_width is None else prompt.new_empty(1, pooled_width)
-            # A family that counts tokens takes most where all of them count; no ControlNet heeds a mask.
+            # A family that counts tokens costs most when all of them count; no ControlNet uses a mask.
             is_masked = family.texts.masks and not family.texts.counts_tokens and not adapted.controls
             mask = prompt.new_empty(1, text_length, dtype=torch.bool) if is_masked else None
             extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
@@ -228,7 +228,7 @@ class PipelineTwin(DenoisePipeline):
             return packed
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise EngineError for a size that no request may have."""
+        """Raise EngineError for an impossible size."""
         request = DiffusionRequest(
             "twin", width=width, height=height, num_inference_steps=1, guidance_scale=1.0, seed=0
         )
@@ -236,7 +236,7 @@ class PipelineTwin(DenoisePipeline):
 
 
 def _fake_map(pair: LoraPair, fake: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> dict[str, Any]:
-    """Return the map of features that a pair may have, as what replaces it."""
+    """Return a pair's map of features as blank tensors."""
     if not isinstance(pair, MappedPair) or pair.features is None:
         return {}
     return {"features": pair.features.changed(lambda one: fake(one, torch.float32))}

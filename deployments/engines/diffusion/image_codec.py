@@ -23,14 +23,14 @@ from deployments.engines.diffusion.families.base import ImageSize
 from deployments.engines.graph.recording import planned_peak
 from deployments.engines.records.protocol import EngineError
 
-_RECORDED_SIDE: Final = 32  # latents of the decode that tells what a pixel takes
+_RECORDED_SIDE: Final = 32  # latents of the decode that measures the memory of a pixel
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Latents:
-    """What a small VAE gives in place of a distribution of latents: the latents, of which nothing is drawn."""
+    """The latents of a small VAE, in place of a distribution: nothing is drawn from it."""
 
     parameters: torch.Tensor
 
@@ -45,20 +45,20 @@ Posterior: TypeAlias = DiagonalGaussianDistribution | _Latents
 
 
 class ImageCodec:
-    """A VAE. The given weights may not be changed, so a float32 copy is made at the first use where one is needed.
+    """A VAE. The given weights may not be changed, so a float32 copy is made at the first use if needed.
 
     A float16 VAE that its config calls unsafe in float16 (`force_upcast`, SDXL's own) runs in float32.
 
-    An image whose decode would hold more than `max_bytes` of tensors goes through in tiles that overlap, as by stock's
-    `enable_tiling`, and so does one that finds no memory in one piece. Tiles have the side that the VAE was trained on
+    An image whose decode would hold more than `max_bytes` of tensors is decoded in overlapping tiles, as by stock's
+    `enable_tiling`, and so is one without memory for one piece. Tiles have the side that the VAE was trained on
     (`sample_size` of its config): an image up to that is one tile.
     """
 
     def __init__(self, vae: Any, max_bytes: float = math.inf) -> None:
         self.vae = vae
         self._max_bytes = max_bytes
-        self._is_of_video = "temperal_downsample" in self.vae.config  # an image is a video of one frame to it
-        self.draws_latents = not isinstance(vae, AutoencoderTiny)  # which gives them itself
+        self._is_of_video = "temperal_downsample" in self.vae.config  # it takes an image as a video of one frame
+        self.draws_latents = not isinstance(vae, AutoencoderTiny)  # it returns latents itself
         # Pixels per latent.
         self.scale_factor = 2 ** (
             len(vae.config.temperal_downsample) if self._is_of_video else len(vae.config.block_out_channels) - 1
@@ -66,7 +66,7 @@ class ImageCodec:
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
         self._pixel_bytes: dict[torch.dtype, float] = {}
-        # Asked once: diffusers goes through all modules for either.
+        # Read once: diffusers goes through all modules for either.
         self._dtype: torch.dtype = vae.dtype
         self._device: torch.device = vae.device
 
@@ -76,7 +76,7 @@ class ImageCodec:
 
     @property
     def is_blank(self) -> bool:
-        """Return whether it is a VAE without weights, which knows sizes and is run elsewhere."""
+        """Return whether the VAE has no weights: it serves for sizes, and runs elsewhere."""
         return bool(next(self.vae.parameters()).is_meta)
 
     def encode(
@@ -98,10 +98,10 @@ class ImageCodec:
         return scale(latents[:, :, 0] if self._is_of_video else latents, self.vae)
 
     def posterior(self, images_BCHW: torch.Tensor, *, upcasts: bool = False, may_change: bool = True) -> Posterior:
-        """Return the distribution of the images' latents, or what stands for it: see `draws_latents`.
+        """Return the distribution of the images' latents, or its substitute: see `draws_latents`.
 
-        `upcasts`: in float32 whatever the VAE's dtype, if its config has `force_upcast`. `may_change`: what finds no
-        memory goes in tiles, which changes it a little.
+        `upcasts`: in float32 for any dtype of the VAE, if its config has `force_upcast`. `may_change`: an image without
+        enough memory goes in tiles, which changes it a little.
         """
         vae = self._vae_for_float32() if upcasts and self.vae.config.get("force_upcast") else self._safe_vae()
         images = images_BCHW.to(self._device, self._dtype_of(vae))
@@ -114,15 +114,15 @@ class ImageCodec:
     def decode(
         self, latents_BCHW: torch.Tensor, *, may_change: bool = True, in_tiles: bool = False
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite.
+        """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether the VAE's output was finite.
 
-        `may_change` is as for `encode`, and `in_tiles` says that there is no room for an image in one piece.
+        `may_change` is as for `encode`. `in_tiles`: there is no room for an image in one piece.
         """
         image_BCHW = self.pixels(latents_BCHW, may_change=may_change, in_tiles=in_tiles)
         with torch.no_grad():
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
-        with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
+        with np.errstate(invalid="ignore"):  # NaN has no uint8, and `is_finite_B` reports it
             return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
 
     def pixels(self, latents_BCHW: torch.Tensor, *, may_change: bool = True, in_tiles: bool = False) -> torch.Tensor:
@@ -144,7 +144,7 @@ class ImageCodec:
         may_change: bool,
         in_tiles: bool = False,
     ) -> Any:
-        """Return what `run`, of the VAE, makes of images of that height and width, in tiles if it has to be."""
+        """Run the VAE's `run` on images of that height and width, in tiles if memory demands it."""
         is_large = (in_tiles and may_change) or self._is_large(vae, *size)
         try:
             with _tiling(vae, is_large):
@@ -152,7 +152,7 @@ class ImageCodec:
         except Exception as error:
             if is_large or not may_change or len(batch) > 1 or not is_out_of_memory(error):
                 raise
-            forget_frames(error)  # they know the activations, whose memory the tiles need
+            forget_frames(error)  # they refer to the activations, whose memory the tiles need
         logger.warning("an image of %dx%d pixels does not fit in memory; it goes in tiles", size[1], size[0])
         with _tiling(vae, True):
             return run(batch)
@@ -172,7 +172,7 @@ class ImageCodec:
         return self._dtype if vae is self.vae else torch.float32
 
     def _is_large(self, vae: Any, height: int, width: int) -> bool:
-        """Return whether the decode of an image would hold more than it may: all of it is linear in the pixels.
+        """Return whether the decode of an image would exceed the limit: its memory is linear in the pixels.
 
         An encode holds less.
         """
@@ -187,7 +187,7 @@ class ImageCodec:
 
 
 class RecordingCodec(ImageCodec):
-    """A codec that notes what was asked of it, on the host: parameters of posteriors, and most likely latents."""
+    """A codec that records its results on the host: parameters of posteriors, and most likely latents."""
 
     def __init__(self, codec: ImageCodec) -> None:
         super().__init__(codec.vae)
@@ -208,7 +208,7 @@ class RecordingCodec(ImageCodec):
 
 
 class ReplayingCodec(ImageCodec):
-    """A codec of a blank VAE that replays what another has recorded, in the order in which it is asked for."""
+    """A codec of a blank VAE that replays another's recorded results, in the same order."""
 
     def __init__(self, vae: Any, noted: Sequence[torch.Tensor], device: torch.device) -> None:
         super().__init__(vae)
@@ -236,7 +236,7 @@ def _decode_images(vae: Any, latents_BCHW: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_videos(vae: Any, latents_BCHW: torch.Tensor) -> torch.Tensor:
-    """Decode images as videos of a frame, one by one: convolutions over time go to kernels by the size of the batch."""
+    """Decode images as videos of one frame, one by one: convolutions over time choose kernels by the batch size."""
     return torch.cat([_decode_images(vae, one[None, :, None])[:, :, 0] for one in latents_BCHW])
 
 

@@ -1,15 +1,16 @@
 """IP-Adapters: images as prompts, which every cross-attention of a UNet reads beside its text, or a block of Flux.
 
-What such a layer adds is an attention of its own queries over the image's tokens, before its last product; in Flux to
-the image's part of what a block gives, which there are the queries of before they are turned by their places. Keys and
-values do not change from step to step, so they are made when a request begins; a layer's queries are taken where it
-makes them, by hooks. Rows of a batch without an image are not touched. Sources: "IP-Adapter" (arXiv 2308.06721), and
+Such a layer adds an attention of its own queries over the image's tokens, before its last product; in Flux it goes to
+the image's part of a block's output, with the queries from before their rotation by position. Keys and
+values do not change from step to step, so they are made when a request begins; a layer's queries are captured where it
+makes them, by hooks. Rows of a batch without an image do not change. Sources: "IP-Adapter" (arXiv 2308.06721), and
 diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0`, `models/embeddings.py` and
 `models/transformers/transformer_flux.py:FluxIPAdapterAttnProcessor`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.prompted import ImagePrompt, PromptedLayer, PromptedSpan
 from deployments.engines.libraries.config_files import read_config
-from deployments.engines.records.protocol import DiffusionRequest, EngineError
+from deployments.engines.records.protocol import DiffusionRequest, EngineError, ImagePromptUse
 from weights.formats.ip_adapter import (
     ENCODER,
     ENCODER_CLASS,
@@ -53,18 +54,18 @@ class ImagePrompter:
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens it makes of an image."""
+        """Return the number of tokens that it makes of an image."""
         return count_tokens(
             {name: one.shape for name, one in (*self.tensors.items(), *self.encoder.named_parameters())}
         )
 
     def tokens_of(self, image: npt.NDArray[np.uint8], *, with_negative: bool) -> list[torch.Tensor]:
-        """Return the tokens of an image, (1, T, D), with those of no image in front where they are wanted.
+        """Return the tokens of an image, (1, T, D), after those of no image if they are wanted.
 
-        For a plain adapter that is a vector of zeros, for that of Flux what the encoder says of a black image, for
-        others what it makes of a black image in its own terms: pixels of 0 behind its normalization.
+        No image is a vector of zeros for a plain adapter, the encoding of a black image for that of Flux, and for
+        others the encoding of pixels that are 0 after normalization.
         """
-        from PIL import Image  # only who prompts with images needs it
+        from PIL import Image  # needed only for images as prompts
 
         like = next(self.encoder.parameters())
 
@@ -96,7 +97,7 @@ class ImagePrompter:
         return self._norm("proj.3", self._linear("proj.2", F.gelu(self._linear("proj.0", hidden_1LE))))
 
     def _resample(self, hidden_1LE: torch.Tensor) -> torch.Tensor:
-        """Return what learned latents have read of the image's tokens in a few layers of attention."""
+        """Return the learned latents after they attend to the image's tokens in a few layers."""
         read = self._linear("proj_in", hidden_1LE)
         latents = self.tensors["image_proj.latents"]
         for number in range(self.form.num_resampled):
@@ -140,26 +141,36 @@ def make_image_prompts(
 ) -> tuple[ImagePrompt, ...]:
     """Return the IP-Adapters of a request, in its order. `known` has them by name.
 
+    Raises EngineError for an unknown one or one that does not fit the denoiser.
+    """
+    if request.image_prompts and not family.adapters.takes_image_prompts:
+        raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
+    return read_images(request.image_prompts, known, denoiser, with_negative=num_branches > 1)
+
+
+def read_images(
+    uses: Sequence[ImagePromptUse], known: Mapping[str, object], denoiser: Any, *, with_negative: bool
+) -> tuple[ImagePrompt, ...]:
+    """Return IP-Adapters at work, with the branch of no image in front where it is wanted. `known` has them by name.
+
     Raises EngineError for one that is not there or does not fit the denoiser.
     """
     prompts = []
-    for use in request.image_prompts:
+    for use in uses:
         prompter = known.get(use.name)
         if not isinstance(prompter, ImagePrompter):
             names = ", ".join(sorted(name for name, thing in known.items() if isinstance(thing, ImagePrompter)))
             raise EngineError(f"ip_adapter: {use.name!r} is no known IP-Adapter (known: {names or 'none'})")
-        if not family.adapters.takes_image_prompts:
-            raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
         layers = _prompted_layers(denoiser)
         _check_fit(use.name, prompter, layers, denoiser)
-        tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
+        tokens = prompter.tokens_of(use.image, with_negative=with_negative)
         branches = tuple(tuple(_layers(prompter, layers, one, denoiser.dtype)) for one in tokens)
         prompts.append(ImagePrompt(use.name, branches, use.scale))
     return tuple(prompts)
 
 
 def blank_image_prompt(name: str, num_tokens: int, denoiser: Any, device: torch.device) -> ImagePrompt:
-    """Return an IP-Adapter at work in a request of one branch, whose keys and values have sizes and no meaning."""
+    """Return an IP-Adapter at work in a request of one branch, with keys and values of no meaning."""
     layers = []
     for layer in _prompted_layers(denoiser):
         attention = _attention_of(layer)
@@ -171,9 +182,10 @@ def blank_image_prompt(name: str, num_tokens: int, denoiser: Any, device: torch.
 
 @contextmanager
 def prompted_by_images(spans: Sequence[PromptedSpan]) -> Iterator[None]:
-    """Add to what cross-attentions compute within the block, for each span of the batch its own images.
+    """Within the block, add to the outputs of cross-attentions, for each span of the batch its own images.
 
-    HAZARD: hooks belong to the layers, so one thread at a time may run them; no hook is left behind in any case.
+    HAZARD: hooks belong to the layers: what other threads run of them meanwhile is left alone. No hook is left behind
+    in any case.
     """
     by_layer: dict[nn.Module, list[_Added]] = {}
     for span in spans:
@@ -192,7 +204,7 @@ def prompted_by_images(spans: Sequence[PromptedSpan]) -> Iterator[None]:
 
 
 class _Added(NamedTuple):
-    """Keys and values that some rows read, and the strength of what comes of it."""
+    """Keys and values for some rows, and the strength of their addition."""
 
     start: int
     stop: int
@@ -203,12 +215,15 @@ class _Added(NamedTuple):
 
 def _hooked(attention: Any, added: Sequence[_Added]) -> list[Any]:
     """Let an attention keep its queries, and add to what goes into its last product."""
-    kept: list[torch.Tensor] = []
+    kept, here = list[torch.Tensor](), threading.get_ident()
 
     def keep(_: nn.Module, __: Any, query: torch.Tensor) -> None:
-        kept[:] = [query]
+        if threading.get_ident() == here:
+            kept[:] = [query]
 
     def add(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() != here:
+            return
         (query,), x = kept, args[0]
         for one in added:
             rows = _heads(query[one.start : one.stop], one.key.shape[-1])
@@ -221,7 +236,7 @@ def _hooked(attention: Any, added: Sequence[_Added]) -> list[Any]:
 
 
 def _hooked_block(block: Any, added: Sequence[_Added]) -> list[Any]:
-    """Let a block of Flux keep the queries of its image, and add to its image's part."""
+    """Hook a block of Flux to keep the queries of its image, and to add to its image's part."""
     kept: list[torch.Tensor] = []
 
     def keep(_: nn.Module, __: Any, query_BLHD: torch.Tensor) -> None:
@@ -254,8 +269,8 @@ def _attention_of(layer: Any) -> Any:
 
 
 def _prompted_layers(denoiser: Any) -> list[Any]:
-    """Return a Flux's blocks of text and image, or a UNet's attentions to text in the order of its processors, by
-    which adapters number them.
+    """Return a Flux's blocks of text and image, or a UNet's attentions to text in the order of its processors,
+    as adapters number them.
     """
     if hasattr(denoiser, "single_transformer_blocks"):
         return list(denoiser.transformer_blocks)
@@ -285,7 +300,7 @@ def _layers(
 
         def project(half: str, number: int = number, width: int = width) -> torch.Tensor:
             weight, bias = (prompter.tensors.get(f"ip_adapter.{number}.to_{half}_ip.{leaf}") for leaf in _LEAVES)
-            assert weight is not None  # as read_ip_adapter has found
+            assert weight is not None  # read_ip_adapter has checked it
             return _heads(F.linear(tokens_1TD, weight, bias), width).to(dtype)
 
         yield PromptedLayer(layer, project("k"), project("v"))

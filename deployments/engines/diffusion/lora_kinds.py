@@ -1,7 +1,7 @@
 """The two matrices that each kind of adapter adds to a layer, made of the tensors that a file has for it.
 
-A LoRA, a LoHa, a LoKr and a difference are all the product of an `up` (out, rank, 1, 1) and a `down` (rank, in, ...):
-of the last three the factors of the factors, put together. Nothing is learned of the layer itself. A GLoRA, an OFT, a
+A LoRA, a LoHa, a LoKr and a difference all are products of an `up` (out, rank, 1, 1) and a `down` (rank, in, ...):
+for the last three, of their combined factors. The layer's own weights are not needed. A GLoRA, an OFT, a
 BOFT and an IA3 are, or have beside a product, a map of the layer's features.
 
 Sources: LyCORIS, `lycoris/functional/`; peft 0.21, `tuners/lora/`; ComfyUI, `comfy/weight_adapter/`.
@@ -22,14 +22,14 @@ from deployments.engines.nn.feature_maps import FeatureMap, Gains, Mixed, Turns
 from deployments.engines.records.protocol import EngineError
 from weights.formats.lora import is_finite
 
-Parts = Mapping[str, tuple[str, torch.Tensor]]  # what it is -> its name in the file, and the tensor
+Parts = Mapping[str, tuple[str, torch.Tensor]]  # the tensor's role -> its name in the file, and the tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """scale * up @ down, with what else a file says of a layer. `bias` (out,) is added as it is.
+    """scale * up @ down, with further parts of a file's layer. `bias` (out,) is added unscaled.
 
-    `lengths` are those of a DoRA, as the file has them; `names` those of the tensors, for messages. Beside a map of
+    `lengths` are a DoRA's, as in the file; `names` are the tensors' names, for messages. Beside a map of
     `features` the matrices may have no elements.
     """
 
@@ -43,7 +43,7 @@ class Product:
 
     @property
     def has_lengths_of_inputs(self) -> bool:
-        """Whether the lengths of a DoRA are those of inputs. Raises EngineError for lengths that no layer has."""
+        """True if the lengths of a DoRA are those of inputs. Raises EngineError for lengths that no layer has."""
         if self.lengths is None:
             return False
         shape, outputs, inputs = tuple(self.lengths.shape), len(self.up), self.down.shape[1]
@@ -55,10 +55,10 @@ class Product:
 
 
 def product_of(layer: str, parts: Parts, alpha: float | None, use_rslora: bool = False) -> Product:
-    """Return what the tensors of one layer of a file add to it.
+    """Return the product that the tensors of one layer of a file add to it.
 
     `alpha` is the file's metadata's, for a layer without one of its own; with neither the scale is 1. Raises
-    EngineError: half a pair, shapes that do not go together, a tensor that its kind has not, one that is no float.
+    EngineError: half a pair, shapes that do not match, a tensor foreign to its kind, one that is no float.
     """
     names = {what: name for what, (name, _) in parts.items()}
     for what, (name, tensor) in parts.items():
@@ -83,9 +83,9 @@ def product_of(layer: str, parts: Parts, alpha: float | None, use_rslora: bool =
 
 
 def num_made(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the elements of the matrices that adding an adapter takes beside a file with tensors of these shapes.
+    """Return the number of elements of matrices computed for an adapter, beside its file's tensors of these shapes.
 
-    A LoRA's matrices are the file's. What cannot be read takes none.
+    A LoRA's matrices are the file's own. An unreadable layer counts 0.
     """
     layers = dict[str, dict[str, tuple[str, torch.Tensor]]]()
     for name, shape in shapes.items():
@@ -118,7 +118,7 @@ _Find = Callable[[Mapping[str, torch.Tensor]], _Found]
 
 
 def _kind_of(layer: str, names: Mapping[str, str]) -> tuple[_Find, list[str]]:
-    """Return how the product of such tensors is made, and which of them it has. Raises EngineError."""
+    """Return the function that makes the product of such tensors, and the kinds that it takes. Raises EngineError."""
     has = names.keys()
     if has & {UP, DOWN}:
         for what in (DOWN, UP):
@@ -158,12 +158,12 @@ def _of_lora(tensors: Mapping[str, torch.Tensor]) -> _Found:
 
 
 def _through(core: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Return what a kernel (p, q, ...) makes of rows (q, in): (p, in, ...)."""
+    """Return the product of a kernel (p, q, ...) and rows (q, in): (p, in, ...)."""
     return torch.einsum("pq...,qi->pi...", core.float(), down.float()).contiguous()
 
 
 def _of_loha(tensors: Mapping[str, torch.Tensor]) -> _Found:
-    """Return the product whose elements are those of two products, multiplied: of rank r * r, or of the layer's own."""
+    """Return the elementwise product of two products: of rank r * r, or of the layer's own rank."""
     halves = []
     for number in "12":
         first, second = tensors[f"hada_w{number}_a"], tensors[f"hada_w{number}_b"]
@@ -199,7 +199,7 @@ def _of_lokr(tensors: Mapping[str, torch.Tensor]) -> _Found:
     up = torch.kron(up_1.float().flatten(1).contiguous(), up_2.float().flatten(1).contiguous())
     down = torch.kron(down_1.float().reshape(*down_1.shape, *[1] * (down_2.ndim - 2)), down_2.float().contiguous())
     ranks = [tensors[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in tensors]
-    return _Found(_like_layer(up, down), down, next(iter(ranks), None))  # of two whole ones, alpha says nothing
+    return _Found(_like_layer(up, down), down, next(iter(ranks), None))  # alpha has no meaning for two whole ones
 
 
 def _has_whole(tensors: Mapping[str, torch.Tensor], number: str) -> bool:
@@ -208,7 +208,7 @@ def _has_whole(tensors: Mapping[str, torch.Tensor], number: str) -> bool:
 
 
 def _of_difference(tensors: Mapping[str, torch.Tensor]) -> _Found:
-    """Return the difference of a weight; that of a norm's has one axis, and no inputs."""
+    """Return the difference of a weight; a norm's has one axis, and no inputs."""
     whole = tensors["difference"]
     if whole.ndim == 1:
         return _Found(whole[:, None], whole.new_zeros(1, 0), None)
@@ -216,13 +216,13 @@ def _of_difference(tensors: Mapping[str, torch.Tensor]) -> _Found:
 
 
 def _of_bias(tensors: Mapping[str, torch.Tensor]) -> _Found:
-    """Return a product that adds nothing, of a layer whose bias alone is changed: its inputs are not known."""
+    """Return an empty product for a layer whose bias alone changes: its number of inputs is not known."""
     bias = tensors["up bias"]
     return _Found(bias.new_zeros(len(bias), 1), bias.new_zeros(1, 0), None)
 
 
 def _of_glora(tensors: Mapping[str, torch.Tensor]) -> _Found:
-    """Return b1 @ b2, and the mixture a1 @ a2 of the inputs; older files have the two of each the other way round."""
+    """Return b1 @ b2, and the mixture a1 @ a2 of the inputs; older files have both in the reverse order."""
     first, second = tensors["glora_a1"].flatten(1), tensors["glora_a2"].flatten(1)
     up, down = tensors["glora_b1"], tensors["glora_b2"]
     if len(first) < first.shape[1]:
@@ -259,7 +259,7 @@ def _of_oft(tensors: Mapping[str, torch.Tensor]) -> _Found:
 
 
 def _of_peft_oft(tensors: Mapping[str, torch.Tensor]) -> _Found:
-    """Return turns of the inputs, by what lies above the diagonals of Q: I + 2 Q + 2 Q^2 + 2 Q^3 + Q^4, as trained."""
+    """Return turns of the inputs by Q's elements above the diagonal: I + 2 Q + 2 Q^2 + 2 Q^3 + Q^4, as trained."""
     above = tensors["oft_R"].float()
     size = (1 + math.isqrt(1 + 8 * above.shape[1])) // 2
     if above.ndim != 2 or size * (size - 1) // 2 != above.shape[1] or not above.numel():
@@ -318,7 +318,7 @@ def _scale(
 def _bias(
     tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], up: torch.Tensor, scale: float
 ) -> torch.Tensor | None:
-    """Return what is added to a layer's outputs: the bias of `up`, and what `up` makes of that of `down`."""
+    """Return the bias added to a layer's outputs: that of `up`, and `up`'s product with that of `down`."""
     found = tensors.get("up bias")
     if found is not None and tuple(found.shape) != (len(up),):
         raise EngineError(f"tensor {names['up bias']} has shape {list(found.shape)}, its layer {len(up)} outputs")

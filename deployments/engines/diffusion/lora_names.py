@@ -1,8 +1,8 @@
-"""The names that trainers and UIs give to the layers of a model, in the files of LoRAs and their relatives, and to what
-the tensors are for each layer.
+"""The names of a model's layers in the files of LoRAs and their relatives, by trainers and UIs, and the
+roles of the tensors in each layer.
 
-A file's layer is named as diffusers names it, as the model's own code does, or as older tools did; with dots, or with
-every dot an underscore; behind a prefix that says which component it is of. A layer of the model's code may be several
+A file's layer has diffusers' name, that of the model's own code, or that of older tools; with dots, or with
+every dot an underscore; after a prefix for its component. A layer of the model's code may be several
 of diffusers' (queries, keys and values in one matrix), whose rows follow one another.
 
 Sources: diffusers 0.42, `loaders/lora_conversion_utils.py`, `single_file_utils.py`; sd-scripts, `networks/`; ComfyUI,
@@ -17,13 +17,14 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from deployments.engines.records.protocol import EngineError
+from weights.formats.lora import without_adapter
 from weights.formats.untrusted import shown
 
 DENOISER: Final = "denoiser"
 
 
 class NamedLayer(NamedTuple):
-    """What a name in a file means: layers of a module, whose rows follow one another in the file's matrix.
+    """The layers of a module that a name in a file stands for. Their rows follow one another in the file's matrix.
 
     With `swaps_halves` the file has the second half of the rows first.
     """
@@ -61,7 +62,7 @@ _OF_COMFYUI: Final = re.compile(r"text_encoders\.(\w{1,64})\.(?:transformer\.)?"
 
 
 def component_of(name: str) -> tuple[str, str]:
-    """Return which component a layer's name in a file is of, and the rest of it.
+    """Return the component of a layer's name in a file, and the rest of the name.
 
     The component is `DENOISER`, one of diffusers' names, or a trainer's or UI's name of a text encoder.
     """
@@ -78,7 +79,7 @@ def component_of(name: str) -> tuple[str, str]:
     return found, rest.removeprefix(_OF_PEFT)
 
 
-# Names of the models' own code, "{}" the number of a block, and the layers of diffusers that they are.
+# Names in the models' own code, "{}" the number of a block, and their layers in diffusers.
 _FLUX_ENDS: Final = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -92,9 +93,21 @@ _FLUX_ENDS: Final = {
 }
 _IMAGE_QKV: Final = tuple(f"transformer_blocks.{{}}.attn.to_{one}" for one in "qkv")
 _TEXT_QKV: Final = tuple(f"transformer_blocks.{{}}.attn.add_{one}_proj" for one in "qkv")
+_FLUX_NORMS: Final = {
+    **{
+        f"double_blocks.{{}}.{stream}_attn.norm.{one}_norm": f"transformer_blocks.{{}}.attn.norm_{added}{one[0]}"
+        for stream, added in (("img", ""), ("txt", "added_"))
+        for one in ("query", "key")
+    },
+    **{
+        f"single_blocks.{{}}.norm.{one}_norm": f"single_transformer_blocks.{{}}.attn.norm_{one[0]}"
+        for one in ("query", "key")
+    },
+}
 _FLUX_SINGLE_QKV: Final = tuple(f"single_transformer_blocks.{{}}.attn.to_{one}" for one in "qkv")
 _FLUX: Final[Mapping[str, str | tuple[str, ...]]] = {
     **_FLUX_ENDS,
+    **_FLUX_NORMS,
     "double_blocks.{}.img_mod.lin": "transformer_blocks.{}.norm1.linear",
     "double_blocks.{}.txt_mod.lin": "transformer_blocks.{}.norm1_context.linear",
     "double_blocks.{}.img_attn.qkv": _IMAGE_QKV,
@@ -117,6 +130,7 @@ _FLUX: Final[Mapping[str, str | tuple[str, ...]]] = {
     "single_blocks.{}.processor.proj_lora": "single_transformer_blocks.{}.proj_out",
 }
 _FLUX_2: Final[Mapping[str, str | tuple[str, ...]]] = {
+    **_FLUX_NORMS,
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
     "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
@@ -149,6 +163,15 @@ _SD3: Final[Mapping[str, str | tuple[str, ...]]] = {
     "joint_blocks.{}.x_block.attn.qkv": _IMAGE_QKV,
     "joint_blocks.{}.context_block.attn.qkv": _TEXT_QKV,
     "joint_blocks.{}.x_block.attn2.qkv": tuple(path.replace("attn", "attn2") for path in _IMAGE_QKV),
+    **{
+        f"joint_blocks.{{}}.{block}.ln_{one}": f"transformer_blocks.{{}}.{norm}{one}"
+        for block, norm in (
+            ("x_block.attn", "attn.norm_"),
+            ("context_block.attn", "attn.norm_added_"),
+            ("x_block.attn2", "attn2.norm_"),
+        )
+        for one in "qk"
+    },
     "joint_blocks.{}.x_block.attn.proj": "transformer_blocks.{}.attn.to_out.0",
     "joint_blocks.{}.context_block.attn.proj": "transformer_blocks.{}.attn.to_add_out",
     "joint_blocks.{}.x_block.attn2.proj": "transformer_blocks.{}.attn2.to_out.0",
@@ -170,6 +193,11 @@ _Z_IMAGE: Final[Mapping[str, str | tuple[str, ...]]] = {
     },
     **{f"{block}.{{}}.attention.out": f"{block}.{{}}.attention.to_out.0" for block in _Z_IMAGE_BLOCKS},
     **{
+        f"{block}.{{}}.attention.{one}_norm": f"{block}.{{}}.attention.norm_{one}"
+        for block in _Z_IMAGE_BLOCKS
+        for one in "qk"
+    },
+    **{
         f"{block}.{{}}.attention.to.{one}": f"{block}.{{}}.attention.to_{one}"
         for block in _Z_IMAGE_BLOCKS
         for one in "qkv"
@@ -183,6 +211,7 @@ _LUMINA_2: Final[Mapping[str, str | tuple[str, ...]]] = {
     for name, path in {
         "attention.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
         "attention.out": "attn.to_out.0",
+        **{f"attention.{one}_norm": f"attn.norm_{one}" for one in "qk"},
         **{f"feed_forward.w{number}": f"feed_forward.linear_{number}" for number in (1, 2, 3)},
         "adaLN_modulation.1": "norm1.linear",
     }.items()
@@ -243,6 +272,12 @@ _HUNYUAN_VIDEO: Final[Mapping[str, str | tuple[str, ...]]] = {
     "txt_in.individual_token_refiner.blocks.{}.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
     "double_blocks.{}.img_mod.linear": "transformer_blocks.{}.norm1.linear",
     "double_blocks.{}.txt_mod.linear": "transformer_blocks.{}.norm1_context.linear",
+    **{
+        f"double_blocks.{{}}.{stream}_attn_{one}_norm": f"transformer_blocks.{{}}.attn.norm_{added}{one}"
+        for stream, added in (("img", ""), ("txt", "added_"))
+        for one in "qk"
+    },
+    **{f"single_blocks.{{}}.{one}_norm": f"single_transformer_blocks.{{}}.attn.norm_{one}" for one in "qk"},
     "double_blocks.{}.img_attn_qkv": _IMAGE_QKV,
     "double_blocks.{}.txt_attn_qkv": _TEXT_QKV,
     "double_blocks.{}.img_attn_proj": "transformer_blocks.{}.attn.to_out.0",
@@ -289,12 +324,13 @@ _LTX: Final = {
     "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
     "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
 }
+_OWN_NORM: Final = re.compile(r"\bnorm_([qk])$")
 _FIRST_PARTS: Final = {"LTXVideoTransformer3DModel": _LTX, "LTX2VideoTransformer3DModel": _LTX}
 _OF_UNETS: Final = ("UNet2DConditionModel", "UNetMotionModel")
 
 
 def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer]:
-    """Return what each name of a file means for a module of this class, whose layers have these paths."""
+    """Return the layers that each name of a file stands for in a module of this class, which has these paths."""
     known = set(paths)
     found = {path: NamedLayer((path,)) for path in paths}
     found |= _of_table(_TABLES.get(class_name, {}), known)
@@ -304,6 +340,7 @@ def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer
         found |= _last_of_sd3(known)
     for path in paths if class_name in _FIRST_PARTS else ():
         head, dot, rest = path.partition(".")
+        rest = _OWN_NORM.sub(r"\1_norm", rest)
         found[_FIRST_PARTS[class_name].get(head, head) + dot + rest] = NamedLayer((path,))
     if class_name in _OF_UNETS:
         found |= {name: NamedLayer((path,)) for name, path in _of_latent_diffusion(paths)}
@@ -325,7 +362,7 @@ def _of_table(table: Mapping[str, str | tuple[str, ...]], known: Collection[str]
 
 
 def _last_of_sd3(known: Collection[str]) -> dict[str, NamedLayer]:
-    """Return the name of the text's modulation in the last block, which ends without a way back to the text."""
+    """Return the name of the text's modulation in the last block, which has no way back to the text."""
     blocks = {int(path.split(".")[1]) for path in known if path.startswith("transformer_blocks.")}
     last = max(blocks, default=0)
     name = f"joint_blocks.{last}.context_block.adaLN_modulation.1"
@@ -349,7 +386,7 @@ _LDM_RESNET: Final = {
 
 
 def _of_latent_diffusion(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the names of a UNet's layers in the code of latent diffusion, whose blocks are counted through."""
+    """Return the names of a UNet's layers in the code of latent diffusion, which numbers its blocks through."""
     paths = list(paths)
     resnets = {path.split(".")[3] for path in paths if path.startswith("down_blocks.0.resnets.")}
     attentive = {path.split(".")[1] for path in paths if path.startswith("up_blocks.") and ".attentions." in path}
@@ -402,18 +439,18 @@ def _older_names(path: str) -> list[str]:
     return found + [f"text_model.{name}" for name in found if path.startswith("encoder.layers.") and "_lora" in name]
 
 
-# What the tensors of a layer are.
+# The roles of a layer's tensors.
 
 UP, DOWN, ALPHA, LENGTHS = "up", "down", "alpha", "magnitude"
 OF_LYCORIS: Final = ".dora_scale"
 ON_INPUT: Final = ".on_input"
 _IA3: Final = ".weight"  # beside one of `ON_INPUT`
-# The end of a tensor's name -> what it is. A longer end goes before a shorter one.
+# The end of a tensor's name -> its role. A longer end goes before a shorter one.
 _ENDS: Final = {
     **{
         f".lora_{half}{end}": what
         for half, what in (("A", DOWN), ("B", UP))
-        for end in ("", ".weight", ".default.weight")
+        for end in ("", ".weight")
     },
     **{
         f".{name}{what}.weight": what
@@ -427,12 +464,11 @@ _ENDS: Final = {
     OF_LYCORIS: LENGTHS,
     ".lora_magnitude_vector": LENGTHS,
     ".lora_magnitude_vector.weight": LENGTHS,
-    ".lora_magnitude_vector.default.weight": LENGTHS,
     ".magnitude": LENGTHS,
     **{
         f".lora_{half}{end}": f"{what} bias"
         for half, what in (("A", DOWN), ("B", UP))
-        for end in (".bias", ".default.bias")
+        for end in (".bias",)
     },
     ".diff_b": "up bias",
     ".diff": "difference",
@@ -447,7 +483,7 @@ _ENDS: Final = {
     ON_INPUT: "on_input",
 }  # fmt: skip
 _LONGEST_FIRST: Final = sorted(_ENDS, key=len, reverse=True)
-# What is known by its name, and not computed.
+# Kinds known by name, and not supported.
 _FOREIGN: Final = {
     ".oft_R": "an OFT",
     ".oft_diag": "an OFT",
@@ -467,16 +503,17 @@ _MAX_NAME_CHARS: Final = 1024
 
 
 def part_of(name: str, beside: Container[str] = ()) -> tuple[str, str]:
-    """Return the layer's name in a tensor's name, and what the tensor is of it.
+    """Return the layer's name in a tensor's name, and the tensor's role.
 
-    `beside` are the names of the file: what an IA3 has for a layer is called as a layer's own weight is. Raises
-    EngineError for what is not read, naming its kind where it is known.
+    `beside` are the names of the file: an IA3's tensor for a layer has the name of a layer's own weight. Raises
+    EngineError for an unsupported tensor, naming its kind if it is known.
     """
     if len(name) > _MAX_NAME_CHARS:
         raise EngineError(f"tensor {shown(name)} has a name of {len(name)} characters")
+    plain = without_adapter(name)
     for end in _LONGEST_FIRST:
-        if name.endswith(end) and len(name) > len(end):
-            return name.removesuffix(end), _ENDS[end]
+        if plain.endswith(end) and len(plain) > len(end):
+            return plain.removesuffix(end), _ENDS[end]
     if name.endswith(_IA3) and name.removesuffix(_IA3) + ON_INPUT in beside:
         return name.removesuffix(_IA3), "ia3"
     kind = next((kind for part, kind in _FOREIGN.items() if part in name), None)
@@ -487,9 +524,9 @@ def part_of(name: str, beside: Container[str] = ()) -> tuple[str, str]:
 
 
 def num_changed(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the elements of the weight that tensors of these shapes change, each by what it is of one layer.
+    """Return the number of elements of the weight that tensors of these shapes change, by their roles in a layer.
 
-    0 for what does not go together.
+    0 if they do not match.
     """
     try:
         if UP in shapes:

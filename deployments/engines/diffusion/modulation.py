@@ -24,12 +24,12 @@ from deployments.engines.nn.forwards import replaced_forwards
 from weights.memory.devices import computes_on_host
 
 NUM_ROWS: Final = 16  # of one computation, over all parts and steps
-MAX_PARTS: Final = NUM_ROWS // 2  # of more, the rows of one step fill a product well enough
-MAX_TEXT_BYTES: Final = 4 * 2**20  # of what is kept of one text: SDXL's would be 50 MB, to spare 1 % of its steps
+MAX_PARTS: Final = NUM_ROWS // 2  # with more parts, the rows of one step fill a product well enough
+MAX_TEXT_BYTES: Final = 4 * 2**20  # kept of one text: SDXL's would be 50 MB, to save 1 % of its steps
 
 
 class _Ahead(NamedTuple):
-    """The outputs of the embeddings and of each layer, each (steps, …), from the step `first` on; those of the text."""
+    """The outputs of the embeddings and each layer, (steps, …) each, from the step `first` on; the text's outputs."""
 
     first: int
     outputs: Sequence[torch.Tensor]
@@ -37,7 +37,7 @@ class _Ahead(NamedTuple):
 
 
 class Modulation:
-    """The embeddings of time and text of a denoiser, and the layers that see these or the text alone.
+    """The embeddings of time and text of a denoiser, and the layers whose only inputs are these or the text.
 
     Empty for other families.
     """
@@ -58,18 +58,18 @@ class Modulation:
 
     @property
     def is_there(self) -> bool:
-        """Return whether anything is computed ahead."""
+        """Return whether the family has modules to compute ahead."""
         return bool(self._modules)
 
     def rows_of(self, group: Sequence[Condition]) -> tuple[torch.Tensor, ...]:
-        """Return what the modules give for the rows of a group in its next step; nothing where they compute it."""
+        """Return the modules' outputs for a group's rows in its next step; empty where they have to be computed."""
         device = group[0].state.latents.device
         if not self._modules or len(group) > MAX_PARTS or not computes_on_host(device):
             return ()
         if any(self._is_adapted(part.state) for part in group):
             return ()
         if any(parameter.is_meta for module in self._modules for parameter in module.parameters()):
-            return ()  # the weights come block by block
+            return ()  # the weights are streamed block by block
         lacking = [part for part in group if not _has_step(part)]
         if lacking:
             self._compute(lacking, NUM_ROWS // len(group))
@@ -77,16 +77,16 @@ class Modulation:
         return by_part[0] if len(by_part) == 1 else tuple(map(torch.cat, zip(*by_part, strict=True)))
 
     def _is_adapted(self, state: DenoiseState) -> bool:
-        """Return whether a LoRA changes the embedding. One of the layers adds to what they give, known or not."""
+        """Return whether a LoRA changes the embedding. One of a layer adds to the layer's output in either case."""
         return any(layer in pairs for pairs, _ in state.adapters for layer in self._embedded)
 
     def given(self, outputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Let the modules give these `rows_of`, if any, within the block. HAZARD: one thread at a time may run them."""
+        """Make the modules return these `rows_of`, if any, in the block. HAZARD: one thread at a time may run them."""
         found = zip(self._modules, map(_constant, outputs), strict=False)  # a long text's layers compute for themselves
         return replaced_forwards(dict(found))
 
     def _compute(self, parts: Sequence[Condition], num_steps: int) -> None:
-        """Compute the next `num_steps` of each part, or what is left of them, all at once."""
+        """Compute the next `num_steps` of each part, or its remaining ones, all at once."""
         times, guidance, pooled, counts = [], [], [], []
         for state, branch in parts:
             first = state.first_step + state.step_index
@@ -111,13 +111,13 @@ class Modulation:
             )
 
     def _of_text(self, prompt: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the layers make of a text (1, L, D), each (1, L, …); nothing where that is large."""
+        """Return the layers' outputs for a text (1, L, D), each (1, L, …); empty where they are large."""
         num_bytes = sum(layer.out_features for layer in self._text_layers) * prompt.shape[1] * prompt.itemsize
         return [layer(prompt) for layer in self._text_layers] if num_bytes <= MAX_TEXT_BYTES else []
 
 
 def _rows_of_step(part: Condition) -> tuple[torch.Tensor, ...]:
-    """Return what is known of the next step of a part, for each of its images."""
+    """Return the outputs computed ahead for the next step of a part, for each of its images."""
     ahead: _Ahead = part.state.ahead[id(part.branch)]
     step, count = part.state.step_index - ahead.first, len(part.state.latents)
     found = [*(output[step : step + 1] for output in ahead.outputs), *ahead.of_text]

@@ -1,6 +1,6 @@
 """The denoise loop, in which requests join and leave a batch at step boundaries, and the decoding of latents.
 
-A family (`families/`) says how latents look and how its denoiser is called; the rest is here, and rows.py says which
+A family (`families/`) defines the form of latents and the call of its denoiser; the rest is here. rows.py decides which
 requests share a forward.
 """
 
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 class DenoisePipeline:
     """A model that turns text conditioning into images, step by step. One thread at a time.
 
-    Where denoiser and VAE have no room together, there are two of it, each with one of them blank (`skeletons.py`):
+    If denoiser and VAE have no room together, there are two pipelines, each with one of them blank (`skeletons.py`):
     one encodes the images of a request (`encode_inputs`) and decodes its latents, the other runs its steps.
     """
 
@@ -92,7 +92,7 @@ class DenoisePipeline:
         workspace: Workspace = UNBOUNDED,
         replays: Replays | None = None,
     ) -> None:
-        """`replays` are those of this pipeline's denoiser; without any it runs each forward anew."""
+        """`replays` are those of this pipeline's denoiser; without them it runs each forward anew."""
         for name in (family.denoiser_name, "vae"):
             if name not in modules:
                 raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
@@ -100,7 +100,7 @@ class DenoisePipeline:
         self.family = family = family.variant(self.model_index)
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
-        self._dtype: Any = self.denoiser.dtype  # asked once: diffusers goes through all modules for it
+        self._dtype: Any = self.denoiser.dtype  # read once: diffusers goes through all modules for it
         self._codec = ImageCodec(modules["vae"], bounds.max_vae_bytes)
         self._solvers = SolverFactory(folder, self.model_index)
         self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
@@ -127,21 +127,21 @@ class DenoisePipeline:
     ) -> DenoiseState:
         """Return a request before its first step.
 
-        `conditioning` is what the family's `Texts.assemble` gives; `adapters` has the LoRAs, ControlNets
-        and IP-Adapters that the request names. What a LoRA does to text encoders is in the conditioning.
-        `posteriors` are those of `encode_inputs`, where the VAE is blank. Raises EngineError for what cannot run.
+        `conditioning` is from the family's `Texts.assemble`; `adapters` has the LoRAs, ControlNets
+        and IP-Adapters of the request. A LoRA's effect on text encoders is in the conditioning.
+        `posteriors` are those of `encode_inputs`, if the VAE is blank. Raises EngineError if it cannot run.
         """
         codec = ReplayingCodec(self._codec.vae, posteriors, self.device) if self._codec.is_blank else self._codec
         return self._start(request, conditioning, adapters, codec)
 
     def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> None:
-        """Make what `start_request` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
+        """Prepare a request that `merges_adapter` for `start_request`, in any thread. Raises EngineError."""
         self._loras.forms_of(request, adapters)
 
     def adapter_shapes(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> AdapterShapes:
-        """Return what the adapters of a request add to its forwards, but for a LoRA that is merged: `adapter_names`.
+        """Return the shapes that a request's adapters add to its forwards, without a merged LoRA (`adapter_names`).
 
-        Pairs are tensors of no memory; a ControlNet is the one given, None what is none. Any thread may call it. Raises
+        Pairs are tensors without memory; a ControlNet is itself, None if it is missing. Any thread may call it. Raises
         EngineError as `start_request` does.
         """
         nets = {name: one for name, one in adapters.items() if isinstance(one, nn.Module)}
@@ -162,7 +162,7 @@ class DenoisePipeline:
         conditioning: Mapping[str, torch.Tensor],
         adapters: Mapping[str, Adapter],
     ) -> tuple[torch.Tensor, ...]:
-        """Return what the VAE says of the images of a request: what `start_request` needs where its VAE is blank.
+        """Return the VAE's encodings of a request's images, for a `start_request` whose VAE is blank.
 
         The denoiser may be blank. Raises as `start_request` does; LoRAs and IP-Adapters are not looked at.
         """
@@ -173,7 +173,7 @@ class DenoisePipeline:
         return tuple(codec.noted)
 
     def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray:
-        """Return the images of latents that the other pipeline has denoised: uint8 (num_images, H, W, 3).
+        """Return the images of latents denoised by the other pipeline: uint8 (num_images, H, W, 3).
 
         Raises ComputationFailed.
         """
@@ -215,7 +215,10 @@ class DenoisePipeline:
             first = maker.first_latents(request, size, solver, generator, drawn_dtype)
         latents = first.latents.to(self.device, torch.float32 if family.latents.are_float32 else self._dtype)
         cfg_scale = family.guidance.scale(request)
-        rule, levels = request.acceleration, noise_levels(solver)[first.first_step :]
+        extrapolation = None
+        if request.acceleration is not None:
+            levels = noise_levels(solver)[first.first_step :]
+            extrapolation = Extrapolation(request.acceleration, levels, self._workspace)
         return DenoiseState(
             request,
             solver,
@@ -233,14 +236,14 @@ class DenoisePipeline:
             controls=controls,
             image_prompts=image_prompts,
             runs_alone=runs_alone,
-            extrapolation=None if rule is None else Extrapolation(rule, levels, self._workspace),
+            extrapolation=extrapolation,
         )
 
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
         family = self.family
         is_guided = family.guidance.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.network.text_widths(self.denoiser)
-        # No ControlNet of diffusers heeds a mask.
+        # No ControlNet of diffusers uses a mask.
         padded_length = family.texts.padded_length if family.texts.masks and not request.control else None
         return take_branches(conditioning, widths, is_guided, self.device, self._dtype, padded_length=padded_length)
 
@@ -261,12 +264,12 @@ class DenoisePipeline:
         return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState], check: Callable[[], None] = lambda: None) -> None:
-        """Move each state on by one denoise step. When a forward or an extrapolation raises, no state has moved.
+        """Move each state on by one denoise step. If a forward or an extrapolation raises, no state has moved.
 
-        States whose step is extrapolated take no row of a forward.
+        States with an extrapolated step take no row of a forward.
 
-        `check` is called before each block of the denoiser; what it raises ends the step there.
-        A state whose own solver raises keeps the reason as its `failure`, and the others move. Raises a state's
+        `check` is called before each block of the denoiser; its exception ends the step there.
+        A state whose own solver raises keeps the error as its `failure`, and the others move. Raises a state's
         failure when it is to step again, and EngineError when it has no steps left.
         """
         for state in states:
@@ -274,7 +277,7 @@ class DenoisePipeline:
                 raise state.failure
             if state.done:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
-        noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
+        noises: dict[int, torch.Tensor] = {}  # by branch; each belongs to one state
         with torch.no_grad(), checked_blocks(self._blocks, check):
             computed = [state for state in states if not state.is_extrapolated]
             for mates in grouped(parts_of(computed), batch_key):
@@ -289,9 +292,9 @@ class DenoisePipeline:
                 self._advance(state, output)
 
     def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | torch.Tensor | ComputationFailed]:
-        """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or why there are none.
+        """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or the error.
 
-        One VAE call per size, as far as the bounds and memory allow. Where the VAE is blank, the latents on the host.
+        One VAE call per size, as far as the bounds and memory allow. If the VAE is blank, the latents on the host.
         """
         outcomes: dict[int, np.ndarray | torch.Tensor | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
@@ -339,7 +342,7 @@ class DenoisePipeline:
         (outcome,) = self.decode([state])
         if isinstance(outcome, ComputationFailed):
             raise outcome
-        assert isinstance(outcome, np.ndarray)  # its VAE is here
+        assert isinstance(outcome, np.ndarray)  # the VAE is not blank
         return outcome
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
@@ -349,7 +352,7 @@ class DenoisePipeline:
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
+        """Replay `_forward` where the denoiser's layers are its own. A replay is short and cannot be cancelled."""
         if self._replays is None or rows.adapters or rows.controls or rows.image_prompts:
             return self._forward(rows, height, width)
         inputs = rows.tensors()
@@ -360,7 +363,7 @@ class DenoisePipeline:
         return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
 
     def _predict(self, group: Sequence[Condition]) -> torch.Tensor:
-        """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
+        """Return the denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
         first = group[0].state
         height, width = image_size(first)
         with kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
@@ -381,7 +384,7 @@ class DenoisePipeline:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _advance(self, state: DenoiseState, prediction: torch.Tensor) -> None:
-        """Take a step of the state's solver; where it raises, the state has a failure."""
+        """Take a step of the state's solver; its error becomes the state's failure."""
         options = step_options(state.solver, state.generator)
         try:
             stepped = state.solver.step(prediction, state.timestep, state.latents, **options, return_dict=False)
@@ -401,7 +404,7 @@ class DenoisePipeline:
 
 
 def _output_of(state: DenoiseState, computed: torch.Tensor | None) -> torch.Tensor:
-    """Return the model's output at a state's step: what was computed, or what its earlier outputs predict."""
+    """Return the model's output at a state's step, computed or extrapolated from earlier outputs."""
     if computed is None and state.extrapolation is not None:
         return state.extrapolation.predict(state.step_index).to(state.latents.dtype)
     assert computed is not None
@@ -428,9 +431,9 @@ def create_pipeline(
 
 
 def settings_hash(folder: Path) -> str:
-    """Return the identity of what a pipeline reads beside its modules: model_index.json and the solver's config.
+    """Return the identity of a pipeline's settings beside its modules: model_index.json and the solver's config.
 
-    Raises EngineError for a folder that has none.
+    Raises EngineError for a folder without them.
     """
     digest = hashlib.sha256()
     for file in (folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"):

@@ -1,7 +1,7 @@
-"""Previews: at which steps, and which latents a step expects at the end.
+"""Previews: their steps, and the final latents that a step expects.
 
 Each solver knows its own form of noise; the formulas are those of the `pred_original_sample` of diffusers' solvers
-(0.42), which most of them give only in part.
+(0.42), which most of them return only in part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """States -> rows of one forward -> guided predictions per state.
 
 Each image of each request is one row, two under classifier-free guidance. Rows of one shape (an image's size; of Flux,
-its number of patches) and padded text length go through the denoiser together, whatever their step, schedule, guidance,
-seed or LoRAs. Those of a merged LoRA have forwards of their own.
+its number of patches) and padded text length go through the denoiser together, at any step, schedule, guidance,
+seed and LoRAs. Rows of a merged LoRA have forwards of their own.
 
 On the CPU a row's prediction is that of the row alone, bit for bit, in any batch and any split
 (`nn/batch_invariant.py`; tests/unit/deployments/engines/diffusion/test_batch_invariance.py). On a GPU it differs by
@@ -38,7 +38,7 @@ class Condition(NamedTuple):
 class BatchBounds:
     """The bounds of one forward of the denoiser and of one of the VAE, which bound their activations.
 
-    Pixels are those of all rows. One row always runs, whatever its size; beyond `max_vae_bytes` of tensors, in tiles.
+    Pixels are those of all rows. One row of any size always runs; beyond `max_vae_bytes` of tensors, in tiles.
     """
 
     max_rows: int = 64
@@ -47,11 +47,11 @@ class BatchBounds:
     max_vae_bytes: int = 8 * 2**30
 
     def denoise_rows(self, image_pixels: int) -> int:
-        """Return how many images of so many pixels one forward of a denoiser takes, at least 1."""
+        """Return the most images of `image_pixels` for one forward of a denoiser, at least 1."""
         return max(1, min(self.max_rows, self.max_pixels // image_pixels))
 
     def decode_rows(self, image_pixels: int) -> int:
-        """Return how many images of so many pixels one decode takes, at least 1."""
+        """Return the most images of `image_pixels` for one decode, at least 1."""
         return max(1, self.max_decode_pixels // image_pixels)
 
 
@@ -62,7 +62,7 @@ DEFAULT_BOUNDS: Final = BatchBounds()
 class Work:
     """The work of one step or decode of a request: `rows` of `kind`, in calls of at most `max_rows`.
 
-    It takes one call for each of `keys`, which it may share with requests that have the same.
+    It takes one call for each of `keys`, which it may share with requests of the same key.
     """
 
     keys: frozenset[Hashable]
@@ -77,7 +77,7 @@ def image_size(state: DenoiseState) -> tuple[int, int]:
 
 
 def decode_key(state: DenoiseState) -> Hashable:
-    """Return the key of a state: those with equal keys share a forward of the VAE."""
+    """Return the key of a state: states with equal keys share a forward of the VAE."""
     return image_size(state), _solitude(state)
 
 
@@ -87,7 +87,7 @@ def parts_of(states: Sequence[DenoiseState]) -> list[Condition]:
 
 
 def batch_key(part: Condition) -> Hashable:
-    """Return the key of a part: those with equal keys share a forward.
+    """Return the key of a part: parts with equal keys share a forward.
 
     ControlNets read images, which have one size.
     """
@@ -99,7 +99,7 @@ def batch_key(part: Condition) -> Hashable:
 
 
 def memory_kind(part: Condition) -> Hashable:
-    """Return the kind of a part: those of one take about as much memory per row of a forward."""
+    """Return the kind of a part: parts of one kind take about as much memory per row of a forward."""
     lengths = part.branch.prompt.shape[1], len(part.state.acting_controls), part.state.extra_channels is None
     return "denoise", part.state.shape, *lengths, *(["alone"] if part.state.runs_alone else [])
 
@@ -107,7 +107,7 @@ def memory_kind(part: Condition) -> Hashable:
 def workspace_kind(part: Condition) -> Hashable:
     """Return the kind of a part to the workspace: beside its `memory_kind` the adapters of its request, by name.
 
-    Those of no two adapters are the same. ControlNets count in the steps, too, in which they do not act.
+    Different adapters have different kinds. ControlNets count also in steps in which they do not act.
     """
     state = part.state
     loras = tuple(sorted(use.name for use in state.request.adapters)) if state.adapters else ()
@@ -120,7 +120,7 @@ def workspace_kind(part: Condition) -> Hashable:
 
 
 def adapter_names(request: DiffusionRequest) -> tuple[str, ...]:
-    """Return the names of what is added to the forwards of a request, as its `workspace_kind` has them."""
+    """Return the names of a request's additions to its forwards, for its `workspace_kind`."""
     loras = () if request.merges_adapter else sorted(use.name for use in request.adapters)
     return (*loras, *(use.name for use in request.control), *(use.name for use in request.image_prompts))
 
@@ -135,7 +135,7 @@ def _solitude(state: DenoiseState) -> Hashable:
 
 
 def _control_key(part: Condition) -> Hashable:
-    """Return the ControlNets of the next step, and the length of the text that they may read in place of the part's."""
+    """Return the ControlNets of the next step, and the length of their text, if it replaces the part's."""
     acting = part.state.acting_controls
     text_length = part.state.branches[-1].prompt.shape[1] if acting else 0
     return tuple(id(control.net) for control in acting), text_length
@@ -150,7 +150,7 @@ def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def by_adapters(group: Sequence[Condition]) -> list[Condition]:
-    """Return the parts with those of equal adapters beside each other, in order of appearance."""
+    """Return the parts sorted so that equal adapters are neighbours, in order of appearance."""
     return [part for equals in grouped(group, _adapters_key) for part in equals]
 
 
@@ -191,7 +191,7 @@ def build_rows(group: Sequence[Condition], modulation: tuple[torch.Tensor, ...])
 
 
 def _prompted_spans(group: Sequence[Condition]) -> Iterator[PromptedSpan]:
-    """Yield what images add to the rows of a group, part by part."""
+    """Yield the spans of rows in a group that have images as prompts, part by part."""
     start = 0
     for state, branch in group:
         stop = start + len(state.latents)
@@ -202,7 +202,7 @@ def _prompted_spans(group: Sequence[Condition]) -> Iterator[PromptedSpan]:
 
 
 def _adapted_spans(group: Sequence[Condition]) -> Iterator[AdaptedSpan]:
-    """Yield the adapters of the rows of a group, of neighbours with equal ones together."""
+    """Yield the adapters of the rows of a group, neighbours with equal ones together."""
     start = 0
     for _, equals in itertools.groupby(group, _adapters_key):
         parts = list(equals)
@@ -213,7 +213,7 @@ def _adapted_spans(group: Sequence[Condition]) -> Iterator[AdaptedSpan]:
 
 
 def _control_rows(group: Sequence[Condition], place: int) -> ControlRows:
-    """Return the rows of one of the ControlNets that all parts of the group have."""
+    """Return the rows of one of the group's common ControlNets."""
     inputs, scales, prompts, pooled, modes = [], [], [], [], list[torch.Tensor]()
     for state, branch in group:
         control = state.acting_controls[place]
@@ -240,7 +240,7 @@ def split_rows(noise: torch.Tensor, group: Sequence[Condition]) -> Sequence[torc
 
 
 def guided(family: Family, state: DenoiseState, noises: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one prediction, made of those of the state's branches."""
+    """Return the guided prediction made of the state's branches."""
     if len(noises) == 1:
         return noises[0]
     negative, prompt = noises

@@ -1,4 +1,7 @@
-"""Solvers: one for every request, of a class of diffusers, with the schedule that the request asks for."""
+"""Solvers: one for every request, with the schedule that it asks for.
+
+They are of classes of diffusers, of `flow_solvers.py` and `stochastic_solvers.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,20 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
 from deployments.engines.diffusion.flow_solvers import NAMES as FLOW_NAMES
 from deployments.engines.diffusion.flow_solvers import flow_solver, is_flow
-from deployments.engines.diffusion.known_solvers import REFUSED, check_solver
+from deployments.engines.diffusion.known_solvers import check_solver
+from deployments.engines.diffusion.stochastic_solvers import SOLVERS as STOCHASTIC
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
 
 Schedule = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> arguments of its set_timesteps
-Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> what takes the place of its values
+Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> replacements of its values
 
-# Solvers over a schedule of betas: each runs with the config of any other, as stock's users exchange them. LCM and TCD
-# are none's `compatibles` in diffusers, though they read the same config; EDM is everybody's, and reads another one.
+# Solvers over a schedule of betas: each runs with the config of any other, as stock's users swap them. LCM and TCD
+# are in no class's `compatibles` in diffusers, though they read the same config; EDM is in all, and reads another one.
 _OF_BETAS: Final = frozenset(
-    {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler"} - {"EDMEulerScheduler"}
+    {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler", *STOCHASTIC} - {"EDMEulerScheduler"}
 )
-# What a request may change of a solver's config, with what it may be: a type, a range of numbers, or choices.
+# The options of a solver's config that a request may change, with their type, range of numbers, or choices.
 _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]] = {
     "use_karras_sigmas": bool,
     "use_exponential_sigmas": bool,
@@ -70,12 +74,12 @@ class SolverFactory:
         schedule: Schedule,
         changes: Changes = lambda config: {},
     ) -> Any:
-        """Return the solver of a request with its timesteps set by what `schedule` makes of its config.
+        """Return the solver of a request with its timesteps set by `schedule` of its config.
 
-        `changes` are made to that config first, of whatever class the solver is.
+        `changes` are made to that config first, for any class of solver.
 
         A request's `scheduler` is another class than the pipeline's, which gets its config, as stock's `from_config`
-        does, with the `scheduler_options` in place of what is there. Raises EngineError when there is none, or it
+        does, with the `scheduler_options` replacing its values. Raises EngineError if there is no such class, or it
         cannot make such a schedule (more steps than it was trained with, say).
         """
         solver = self.configured(request.scheduler, request.scheduler_options)
@@ -94,9 +98,8 @@ class SolverFactory:
         if scheduler not in (None, own):
             known = self._known_classes()
             if scheduler not in known:
-                reason = f" ({scheduler} {REFUSED[scheduler]})" if scheduler in REFUSED else ""
                 raise EngineError(
-                    f"scheduler {scheduler!r}: expected one that fits the model's{reason} (known: {', '.join(known)})"
+                    f"scheduler {scheduler!r}: expected one that fits the model's (known: {', '.join(known)})"
                 )
         elif not options:
             return copy.deepcopy(self._template)
@@ -140,22 +143,22 @@ def _check_options(cls: Any, options: Mapping[str, bool | float | str]) -> None:
 
 
 def step_options(solver: Any, generator: torch.Generator) -> dict[str, Any]:
-    """Return keyword arguments for `solver.step`, as far as the class takes them (eta is 0, as in stock)."""
+    """Return the keyword arguments for `solver.step` that the class takes (eta is 0, as in stock)."""
     accepted = _step_parameters(type(solver).step)
     options = {"eta": 0.0, "generator": generator}
     return {name: value for name, value in options.items() if name in accepted}
 
 
-@functools.cache  # it takes a while, and each step asks
+@functools.cache  # slow, and needed at each step
 def _step_parameters(step: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(step).parameters)
 
 
 def _solver_class(class_name: str | None) -> Any:
     """Return a solver's class, None for a name that is none's, or one's whose packages are not installed."""
-    cls = getattr(diffusers, str(class_name), None)
+    cls = STOCHASTIC.get(str(class_name)) or getattr(diffusers, str(class_name), None)
     is_solver = isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)
-    return cls if is_solver and class_name not in REFUSED else None
+    return cls if is_solver else None
 
 
 def add_noise(solver: Any, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:

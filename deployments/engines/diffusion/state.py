@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Control:
-    """A ControlNet and what it reads of its image, (num_images, …) each. `reads_prompt`: never the negative prompt.
+    """A ControlNet and its image inputs, (num_images, …) each. `reads_prompt`: never the negative prompt.
 
     `mode` is that of a union.
     """
@@ -45,7 +45,7 @@ class Control:
     mode: int | None = None
 
     def acts_at(self, step_index: int, num_steps: int) -> bool:
-        """Return whether it acts at a step, counted from 0: the whole step lies within its part of the schedule."""
+        """Return whether the net acts at a step, counted from 0: all of it lies within its part of the schedule."""
         return not (step_index / num_steps < self.start or (step_index + 1) / num_steps > self.end)
 
 
@@ -60,7 +60,7 @@ def make_controls(
 ) -> tuple[Control, ...]:
     """Return the ControlNets of a request, in its order; encoding an image may draw from the generator, as in stock.
 
-    `known` has them by name. Raises EngineError for one that is not there or does not fit the denoiser.
+    `known` has them by name. Raises EngineError for an unknown one or one that does not fit the denoiser.
     """
     controls = []
     for use in request.control:
@@ -75,8 +75,8 @@ def make_controls(
         make_batch_invariant(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
-            inputs = family.adapters.control_image(
-                net, pixels, lambda images: codec.encode(images, generator), codec.vae
+            inputs = family.adapters.control_inputs(
+                net, pixels, lambda images: family.latents.scale(codec.encode(images, generator), codec.vae)
             )
         inputs = tuple(one.to(device, denoiser.dtype) for one in inputs)
         reads_prompt = family.adapters.controls_read_prompt
@@ -85,7 +85,7 @@ def make_controls(
 
 
 def _wrong_mode(mode: int | None, num_modes: int) -> str | None:
-    """Return why a request's mode is none of a ControlNet's, or None."""
+    """Return why a request's mode is not one of a ControlNet's, or None."""
     if not num_modes:
         return None if mode is None else f"is no union of ControlNets, and has no mode {mode}"
     if mode is not None and 0 <= mode < num_modes:
@@ -104,30 +104,30 @@ def _misfit(family: Family, net: Any, denoiser: Any, pixels_per_latent: int) -> 
 
 MAX_STEPS = 1000
 MAX_IMAGES = 32
-SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
+SEEDS = range(-(2**63), 2**64)  # accepted by torch.Generator.manual_seed
 
 
 @dataclass(slots=True)
 class DenoiseState:
-    """A request on its way. `latents` (num_images, …) are the family's own: packed patches or a latent image.
+    """A running request. `latents` (num_images, …) are in the family's form: packed patches or a latent image.
 
     `branches` is (prompt,) or, under classifier-free guidance, (negative, prompt), and `cfg_scale` its
     weight. The solver is this request's alone, since it counts its own steps. `adapters` are weights with
-    their strength; `merged` is one that is merged instead. `are_finite` has a flag for every step done here, on the
-    device: reading one would make the device wait, so that is left until the images are wanted. A state with a
+    their strength; `merged` is a merged one instead. `are_finite` has a flag for every step done here, on the
+    device: reading one would make the device wait, so it is read only with the images. A state with a
     `failure` takes no more steps.
 
     `shape` is the `Family.latents.batch_shape` of its `size`.
 
-    With an image it begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
+    A request with an image begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
     `FirstLatents`.
 
-    One that `runs_alone` shares no forward, and its rows go one by one: on a device that rounds by batch nothing else
-    gives the same bits in any batch and however little memory there is.
+    A state that `runs_alone` shares no forward, and its rows go one by one: if a device rounds by batch, nothing else
+    gives the same bits in any batch and with any amount of memory.
 
-    `ahead` is what `Modulation` has computed of steps to come.
+    `ahead` has `Modulation`'s outputs for coming steps.
 
-    `extrapolation` says which steps take no forward, None that all do.
+    `extrapolation` chooses the steps without a forward; with None all steps have one.
 
     After a step of `preview_at`, `expected` has the latents that the step expects at the end. `solver_at_start` has the
     solver's attributes before the first step.
@@ -168,7 +168,7 @@ class DenoiseState:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of forwards in all; second-order solvers take more of them than `num_inference_steps`."""
+        """Return the number of steps in all; second-order solvers take more of them than `num_inference_steps`."""
         return len(self.solver.timesteps) - self.first_step
 
     @property
@@ -183,17 +183,17 @@ class DenoiseState:
 
     @property
     def num_forwards_left(self) -> int:
-        """Number of steps to come that take a forward."""
+        """Number of coming steps with a forward."""
         return self.num_steps_left if self.extrapolation is None else self.extrapolation.num_computed(self.step_index)
 
     @property
     def is_extrapolated(self) -> bool:
-        """Return whether the next step takes no forward."""
+        """Return whether the next step has no forward."""
         return self.extrapolation is not None and not self.done and self.extrapolation.skips(self.step_index)
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of a forward that one step takes."""
+        """Return the number of rows of a forward for one step."""
         return self.request.num_images * len(self.branches)
 
     @property
@@ -230,9 +230,9 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
 
 
 def encoded_references(request: DiffusionRequest, family: Family, multiple: int) -> tuple[npt.NDArray[np.uint8], ...]:
-    """Return the references of a request in the sizes in which the VAE encodes them.
+    """Return the references of a request in the sizes for the VAE.
 
-    Raises EngineError for another number of them than the family reads.
+    Raises EngineError for a number of them that the family does not read.
     """
     found, most = len(request.references), family.references.most
     if not min(most, 1) <= found <= most:
@@ -242,7 +242,7 @@ def encoded_references(request: DiffusionRequest, family: Family, multiple: int)
 
 
 def numeric_failure(state: DenoiseState) -> ComputationFailed | None:
-    """Return why its latents are no image: the first step after which they were not finite. Waits for the device."""
+    """Return why the latents are no image: the first step after which they were not finite. Waits for the device."""
     flags: list[bool] = torch.stack(state.are_finite).tolist() if state.are_finite else []
     if all(flags):
         return None
@@ -261,8 +261,8 @@ def take_branches(
 ) -> tuple[Branch, ...]:
     """Return (prompt,) or, when `guided`, (negative, prompt). The two may differ in length.
 
-    Each is padded to the `padded_length` of its own, and masked there; None pads nothing. `widths` is the model's
-    (D, P); P None for a model without pooled text. Raises EngineError for tensors that are missing or of another shape.
+    Each is padded to its own `padded_length`, and masked there; None means no padding. `widths` is the model's
+    (D, P); P is None for a model without pooled text. Raises EngineError for missing tensors or other shapes.
     """
     prefixes = ("negative_", "") if guided else ("",)
     branches = []

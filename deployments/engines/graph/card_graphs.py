@@ -120,7 +120,7 @@ class CardGraphs:
         self._pool: _Pool | None = None
 
     def addresses(self) -> list[int]:
-        """Return where the module's weights are now."""
+        """Return the present addresses of the module's weights."""
         return [tensor.data_ptr() for tensor in self._weights()]
 
     def bind(self, inputs: Inputs, forward: Forward) -> tuple[CapturedForward, torch.Tensor]:

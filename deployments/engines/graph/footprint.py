@@ -33,7 +33,7 @@ class Footprint:
         return low - (low - high) * (rows - few) // (many - few) + rounding + self.workspace_bytes
 
     def rows_within(self, nbytes: int, most: int) -> int:
-        """Return how many rows, and all fewer, take at most so many bytes: 0 to `most`."""
+        """Return the most rows, up to `most`, that take at most `nbytes`, as all fewer do; maybe 0."""
         rows = 0
         while rows < most and self.bytes_of(rows + 1) <= nbytes:
             rows += 1

@@ -47,7 +47,7 @@ class Workspace:
         self._footprints = footprints
 
     def most_rows(self, kind: Hashable, most: int) -> int:
-        """Return how many rows of that kind have room now, from 1 to `most`."""
+        """Return the number of rows of that kind that have room now, from 1 to `most`."""
         return most if (planned := self._planned(kind)) is None else self._most_rows(*planned, most)
 
     def largest(self, kinds: Collection[Hashable], rows: int) -> Hashable:
@@ -64,7 +64,7 @@ class Workspace:
 
     @contextmanager
     def lend(self, kind: Hashable, rows: int, most: int) -> Iterator[int]:
-        """Yield how many of `rows` may run at once, at most `most`, and count their bytes within the block."""
+        """Yield the number of `rows` that may run at once, at most `most`, and count their bytes within the block."""
         wanted = max(1, min(rows, most))
         if (planned := self._planned(kind)) is None:
             yield wanted

@@ -1,7 +1,7 @@
-"""How families of models write reasoning and tool calls: a form is data, which `answer_reader.py` reads.
+"""The forms in which families of models write reasoning and tool calls: data that `answer_reader.py` reads.
 
-A model's forms are found by its chat template: that of calls by rendering one and reading it back, or else, as that of
-reasoning, by the markers that the template's text has.
+A model's forms are found by its chat template: that of calls by rendering a call and reading it back, or else, like
+that of reasoning, by the markers in the template's text.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Syntax = Literal["object", "named", "tagged", "python", "braces", "channels"]
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What is written around the key and around the value of an argument, where each has tags of its own.
+    """The tags around the key and around the value of an argument, where each has its own.
 
-    Newlines beside a value are the tags', one on each side. `said` is what stands between the two of a text, and of any
-    other value, where the form says which it is; TYPE is the type of JSON. Keys that stand in attributes may be
+    Newlines beside a value are the tags', one on each side. `said` is the text between the two for a string, and any
+    other value, where the form marks which it is; TYPE is the type of JSON. Keys that stand in attributes may be
     escaped as XML does it.
     """
 
@@ -44,18 +44,19 @@ class Tags:
 class ToolForm:
     """A family's way to write calls.
 
-    `section` is what stands before the first of several calls and behind the last, `call` what does for each; the text
-    is as templates write it, and blanks at its ends may be missing in answers. `name` is how a call's name is
-    written, NAME being the name, `name_end` what follows it, and `first` what does besides in the first call. By its
+    `section` is the text before the first of several calls and after the last, `call` that around each; the text
+    is as templates write it, and blanks at its ends may be missing in answers. `name` is the form of a call's
+    name, with NAME for the name itself, `name_end` follows it, and `first` follows that in the first call. By its
     syntax a call is
     - object: a JSON object that begins with `name`, with the arguments as a member; in an array if `is_array`;
     - named: the name, and the arguments as a JSON object;
     - tagged: the name, and each argument in `tags`;
     - python: calls of functions with keywords, in a list;
-    - braces: the name, and {key:value}, whose texts stand in `quote`s;
+    - braces: the name, and {key:value} with texts in `quote`s;
     - channels: the body of a message whose head names its recipient, and of others the channel.
     A form that `is_bare` has no opening: the answer's first character says whether it is calls. `signs` are what a
-    template has, all of them, that teaches the form without rendering calls.
+    template has, all of them, that teaches the form without rendering calls. A `mark` is what all its markers have,
+    which models write with bars of ASCII, with doubled ones, or in small letters, now and then.
     """
 
     syntax: Syntax
@@ -69,32 +70,33 @@ class ToolForm:
     is_array: bool = False
     is_bare: bool = False
     signs: tuple[str, ...] = ()
+    mark: str = ""
 
     @property
     def prefix(self) -> str:
-        """Return what an answer begins with that is nothing but a call."""
+        """Return the beginning of an answer that is only a call."""
         if self.is_bare:
             return ""
         return self.section[0] + self.call[0] + ("[" if self.is_array else "")
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Return what in an answer begins calls."""
+        """Return the markers that begin calls in an answer."""
         return _stripped(self.section[0], self.call[0])
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return all text of the form that may be tokens of its own."""
+        """Return all texts of the form that may be single tokens."""
         tags = () if self.tags is None else (*self.tags.key, *self.tags.value)
         return (*self.section, *self.call, self.name_end, self.quote, *tags)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """What a family writes before its reasoning, behind it, and around its answer, which is left out of the text.
+    """The markers before and after a family's reasoning and around its answer. They are left out of the text.
 
-    Most models forget to end their reasoning before a call, now and then; where it does not end `ends_with_calls`, what
-    looks like one is a thought.
+    Most models forget to end their reasoning before a call, now and then. Without `ends_with_calls`, text that
+    looks like a call is a thought.
     """
 
     openings: tuple[str, ...]
@@ -110,19 +112,19 @@ class ReasoningForm:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How a model writes its answers; None of what it does not write, or what nobody asked it to."""
+    """The form of a model's answers. A part is None if the model does not write it or nobody asked for it."""
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return all text that may be special tokens, which texts of answers are without otherwise."""
+        """Return all markers. They may be special tokens, which are otherwise left out of answers."""
         forms = [form for form in (self.tools, self.reasoning) if form is not None]
         return tuple(marker for form in forms for marker in form.markers if marker)
 
     def begun(self, prompt: str) -> str:
-        """Return what of the answer stands at the end of its prompt already."""
+        """Return the beginning of the answer that the end of its prompt has already."""
         if self.tools is not None and self.tools.syntax == "channels":
             return HARMONY_START if prompt.endswith(HARMONY_START) else ""
         end = prompt.rstrip()
@@ -142,13 +144,16 @@ _OBJECT: Final = '{"name": NAME, "arguments": '
 _PARAMETERS: Final = '{"name": NAME, "parameters": '
 
 
+_DSML: Final = "\uff5cDSML\uff5c"
+
+
 def _deepseek(*words: str) -> str:
     return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
 
 
 def _dsml(section: str, blank: str = "") -> ToolForm:
     """Return the markup of DeepSeek since V3.2: the section that calls stand in, and what is before each name."""
-    mark = f"\uff5cDSML\uff5c{blank}"
+    mark = f"{_DSML}{blank}"
     return ToolForm(
         "tagged",
         section=(f"<{mark}{section}>\n", f"\n</{mark}{section}>"),
@@ -160,10 +165,11 @@ def _dsml(section: str, blank: str = "") -> ToolForm:
             (' string="true"', ' string="false"'),
         ),
         signs=(f"{mark}{section}",),
+        mark=_DSML,
     )
 
 
-# In the order in which they are tried: what others would read as well comes behind them.
+# In the order in which they are tried: a form that reads others' texts as well comes after them.
 TOOL_FORMS: Final[Mapping[str, ToolForm]] = MappingProxyType(
     {
         "harmony": ToolForm(
@@ -367,7 +373,7 @@ REASONING_FORMS: Final[Mapping[str, ReasoningForm]] = MappingProxyType(
 
 
 def named_form(kind: Literal["tool_form", "reasoning_form"], name: str) -> ToolForm | ReasoningForm | None:
-    """Return the form of a name, None of "none". Raises EngineError for a name that is not known."""
+    """Return the form of a name, None for "none". Raises EngineError for an unknown name."""
     forms: Mapping[str, ToolForm | ReasoningForm] = TOOL_FORMS if kind == "tool_form" else REASONING_FORMS
     if name == "none":
         return None

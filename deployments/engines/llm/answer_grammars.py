@@ -1,4 +1,4 @@
-"""Grammars of answers in a model's own form: calls of its tools, and JSON behind its reasoning. llguidance's Lark."""
+"""Grammars of answers in a model's own form: calls of its tools, and JSON after its reasoning. llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class LarkGrammar:
-    """A grammar as it is written. `special` are the ids of tokens that stand for texts which no other tokens write."""
+    """A grammar under construction. `special` has the ids of special tokens by their texts."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -33,7 +33,7 @@ class LarkGrammar:
         self._rules: list[str] = []
 
     def text(self, start: str) -> str:
-        """Return the whole grammar, whose answers are those of the expression `start`."""
+        """Return the whole grammar of answers of the expression `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
     def rule(self, expression: str, options: str = "") -> str:
@@ -43,7 +43,7 @@ class LarkGrammar:
         return name
 
     def literal(self, text: str) -> str:
-        """Return what writes a text, with special tokens where it has any."""
+        """Return the rule for a text, with special tokens where it has any."""
         parts, at = [], 0
         for found in self._split.finditer(text):
             parts += [text[at : found.start()], found[0]]
@@ -55,7 +55,7 @@ class LarkGrammar:
         return " ".join(written) or '""'
 
     def up_to(self, end: str) -> str:
-        """Return what writes any text, and an end that it has not in itself."""
+        """Return the rule for any text up to the first `end`, which is included."""
         first = self._split.search(end)
         if first is not None and not first.start():
             return self.rule(f"{_TEXT} {self.literal(end)}")
@@ -65,16 +65,16 @@ class LarkGrammar:
         return f"{rule} {self.literal(rest)}" if rest else rule
 
     def expression(self, regex: str) -> str:
-        """Return what writes the texts of a regular expression."""
+        """Return the rule for the texts of a regular expression."""
         pattern = regex.removeprefix("^").removesuffix("$")
         return self.rule("/" + re.sub(r"((?:^|[^\\])(?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n") + "/")
 
     def json(self, schema: Mapping[str, Any], *, is_free: bool = False) -> str:
-        """Return what writes the JSON documents of a schema that is prepared already."""
+        """Return the rule for the JSON documents of a prepared schema."""
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _FREE if is_free else _AS_TEMPLATES_WRITE})}")
 
     def answer(self, form: AnswerGrammar) -> str:
-        """Return what writes the answers of a form. Raises EngineError for a grammar that cannot be read."""
+        """Return the rule for the answers of a form. Raises EngineError for a grammar that cannot be read."""
         if form.json_schema is not None:
             return self.json(prepare_schema(form.json_schema), is_free=True)
         if form.regex is not None:
@@ -85,7 +85,7 @@ class LarkGrammar:
             return structural_tag(self, form.structural_tag)
         try:
             text = any_to_lark(form.grammar or "")
-        except Exception as error:  # of several kinds; all mean that it is no grammar
+        except Exception as error:  # of several kinds, which all mean that this is no grammar
             raise EngineError(f"the grammar cannot be read: {str(error)[:200]}") from None
         if not re.search(r"^\??start\b", text, re.MULTILINE):
             raise EngineError("the grammar has no rule `start` (Lark), or `root` (GBNF)")
@@ -93,7 +93,7 @@ class LarkGrammar:
         return "start_of_answer"
 
     def behind_thought(self, form: ReasoningForm | None, answer: str, *, is_begun: bool, may_begin: bool) -> str:
-        """Return an answer behind reasoning that is begun, or that may be."""
+        """Return the rule of an answer after reasoning that has begun, or that may begin."""
         if form is None or not form.openings or not (is_begun or may_begin):
             return answer
         thought = f"{self.up_to(form.closings[0])} {self.rule(_BLANKS)}?"
@@ -101,7 +101,7 @@ class LarkGrammar:
 
 
 def call_rule(grammar: LarkGrammar, form: ToolForm, functions: Sequence[Function]) -> str:
-    """Return what writes one call of one of the functions, behind the form's prefix.
+    """Return the rule for one call of one of the functions, after the form's prefix.
 
     Raises EngineError for parameters that no grammar can keep to.
     """
@@ -131,7 +131,7 @@ def _call(grammar: LarkGrammar, form: ToolForm, function: Function) -> str:
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return the names and schemas of an object's members, and whether they must be there."""
+    """Return the names and schemas of an object's members, and whether each is required."""
     properties, required = schema.get("properties"), schema.get("required")
     needed = required if isinstance(required, list) else []
     return [(key, one, key in needed) for key, one in properties.items()] if isinstance(properties, Mapping) else []
@@ -173,15 +173,15 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _texts(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """Return the few texts that a value may be; none where it may be any."""
+    """Return the few possible texts of a value; none if it may be any text."""
     found = _resolved(schema, root)
     given = found.get("enum", [found["const"]] if "const" in found else [])
     return [value for value in given if isinstance(value, str)] if isinstance(given, list) else []
 
 
 def _listed(grammar: LarkGrammar, members: Sequence[tuple[str, str, bool]], comma: str) -> str:
-    """Return members in their order, with commas between those that are there."""
-    rest = ""  # what may follow a member, and what may stand alone, from the last one on
+    """Return the rule of members in their order, with commas between the present ones."""
+    rest = ""  # the rules after a member, and without one before, from the last one on
     alone = ""
     for key, value, is_needed in reversed(members):
         own = grammar.rule(f"{grammar.literal(key)} {value}")
@@ -196,7 +196,7 @@ def _listed(grammar: LarkGrammar, members: Sequence[tuple[str, str, bool]], comm
 
 
 def _value(grammar: LarkGrammar, form: ToolForm, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
-    """Return what writes a value in Python, or in Gemma's braces."""
+    """Return the rule for a value in Python, or in Gemma's braces."""
     if depth > _MAX_DEPTH:
         raise EngineError("the schema is nested too deeply")
     is_python = form.syntax == "python"
@@ -228,15 +228,15 @@ def _value(grammar: LarkGrammar, form: ToolForm, schema: Any, root: Mapping[str,
     return grammar.rule(" | ".join(ways))
 
 
-# Forms of parts, as xgrammar and vLLM describe them
+# Forms of parts, as in xgrammar and vLLM
 
 _Part = Mapping[str, Any]
 
 
 def structural_tag(grammar: LarkGrammar, tag: _Part) -> str:
-    """Return what writes the answers of a `structural_tag`, in its older form or in the one with a `format`.
+    """Return the rule for the answers of a `structural_tag`, in its older form or in the one with a `format`.
 
-    Raises EngineError for what is not known, with what is.
+    Raises EngineError for an unknown part, with the known ones.
     """
     if "structures" not in tag:
         return _part(grammar, _member(tag, "format", dict), 0)
@@ -282,7 +282,7 @@ def _part(grammar: LarkGrammar, part: Any, depth: int) -> str:
 
 
 def _tag(grammar: LarkGrammar, part: Any, depth: int, written: int = 0) -> str:
-    """Return what writes a tag, of whose beginning so many characters are there."""
+    """Return the rule for a tag, after the first `written` characters of its beginning."""
     if not isinstance(part, Mapping):
         raise EngineError("structural_tag: a tag is an object with begin, content and end")
     begin, content, end = _member(part, "begin", str), part.get("content"), _member(part, "end", str)
@@ -293,7 +293,7 @@ def _tag(grammar: LarkGrammar, part: Any, depth: int, written: int = 0) -> str:
 
 
 def _triggered(grammar: LarkGrammar, part: _Part, depth: int) -> str:
-    """Return what writes free text, and tags of which each begins with a trigger."""
+    """Return the rule for free text with tags, each of which begins with a trigger."""
     triggers, tags = _member(part, "triggers", list), _member(part, "tags", list)
     if not triggers or not all(isinstance(one, str) and one for one in triggers):
         raise EngineError("structural_tag: triggers are texts, one or several")

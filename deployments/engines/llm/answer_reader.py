@@ -1,7 +1,7 @@
-"""Reading an answer as its text comes: what is shown, what is reasoning, and what calls tools, by the model's form.
+"""Reads an answer as its text comes, and separates text, reasoning and tool calls by the model's form.
 
-One machine for all forms. It takes text in pieces, cut anywhere, and gives out what is certain; what it gives in all
-does not depend on the cuts. What looks like a call and is none stays text.
+One machine for all forms. It takes text in pieces, cut anywhere, and returns the certain part; the whole result
+does not depend on the cuts. Text that only looks like a call stays text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from deployments.engines.llm.call_readers import (
     Calls,
     JsonCall,
     Markers,
+    MarkSpelling,
     TaggedCall,
     Tape,
     WholeCall,
@@ -33,7 +34,7 @@ _BODY: Final = "<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """What a piece of an answer adds to its text, to its reasoning and to its calls."""
+    """A piece's additions to the text, the reasoning and the calls of an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -41,14 +42,14 @@ class AnswerPiece:
 
 
 class _Shown:
-    """Text for the reader of an answer, without blanks beside what is not shown."""
+    """Text for the reader of an answer, without blanks beside hidden parts."""
 
     def __init__(self, *, holds_blanks: bool) -> None:
         self._holds_blanks = holds_blanks
         self._pieces: list[str] = []
         self._blanks = ""
         self.has_text = False
-        self.is_inner = False  # something that is not shown has come: blanks before the next text are beside it
+        self.is_inner = False  # a hidden part has come: blanks before the next text are beside it
 
     def add(self, text: str) -> None:
         body = text.strip()
@@ -69,19 +70,19 @@ class _Shown:
         self.add(text[end:]) if text[end:] else None
 
     def end(self) -> None:
-        """Take no more: blanks at the end are shown where nothing was left out beside them."""
+        """End the text: blanks at its end are shown unless a hidden part is beside them."""
         if not self.is_inner:
             self._pieces.append(self._blanks)
         self._blanks = ""
 
     def take(self) -> str:
-        """Return what was added since the last time."""
+        """Return the text added since the last call."""
         pieces, self._pieces = self._pieces, []
         return "".join(pieces)
 
 
 class AnswerReader:
-    """Parts the text of one answer. `functions` are those that it may call; behind `max_calls` calls are left out."""
+    """Parts the text of one answer. It may call `functions`; calls after the first `max_calls` are left out."""
 
     def __init__(self, form: AnswerForm, functions: Sequence[Function] = (), max_calls: int | None = None) -> None:
         self._tools, self._form = form.tools, form.reasoning
@@ -89,8 +90,9 @@ class AnswerReader:
         self._thought = _Shown(holds_blanks=True)
         self._thought.is_inner = True
         self._tape, self._calls = Tape(), Calls(functions, max_calls)
+        self._spelling = MarkSpelling(form.tools.mark) if form.tools is not None and form.tools.mark else None
         self._call: CallReader | None = None
-        self._met_in: Callable[[], bool] = self._read_start  # where what may be a call was met
+        self._met_in: Callable[[], bool] = self._read_start  # the state in which a possible call was met
         self._state: Callable[[], bool] = self._read_start
         is_channels = self._tools is not None and self._tools.syntax == "channels"
         openings = self._tools.openings if self._tools is not None else ()
@@ -106,18 +108,28 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """Return how many calls have begun."""
+        """Return the number of calls that have begun."""
         return self._calls.num_calls
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether what comes next belongs to a thought, if only as its end."""
+        return self._state == self._read_thought
 
     def feed(self, piece: str) -> AnswerPiece:
         """Return what is certain now."""
+        self._read(piece if self._spelling is None else self._spelling.feed(piece))
+        return self._taken()
+
+    def _read(self, piece: str) -> None:
         self._tape.held += piece
         while self._tape.held and self._state():
             pass
-        return self._taken()
 
     def flush(self, *, is_cut: bool = False) -> AnswerPiece:
         """Return what was held back, at the end of the answer; `is_cut`: it would have gone on."""
+        if self._spelling is not None:
+            self._read(self._spelling.flush())
         if not is_cut and self._state == self._read_call and self._call is not None:
             self._call.flush()
         held, self._tape.held = self._tape.held, ""
@@ -132,8 +144,8 @@ class AnswerReader:
         return self._taken()
 
     def _may_be_text(self, raw: str) -> bool:
-        """Return whether something was read that was no call, and is more than an opening of one."""
-        is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by tokens of its own
+        """Return whether the text read is no call, and more than an opening of one."""
+        is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by special tokens
         return self._tape.keeps_raw and not is_marked and raw.strip() not in self._openings
 
     def _taken(self) -> AnswerPiece:
@@ -156,7 +168,7 @@ class AnswerReader:
         return True
 
     def _read_up_to(self, markers: Markers, shown: _Shown) -> str | None:
-        """Show what stands before the next marker, and return that; None where there is none yet."""
+        """Show the text before the next marker, and return the marker; None where there is none yet."""
         tape = self._tape
         found = markers.find(tape.held)
         at, marker = found or (markers.num_safe(tape.held), "")
@@ -175,7 +187,7 @@ class AnswerReader:
             self._text.is_inner = True
             self._state = self._read_thought
         elif marker not in self._around and self._text.has_text:
-            self._text.add(marker)  # the end of a thought that nobody began, within a text
+            self._text.add(marker)  # the end of a thought without a beginning, within a text
         else:
             self._text.is_inner = True
         return True
@@ -191,10 +203,10 @@ class AnswerReader:
             self._state = self._read_text if self._text.has_text else self._read_start
         return True
 
-    # What may be calls
+    # Possible calls
 
     def _open(self, marker: str) -> None:
-        """Begin to read what may be calls."""
+        """Begin to read possible calls."""
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         tape.raw, tape.keeps_raw, self._met_in = marker, True, self._state
@@ -213,12 +225,12 @@ class AnswerReader:
 
     @property
     def _must_know(self) -> bool:
-        """Whether only a known name makes a call: no marker says that it is one, or it stands in a thought."""
+        """Whether a call counts only if its function is known: without a marker, and in thoughts."""
         assert self._tools is not None
         return self._tools.is_bare or (self._tape.keeps_raw and self._met_in == self._read_thought)
 
     def _give_up(self) -> bool:
-        """Leave what was no call to the text, or to the reasoning, that it was met in."""
+        """Give text that is no call back to the text or the reasoning in which it was met."""
         raw, within = self._tape.raw, self._met_in == self._read_thought and self._tape.keeps_raw
         self._tape.certain()
         self._state = self._read_thought if within else self._read_text
@@ -240,7 +252,7 @@ class AnswerReader:
         return step != "wait"
 
     def _read_section(self) -> bool:
-        """Read what is between calls, up to the next one or to the end of all."""
+        """Read the text between calls, up to the next one or to the end of all."""
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         body = tape.held.lstrip()
@@ -268,7 +280,7 @@ class AnswerReader:
         return self._give_up()
 
     def _read_noise(self, begin: str, end: str) -> bool:
-        """Skip what stands between calls of a family whose markers are tokens of their own: nothing there is text."""
+        """Skip text between calls of a family whose markers are special tokens: none of it is shown."""
         found = markers_of(begin, end).find(self._tape.held)
         if found is None:
             return False
@@ -280,7 +292,7 @@ class AnswerReader:
         return True
 
     def _read_kind(self) -> bool:
-        """Begin a call behind its opening. A family may write its older form, in JSON alone."""
+        """Begin a call after its opening. A family may write its older form, in JSON alone."""
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         if tools.syntax == "tagged":
@@ -320,7 +332,7 @@ class AnswerReader:
         return True
 
     def _read_unwanted(self) -> bool:
-        """Skip the body of a message to a tool that nobody offered."""
+        """Skip the body of a message to a tool that was not offered."""
         found = self._in_text.find(self._tape.held)
         self._tape.held = self._tape.held[found[0] if found else self._in_text.num_safe(self._tape.held) :]
         self._state = self._read_text if found else self._state

@@ -11,6 +11,7 @@ from typing import Any, Final
 _JSON_NAMES: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None}
 _MAX_DEPTH: Final = 32
 _MAX_CHARACTERS: Final = 2**18  # of a call that is read as a whole
+_DECODER: Final = json.JSONDecoder(strict=False)
 _KEY: Final = re.compile(r"([^:{}\[\],]{1,256}):")
 _SCALAR: Final = re.compile(r"[^,{}\[\]]*")
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
@@ -24,12 +25,12 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON. Raises ValueError for one that JSON cannot say."""
+    """Return a value as JSON. Raises ValueError for one that JSON cannot express."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def types_of(schema: Any, root: Any, depth: int = 8) -> frozenset[str]:
-    """Return the types that a schema lets a value have; none where it does not say."""
+    """Return a schema's types of a value; none if it names none."""
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
@@ -55,9 +56,9 @@ def _type_of(value: Any) -> str:
 
 
 def value_of_text(text: str, types: frozenset[str]) -> str:
-    """Return the text of a value that may be of these types, as JSON; a text where it is none of the others.
+    """Return the text of a value of one of these types as JSON; a string if no other type fits.
 
-    Without types it is what it looks like as JSON, if it is a list or an object.
+    Without types, a text that reads as a list or an object in JSON is that.
     """
     value = _read(text.strip())
     kind = _type_of(value)
@@ -74,7 +75,7 @@ def value_of_text(text: str, types: frozenset[str]) -> str:
 
 
 def _read(text: str) -> Any:
-    """Return the value that a text is in JSON or, failing that, in Python; the text itself where it is neither."""
+    """Return the value of a text in JSON or else in Python; the text itself if it is neither."""
     try:
         found = json.loads(text)
         to_json(found)  # not a number that JSON lacks
@@ -89,7 +90,7 @@ def _read(text: str) -> Any:
 
 
 def python_calls(text: str) -> list[tuple[str, str]] | None:
-    """Return the names and arguments of a list of Python's calls, or of one on each line; None of what is none."""
+    """Return the names and arguments of a list of Python's calls, or of one on each line; None for other texts."""
     if len(text) > _MAX_CHARACTERS:
         return None
     text = text.strip()
@@ -112,7 +113,7 @@ def _python_call(call: ast.expr) -> tuple[str, str]:
 
 
 def _literal(node: ast.expr, depth: int = 0) -> Any:
-    """Return the value of a literal, with the names that JSON has for three of them. Raises ValueError."""
+    """Return the value of a literal, or of one of JSON's three names. Raises ValueError."""
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     match node:
@@ -135,7 +136,7 @@ def _literal(node: ast.expr, depth: int = 0) -> Any:
 
 
 def braces_object(text: str, quote: str) -> str | None:
-    """Return {key:value, ...} with texts in `quote`s, as JSON; None for what is none."""
+    """Return {key:value, ...} with texts in `quote`s as JSON; None for other texts."""
     if len(text) > _MAX_CHARACTERS:
         return None
     try:
@@ -146,13 +147,18 @@ def braces_object(text: str, quote: str) -> str | None:
 
 
 def _braces(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
-    """Return the value that begins at a place, and where it ends. Raises ValueError, IndexError."""
+    """Return the value that begins at a place, and its end. Raises ValueError, IndexError."""
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     at = _behind_blanks(text, at)
     if text.startswith(quote, at):
         end = text.index(quote, at + len(quote))
         return text[at + len(quote) : end], end + len(quote)
+    if text[at] == '"':  # as JSON has it
+        try:
+            return _DECODER.raw_decode(text, at)
+        except ValueError:  # a quote within what is no text
+            pass
     if text[at] not in "{[":
         found = _SCALAR.match(text, at)
         assert found is not None

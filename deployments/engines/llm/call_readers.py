@@ -1,6 +1,6 @@
-"""Reading one tool call as its text comes, a class for each kind of syntax. `answer_reader.py` says where calls begin.
+"""Readers of one tool call as its text comes, a class for each kind of syntax. `answer_reader.py` finds the beginnings.
 
-A reader takes text off a `Tape` and writes to `Calls`. What it has taken stays on the tape's `raw` until it is certain
+A reader takes text off a `Tape` and writes to `Calls`. The taken text stays on the tape's `raw` until it is certain
 that it is a call.
 """
 
@@ -23,19 +23,20 @@ _HEAD: Final = re.compile(
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAME: Final = re.compile(r"[^\s<>{}\[\]()\"'|]{1,256}")
-_NUMBERED: Final = re.compile(r"(?:functions\.)?(.+):\d+")  # the name of a call that has its id from the model
-_MAX_NAME: Final = 512  # characters, with what may stand beside it
+_NUMBERED: Final = re.compile(r"(?:functions\.)?(.+):\d+")  # the name of a call with the model's own id
+_MAX_NAME: Final = 512  # characters, with those that may stand beside it
 _FENCE: Final = "```json"
-_SAID: Final = re.compile(r'(?:string|type)="(\w+)"')  # of an argument: whether it is a text
+_SAID: Final = re.compile(r'(?:string|type)="(\w+)"')  # the type of an argument
 _AS_TEXT: Final = frozenset({"string"})
 _NO_TEXT: Final = frozenset({"number", "boolean", "array", "object", "null"})
+_BARS: Final = "\uff5c|"
 _BESIDE: Final = "` \n\t"  # what may stand between arguments and the end of a call
 
 Step = Literal["wait", "on", "ended", "no call"]
 
 
 class Markers:
-    """Texts that are looked for in text that comes in pieces: the first of them, or what may be its beginning."""
+    """Texts to find in text that comes in pieces: the first of them, or its possible beginning."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         self._all = tuple(dict.fromkeys(marker for marker in markers if marker))
@@ -45,18 +46,18 @@ class Markers:
         self._longest = max(map(len, self._all), default=1) - 1
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
-        """Return where the first one is, and which."""
+        """Return the place of the first marker, and the marker."""
         found = self._pattern.search(text, start)
         return None if found is None else (found.start(), found[0])
 
     def at_beginning(self, text: str) -> bool | None:
-        """Return whether the text begins with one; None where it may yet."""
+        """Return whether the text begins with one; None if that is not decided yet."""
         if self._pattern.match(text):
             return True
         return None if not text or text in self._starts else False
 
     def num_safe(self, text: str) -> int:
-        """Return how much of a text that has none is certainly no beginning of one."""
+        """Return how many characters of a text without markers are certainly not the beginning of one."""
         for size in range(min(self._longest, len(text)), 0, -1):
             if text[-size:] in self._starts:
                 return len(text) - size
@@ -68,26 +69,55 @@ def markers_of(*markers: str) -> Markers:
     return Markers(markers)
 
 
+class MarkSpelling:
+    """Writes the mark of a family's markers as it is meant, whatever its bars and letters are, in text in pieces."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark, name = mark, mark.strip(_BARS)
+        self._pattern = re.compile(rf"(</?)[{_BARS}]{{1,2}}{re.escape(name)}[{_BARS}]{{1,2}}", re.IGNORECASE)
+        rest = f"[{_BARS}]?"
+        for letter in reversed(name):
+            rest = f"(?:{re.escape(letter)}{rest})?"
+        self._begun = re.compile(rf"</?(?:[{_BARS}]{{1,2}}{rest})?\Z", re.IGNORECASE)  # what may yet become one
+        self._held = ""
+
+    def feed(self, piece: str) -> str:
+        """Return the text that is certain now."""
+        text = self._held + piece
+        at = text.rfind("<")
+        size = at if at >= 0 and self._begun.match(text, at) else len(text)
+        self._held = text[size:]
+        return self._spelled(text[:size])
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        held, self._held = self._held, ""
+        return self._spelled(held)
+
+    def _spelled(self, text: str) -> str:
+        return self._pattern.sub(lambda found: found[1] + self._mark, text)
+
+
 class Tape:
-    """The text of an answer: what is `held` until it is read, and the `raw` text of what may be a call."""
+    """The text of an answer: `held` until it is read, and the `raw` text of a possible call."""
 
     def __init__(self) -> None:
         self.held = self.raw = ""
         self.keeps_raw = False
 
     def skip(self, size: int) -> None:
-        """Take text off that may be a call's."""
+        """Take off text of a possible call."""
         if self.keeps_raw:
             self.raw += self.held[:size]
         self.held = self.held[size:]
 
     def certain(self) -> None:
-        """Note that what was taken off is no text."""
+        """Note that the text taken off belongs to a call."""
         self.raw, self.keeps_raw = "", False
 
 
 class Calls:
-    """The calls of an answer, as they are written. `functions` are those that it may call."""
+    """The calls of an answer in progress, which may call `functions`."""
 
     def __init__(self, functions: Sequence[Function], max_calls: int | None) -> None:
         self._functions: Mapping[str, Function] = {function.name: function for function in functions}
@@ -98,7 +128,7 @@ class Calls:
         self.num_calls = 0
 
     def knows(self, name: str) -> bool:
-        """Return whether a function is one of those that may be called."""
+        """Return whether a function may be called."""
         return name in self._functions
 
     def begin(self, name: str, arguments: str = "", id_: str = "") -> None:
@@ -114,7 +144,7 @@ class Calls:
             self._pieces.append(CalledTool(self.num_calls - 1, self._id, self._name, piece))
 
     def add_key(self, key: str) -> frozenset[str]:
-        """Add the key of an argument, and return the types that its value may have."""
+        """Add the key of an argument, and return the possible types of its value."""
         self.add(("{" if not self._num_members else ", ") + to_json(key) + ": ")
         self._num_members += 1
         function = self._functions.get(self._name)
@@ -127,14 +157,14 @@ class Calls:
         self.add("}" if self._num_members else "{}")
 
     def take(self) -> tuple[CalledTool, ...]:
-        """Return the pieces since the last time, of the calls that are meant."""
+        """Return the new pieces of the calls that count."""
         pieces, self._pieces = self._pieces, []
         most = self._max_calls
         return tuple(piece for piece in pieces if most is None or piece.index < most)
 
 
 class CallReader(Protocol):
-    """What reads one call: a step at a time, as far as the tape goes."""
+    """The reader of one call: a step at a time, as far as the tape goes."""
 
     def step(self) -> Step:
         """Read on. After the call has ended, or was none, there is no further step."""
@@ -144,14 +174,14 @@ class CallReader(Protocol):
 
 
 class JsonScan:
-    """Finds the end of a JSON object in pieces of text, the first of which begins with its brace."""
+    """Finds the end of a JSON object in pieces of text. The first piece begins with its brace."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
         self._in_string = self._is_escaped = False
 
     def end_of(self, piece: str) -> int | None:
-        """Return where in the piece the object ends, or None when it goes on."""
+        """Return the place in the piece where the object ends, or None when it goes on."""
         for place, character in enumerate(piece):
             if self._in_string:
                 if self._is_escaped:
@@ -172,9 +202,9 @@ class JsonScan:
 
 
 class JsonCall:
-    """A call whose arguments are a JSON object: a member of the call's own, or behind its name.
+    """A call with a JSON object as arguments: a member of the call's own object, or after the name.
 
-    With `must_know`, only a known name makes it one.
+    With `must_know`, only the call of a known function counts.
     """
 
     def __init__(self, tape: Tape, calls: Calls, form: ToolForm, *, must_know: bool = False) -> None:
@@ -186,7 +216,7 @@ class JsonCall:
 
     @classmethod
     def named(cls, tape: Tape, calls: Calls, form: ToolForm, name: str) -> JsonCall:
-        """Return what reads the arguments of a call that has begun."""
+        """Return the reader of the arguments of a call that has begun."""
         reader = cls(tape, calls, form)
         reader._name, reader._is_member, reader._state = name, False, reader._read_arguments
         return reader
@@ -205,7 +235,7 @@ class JsonCall:
         return True
 
     def _read_object(self) -> Step:
-        """Begin a call where its name is known, or leave an object that is none."""
+        """Begin a call once its name is known, or give up an object that is none."""
         tape = self._tape
         if self._num_scanned < _MAX_NAME and (found := _HEAD.match(tape.held)):
             name = json.loads(found[1], strict=False)
@@ -235,7 +265,7 @@ class JsonCall:
         return found.step
 
     def _read_arguments(self) -> Step:
-        """Read up to the arguments of a call whose name is known."""
+        """Read up to the arguments of a call with a known name."""
         body, close = self._tape.held.lstrip(), self._form.call[1].strip(_BESIDE)
         if body.startswith(_FENCE):
             body = body[len(_FENCE) :].lstrip()
@@ -266,7 +296,7 @@ class JsonCall:
         return "on"
 
     def _read_rest(self) -> Step:
-        """Skip the members of a call's object behind its arguments, and its end, which may be forgotten."""
+        """Skip the members of a call's object after its arguments, and its end, which may be missing."""
         tape = self._tape
         body = tape.held.lstrip()
         if not body:
@@ -278,7 +308,7 @@ class JsonCall:
         return "wait" if end is None else "ended"
 
     def _read_end(self) -> Step:
-        """Skip what closes a call."""
+        """Skip the end of a call."""
         body, close = self._tape.held.lstrip(_BESIDE), self._form.call[1].strip(_BESIDE)
         if not close:
             return "ended"
@@ -289,7 +319,7 @@ class JsonCall:
 
 
 class _NoName:
-    """That there is no name, yet or at all."""
+    """Raised without a name, yet or at all."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -300,7 +330,7 @@ _NONE: Final = _NoName("no call")
 
 
 def name_in(tape: Tape, form: ToolForm) -> str | _NoName:
-    """Take the name of a call off the tape, with what follows it."""
+    """Take the name of a call off the tape, with the text after it."""
     held = tape.held
     key = form.tags.key[0].strip() if form.tags else ""
     end = form.name_end.rstrip() or form.name_end
@@ -316,7 +346,7 @@ def name_in(tape: Tape, form: ToolForm) -> str | _NoName:
 
 
 class TaggedCall:
-    """A call whose arguments stand in tags, each by itself."""
+    """A call with each argument in tags of its own."""
 
     def __init__(self, tape: Tape, calls: Calls, form: ToolForm, *, must_know: bool = False) -> None:
         assert form.tags is not None
@@ -389,9 +419,9 @@ class TaggedCall:
         return "on"
 
     def _end_of_value(self, text: str, *, is_last: bool) -> tuple[int, int, bool]:
-        """Return how much of a text is certainly a value's, how long the marker behind it is, and whether it ends.
+        """Return how many characters are certainly the value's, the length of the marker after it, and whether it ends.
 
-        A marker ends it if another one follows that may, or nothing does: a text may have the first in itself.
+        A value may contain the marker: it ends the value only before another marker that may follow, or at the end.
         """
         end, forgotten = self._tags.value[1].strip(), self._tags.key[0]
         markers, at = markers_of(end, self._close, forgotten if forgotten.startswith("\n") else ""), 0
@@ -414,11 +444,11 @@ class TaggedCall:
 
 
 class WholeCall:
-    """Calls that are read when they have ended: a list of Python's, or a name and braces."""
+    """Calls that are read at their end: a list of Python's, or a name and braces."""
 
     def __init__(self, tape: Tape, calls: Calls, form: ToolForm, stop: str, *, must_know: bool = False) -> None:
         self._tape, self._calls, self._form, self._must_know = tape, calls, form, must_know
-        self._brackets = _Brackets((form.quote,) if form.quote else ("'", '"'), stop)
+        self._brackets = _Brackets((form.quote, '"') if form.quote else ("'", '"'), stop, only_values=bool(form.quote))
         self._state = self._read_whole
 
     def step(self) -> Step:
@@ -460,9 +490,9 @@ class WholeCall:
 
 
 class _Value:
-    """The value of an argument in tags, made JSON: a text as it comes, any other when it has ended.
+    """The value of an argument in tags, as JSON: a string as it comes, any other at its end.
 
-    A newline at either side is the tags' where they are written with one.
+    A newline at either side belongs to the tags if their form has one.
     """
 
     def __init__(self, types: frozenset[str], tags: tuple[str, str]) -> None:
@@ -473,7 +503,7 @@ class _Value:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """Return the JSON of what is certain now."""
+        """Return the JSON of the certain part."""
         self._held += piece
         if not self._is_text or not self._held:
             return ""
@@ -494,18 +524,19 @@ class _Value:
 
 
 class _Brackets:
-    """Finds the end of what stands in brackets, in a text that grows. Within `quotes` there are none.
+    """Finds the end of a bracketed text that grows. Brackets within `quotes` do not count.
 
-    In a quote of one character a backslash takes the next one's meaning. A `stop` outside of brackets is the end, too.
+    In a quote of one character a backslash takes the next one's meaning; with `only_values` it is one where a value or
+    a key begins. A `stop` outside of brackets is the end, too.
     """
 
-    def __init__(self, quotes: tuple[str, ...], stop: str) -> None:
-        self._quotes, self._stop = quotes, stop
+    def __init__(self, quotes: tuple[str, ...], stop: str, *, only_values: bool = False) -> None:
+        self._quotes, self._stop, self._only_values = quotes, stop, only_values
         self._at = self._depth = 0
         self._quote = ""
 
     def end_of(self, text: str) -> int | None:
-        """Return where it ends, None where it does not yet. `text` begins with that of the last time."""
+        """Return the place of the end, None before it is there. `text` begins with that of the last call."""
         longest = max(map(len, (*self._quotes, self._stop, "x")))
         while self._at < len(text):
             at, character = self._at, text[self._at]
@@ -520,6 +551,8 @@ class _Brackets:
             if self._stop and not self._depth and text.startswith(self._stop, at):
                 return at
             opened = next((quote for quote in self._quotes if text.startswith(quote, at)), "")
+            if len(opened) == 1 and self._only_values and text[:at].rstrip()[-1:] not in ("{", "[", ",", ":"):
+                opened = ""
             self._quote = opened
             self._at += len(opened) or 1
             if character in "([{":
@@ -532,7 +565,7 @@ class _Brackets:
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call whose members come in another order; None where it is no call."""
+    """Return the name and the arguments of a call with members in another order; None for another object."""
     try:
         found = json.loads(text, strict=False)
     except (ValueError, RecursionError):

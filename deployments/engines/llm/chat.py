@@ -1,4 +1,4 @@
-"""The messages, tools and answer formats of a chat as requests have them, and the tool calls of an answer. No torch."""
+"""The messages, tools and answer formats of a chat request, and the tool calls of an answer. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+CalledName = Annotated[str, Field(min_length=1, max_length=256)]  # whatever a model has written
 
 
 class NullIsDefault(BaseModel):
-    """An object whose optional members may be null, as OpenAI's types allow: that is as good as leaving them out."""
+    """An object whose optional members may be null, as OpenAI's types allow: null counts as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -38,22 +47,26 @@ class NullIsDefault(BaseModel):
 
 
 class _ChatPart(NullIsDefault):
-    """A part of a chat. Members that nobody here knows are ignored."""
+    """A part of a chat. Unknown members are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
-class FunctionCall(_ChatPart):
-    """The function that an earlier answer called, whatever the model named it; `arguments` are a JSON object, as text.
+def _as_json_text(arguments: Any) -> Any:
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
-    They are as they came: an answer may have ended within them.
+
+class FunctionCall(_ChatPart):
+    """The function called by an earlier answer, by the model's own name for it; `arguments` are a JSON object as text.
+
+    They are as they came: an answer may have ended within them. An object will do.
     """
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: str = ""
+    name: CalledName
+    arguments: Annotated[str, BeforeValidator(_as_json_text)] = ""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it: the arguments as an object, or as text where they are none."""
+        """Return the call in the form for chat templates: the arguments as an object, or as text if they are none."""
         try:
             found = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -86,7 +99,7 @@ Part = Annotated[str | npt.NDArray[np.uint8], PlainValidator(_as_part)]
 class Message(BaseModel):
     """One message of a chat: text, an assistant's tool calls, or (role `tool`) the result of one of them.
 
-    `reasoning` is what an assistant thought before, which templates show or leave out; `name` is who speaks, or the
+    `reasoning` is the assistant's earlier reasoning, which templates show or leave out; `name` is the speaker's, or the
     tool. A content in parts has texts and images, uint8 (height, width, 3); a PIL image in RGB will do.
     """
 
@@ -124,7 +137,7 @@ class Message(BaseModel):
         return tuple(part for part in self.content if not isinstance(part, str))
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: the arguments of calls as objects, images as their places."""
+        """Return the message for chat templates: the arguments of calls as objects, images as their places."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.images:
             message["content"] = [
@@ -154,7 +167,7 @@ class Function(_ChatPart):
 
     @property
     def num_chars(self) -> int:
-        """Return about how much the function adds to a prompt."""
+        """Return the approximate number of characters that the function adds to a prompt."""
         return len(self.name) + len(self.description or "") + len(json.dumps(self.parameters))
 
     @model_validator(mode="after")
@@ -171,7 +184,7 @@ class Tool(_ChatPart):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it."""
+        """Return the tool in the form for chat templates."""
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
@@ -192,7 +205,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class JsonSchema(_ChatPart):
-    """A JSON schema with the name that OpenAI's clients give it."""
+    """A JSON schema with its name in OpenAI's clients."""
 
     name: Annotated[str, Field(max_length=64)] = "answer"
     description: str | None = None
@@ -217,7 +230,7 @@ class ResponseFormat(_ChatPart):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """Return the schema that the answer keeps to; None for free text."""
+        """Return the schema of the answer; None for free text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         if self.type == "text":
@@ -226,7 +239,7 @@ class ResponseFormat(_ChatPart):
 
 
 class AnswerGrammar(_ChatPart):
-    """What an answer is held to: JSON of a schema, an expression, one of some texts, a grammar (Lark, GBNF), or a form
+    """The constraint of answers: JSON of a schema, an expression, one of some texts, a grammar (Lark, GBNF), or a form
     of parts (`structural_tags.py`)."""
 
     json_schema: dict[str, Any] | None = None
@@ -257,7 +270,7 @@ class CalledTool:
 
 
 def whole_calls(pieces: Sequence[CalledTool]) -> tuple[CalledTool, ...]:
-    """Return the calls that all pieces of an answer make."""
+    """Return the whole calls made of all pieces of an answer."""
     calls: dict[int, list[CalledTool]] = {}
     for piece in pieces:
         calls.setdefault(piece.index, []).append(piece)

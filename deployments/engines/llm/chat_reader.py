@@ -1,4 +1,4 @@
-"""Chats of a model as token ids, with the images that they show. Free of steps: any thread may read one."""
+"""Chats of a model as token ids, with their images. Independent of steps: any thread may read one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ChatReader:
         return self.read(messages, (), options)[0]
 
     def read_images(self, pixels: Iterable[npt.NDArray[np.uint8]]) -> list[PromptImage]:
-        """Return images, uint8 (height, width, 3), as the model takes them. Takes a while; uses no tokenizer.
+        """Return images, uint8 (height, width, 3), in the model's form. Takes a while; uses no tokenizer.
 
-        Raises EngineError for images where the model sees none, and for one that it does not take.
+        Raises EngineError for images if the model sees none, and for an image that it does not take.
         """
         if self._images is None:
             if list(pixels):
@@ -52,7 +52,7 @@ class ChatReader:
     ) -> tuple[tuple[int, ...], PromptImages | None]:
         """Return the token ids of a rendered chat with the images of its image parts, in their order.
 
-        Raises EngineError where there are not as many parts as images.
+        Raises EngineError unless there are as many parts as images.
         """
         if self._images is None or self._vision is None:
             return encode_rendered(self._tokenizer, text), None
@@ -63,5 +63,5 @@ class ChatReader:
     def read(
         self, messages: list[dict[str, Any]], images: Sequence[PromptImage], options: ChatOptions = NO_OPTIONS
     ) -> tuple[tuple[int, ...], PromptImages | None]:
-        """Return the token ids of a chat with its images. Raises EngineError as the two parts of it do."""
+        """Return the token ids of a chat with its images. Raises EngineError as `render` and `encode_rendered` do."""
         return self.encode_rendered(self.render(messages, options), images)

@@ -1,4 +1,4 @@
-"""One completion on its way: its sequence for the scheduler, its picker for the sampler, its text for the caller."""
+"""One running completion: its sequence for the scheduler, its picker for the sampler, its text for the caller."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from deployments.engines.records.protocol import EngineError, PromptTooLong, Tex
 
 
 def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, max_num_seqs: int) -> None:
-    """Raise EngineError, with what came and what was expected, unless the request can run."""
+    """Raise EngineError with the given and the expected values, unless the request can run."""
     prompt = request.prompt_token_ids
     if not prompt:
         raise EngineError("the prompt is empty; expected at least one token")
-    most = max_model_len - (request.pooling is None)  # one is to be written
+    most = max_model_len - (request.pooling is None)  # one token is to be written
     if len(prompt) > most:
         raise PromptTooLong(
             f"prompt is too long: {len(prompt)} tokens > {most} maximum ({len(prompt)} tokens; expected fewer than "
@@ -49,6 +49,7 @@ class Completion:
     matcher: StopMatcher
     max_tokens: int
     end_token_ids: frozenset[int]
+    named_end_ids: frozenset[int]  # those of them that the request names
 
     @classmethod
     def create(
@@ -63,7 +64,7 @@ class Completion:
         prompt_logprobs: PromptLogprobs | None = None,
         prompt_lookup: bool = False,
     ) -> Completion:
-        """Return the state of a checked request; `max_tokens` is clipped to what fits behind the prompt."""
+        """Return the state of a checked request; `max_tokens` is clipped to the room after the prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         max_tokens = min(sampling.max_tokens, max_model_len - len(prompt))
         pooled = None if request.pooling is None else PooledStates(len(prompt), request.pooling)
@@ -88,19 +89,21 @@ class Completion:
             matcher=StopMatcher(sampling.stop),
             max_tokens=max_tokens,
             end_token_ids=eos | frozenset(sampling.stop_token_ids),
+            named_end_ids=frozenset(sampling.stop_token_ids) - eos,
         )
 
     def advance(self, sampled: SampledToken, num_others: int) -> TextDelta:
-        """Return the delta of a token that the scheduler has appended to the sequence already.
+        """Return the delta of a token that the scheduler has appended to the sequence.
 
-        `num_others` completions of the same request are under way beside this one.
+        `num_others` further completions of the same request are running.
         """
         token_id = sampled.token_id
         self.picker.advance(token_id)
-        finish_reason = None
+        finish_reason, stopped_by = None, None
         if token_id in self.end_token_ids:
             # The end token is counted but not shown, whether the tokenizer calls it special or not.
             text, finish_reason = self._last_text(), "stop"
+            stopped_by = token_id if token_id in self.named_end_ids else None
         else:
             text = self.matcher.feed(self.decoder.feed(token_id))
             if not self.matcher.stopped and self.picker.is_complete:
@@ -122,10 +125,11 @@ class Completion:
             num_cached_tokens=self.sequence.num_cached_tokens,
             logprob=sampled.logprob,
             prompt_logprobs=scores.tokens if scores and self.sequence.num_completion_tokens == 1 else (),
+            stopped_by=self.matcher.found or stopped_by,
         )
 
     def embedded(self) -> TextDelta:
-        """Return the delta with the embedding of a prompt that was computed. Raises ComputationFailed."""
+        """Return the delta with the computed embedding of a prompt. Raises ComputationFailed."""
         sequence = self.sequence
         assert sequence.pooled is not None
         return TextDelta(

@@ -77,12 +77,12 @@ class LLMEngine:
     here is thread-safe: call `add_request`, `abort` and `step` from one thread, or with a lock around them.
 
     On the CPU the tokens of a request do not depend on its batch-mates: neither greedy ones nor, with a seed, sampled
-    ones. On CUDA nothing is padded for that: kernels are chosen by the number of rows and round differently, so a
-    choice between two tokens that are nearly as good may fall otherwise beside others.
+    ones. On CUDA rows are not padded for that: kernels are chosen by the number of rows and round differently, so a
+    choice between two nearly equal tokens may depend on the batch.
 
-    When the model fails in a step, the step's sequences run again one by one; when it runs out of memory, in smaller
+    If the model fails in a step, the step's sequences run again one by one; if it runs out of memory, in smaller
     forwards, from then on. Those that fail alone, or whose logits are not finite, leave: their blocks are freed, and
-    `failures` holds the reason until the next step. The others go on as if nothing had been.
+    `failures` holds the reason until the next step. The others go on unaffected.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class LLMEngine:
         workspace: Workspace = UNBOUNDED,
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
-        never written. Each step has the room of `STEP_KIND` in the device's `workspace`, which is also that of other
-        engines.
+        never written. Each step has the room of `STEP_KIND` in the device's `workspace`, which other engines share.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `config.kv_dtype` is int8, of the KV cache.
@@ -148,29 +147,29 @@ class LLMEngine:
         return bool(self._requests)
 
     def stats(self) -> LLMEngineStats:
-        """Return the sequences and blocks as they are now."""
+        """Return the present numbers of sequences and blocks."""
         scheduler, blocks = self._scheduler, self._blocks
         return LLMEngineStats(
             scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions, blocks.num_blocks, blocks.num_free
         )
 
     def stream_layers(self, stream: BlockStream) -> None:
-        """Let layers of the host come to the device for steps of many tokens. The stream is the engine's to close."""
+        """Stream layers of the host to the device for steps of many tokens. The engine closes the stream."""
         self._stream = stream
         assert isinstance(self._runner, ModelRunner)
         self._runner.stream_layers(stream)
 
     def close(self) -> None:
-        """Let the memory go that layers came through. No step follows."""
+        """Free the memory of streamed layers. No step follows."""
         if self._stream is not None:
             self._stream.close()
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Return the token ids of a plain prompt, which is cut where it has more."""
+        """Return the token ids of a plain prompt, cut to the limit."""
         return encode_text(self.tokenizer, text, max_tokens)
 
     def add_request(self, request: TextRequest) -> None:
-        """Take a request in, at the end of the line. `max_tokens` is clipped to what fits behind the prompt.
+        """Take in a request, at the end of the line. `max_tokens` is clipped to the room after the prompt.
 
         Raises:
             EngineError: the prompt is empty, too long or has unknown tokens, a sampling parameter is out of
@@ -208,14 +207,14 @@ class LLMEngine:
             self._scheduler.add_sequence(completion.sequence)
 
     def request_cancel(self, request_id: str) -> None:
-        """Have a step that runs end before its next layer, if half of its tokens or more are wanted no more.
+        """End a running step before its next layer, if half of its tokens or more are no longer wanted.
 
         Callable from any thread, at any time; `abort` follows. The step then begins anew with its other requests.
         """
         self._cancelled.add(request_id)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks at once; no delta of it follows. Unknown ids are ignored."""
+        """Drop a request and free its blocks at once; it gets no further delta. Unknown ids are ignored."""
         self._cancelled.discard(request_id)
         completions = self._requests.pop(request_id, [])
         has_forked = bool(completions) and not completions[0].sequence.num_siblings
@@ -223,7 +222,7 @@ class LLMEngine:
             self._scheduler.finish(completion.sequence)
 
     def yield_device(self, device: SharedDevice) -> None:
-        """Let the next steps hold another engine with work up by a few of its steps at most."""
+        """Make the next steps delay another engine with work by at most a few of its steps."""
         self._other_step_s = device.others_step_s
 
     def step(self) -> list[TextDelta]:
@@ -248,7 +247,7 @@ class LLMEngine:
         return deltas
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
-        """Run a step, as often as it is aborted without what nobody wants any more; return also what was left of it."""
+        """Run a step, and after an abort again without unwanted requests; return also the step that ran."""
         while True:
             try:
                 return chunks, self._run(chunks)
@@ -259,7 +258,7 @@ class LLMEngine:
                 chunks = tuple(chunk for chunk in chunks if chunk.sequence.request_id in self._requests)
 
     def _check_wanted(self, chunks: tuple[Chunk, ...]) -> None:
-        """Raise StepAborted where others would hardly get less if the step began anew without what is not wanted."""
+        """Raise StepAborted if the step would lose little by beginning anew without its unwanted requests."""
         if not self._cancelled:
             return
         sizes = [(chunk.num_tokens, chunk.sequence.request_id in self._cancelled) for chunk in chunks]
@@ -267,7 +266,7 @@ class LLMEngine:
             raise StepAborted
 
     def _run(self, chunks: tuple[Chunk, ...]) -> dict[Completion, SampledToken]:
-        """The sampled token of each completion whose last chunk this is. Notes in `failures` what cannot run."""
+        """Return the sampled token of each completion after its last chunk. Notes failures in `failures`."""
         if not chunks:
             return {}
         try:
@@ -278,7 +277,7 @@ class LLMEngine:
         except Exception as error:
             if len(chunks) == 1:
                 request_id = chunks[0].sequence.request_id
-                if not isinstance(error, EngineError):  # which is the request's own fault
+                if not isinstance(error, EngineError):  # EngineErrors are the request's own fault
                     logger.exception("request %r ends: the model failed", request_id)
                 self.failures[request_id] = error.with_traceback(None)  # frames would keep the step's tensors
                 return {}
@@ -293,7 +292,7 @@ class LLMEngine:
         return tokens
 
     def _logits(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
-        """One row per last chunk, from as few forwards as memory allows: running a chunk again is harmless."""
+        """Return one row per last chunk, from as few forwards as memory allows: running a chunk again is harmless."""
         longest = max(chunk.num_tokens for chunk in chunks)
         parts = run_in_parts(
             lambda start, stop: self._runner.run(chunks[start:stop], lambda: self._check_wanted(chunks)),
@@ -305,7 +304,7 @@ class LLMEngine:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _postprocess(self, chunks: tuple[Chunk, ...], tokens: Mapping[Completion, SampledToken]) -> list[TextDelta]:
-        """Appends the tokens, takes out what has finished, and tells what is new."""
+        """Append the tokens, take out finished completions, and return the deltas."""
         deltas: list[TextDelta] = []
         for chunk in chunks:
             sequence = chunk.sequence
@@ -323,7 +322,7 @@ class LLMEngine:
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
     def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Items[SampledToken | Exception]]:
-        """Run the model; return the completions that get a token, and the tokens. Raises what the model raises."""
+        """Run the model; return the completions that get a token, and the tokens. Raises the model's errors."""
         sampled = [chunk for chunk in chunks if chunk.has_logits]
         logits = self._logits(chunks)
         verified = list[tuple[Chunk, torch.Tensor]]()
@@ -340,7 +339,7 @@ class LLMEngine:
         return completions, outcomes
 
     def _accept_proposals(self) -> list[TextDelta]:
-        """Let sequences go on with their proposed tokens, as long as these are the tokens that are drawn."""
+        """Accept the proposed tokens of sequences as long as they equal the drawn tokens."""
         deltas, place, going = [], 0, self._verified
         while going := [one for one in going if _is_right(one[0], place, self.failures)]:
             completions = [one for chunk, _ in going for one in _completions(self._requests, chunk.sequence)]
@@ -357,9 +356,9 @@ class LLMEngine:
         return deltas
 
     def _advance(self, completion: Completion, token: SampledToken | None) -> TextDelta | None:
-        """Return what the token adds to the completion, without one its prompt's embedding.
+        """Return the token's addition to the completion, or the prompt's embedding if there is no token.
 
-        None where the model made nothing of which there is a text, or an embedding.
+        None where the model failed to make a text or an embedding.
         """
         sequence = completion.sequence
         completions = self._requests[sequence.request_id]
@@ -379,7 +378,7 @@ class LLMEngine:
         return delta
 
     def _fail(self, request_id: str) -> None:
-        """Drop a request that failed, and say of its failure how far it came."""
+        """Drop a failed request, and note its progress in the failure."""
         completions = self._requests.get(request_id, [])
         num_tokens = sum(completion.sequence.num_completion_tokens for completion in completions)
         reason = self.failures[request_id]
@@ -391,15 +390,15 @@ class LLMEngine:
 
 
 def _completions(requests: Mapping[str, list[Completion]], sequence: Sequence) -> list[Completion]:
-    """Return the completions that the sequence's next token begins: its own, and those that are forked from it."""
+    """Return the completions that start with the sequence's next token: its own, and its forks."""
     completions = requests[sequence.request_id]
     return completions if sequence.num_siblings else [one for one in completions if one.sequence is sequence]
 
 
 def _is_right(chunk: Chunk, place: int, failures: Collection[str]) -> bool:
-    """Return whether a chunk's proposed token of that place is the last one drawn of a sequence that goes on.
+    """Return whether a chunk's proposed token of that place equals the sequence's last drawn one, and it goes on.
 
-    Where it is not, the sequence's lookup is told how many were.
+    If not, the sequence's lookup gets the number of right ones.
     """
     sequence, proposed = chunk.sequence, chunk.proposed
     is_on = sequence.status is SequenceStatus.RUNNING and sequence.request_id not in failures
@@ -411,13 +410,13 @@ def _is_right(chunk: Chunk, place: int, failures: Collection[str]) -> bool:
 
 
 def _leased_threads(config: LLMEngineConfig, count: int | None) -> AbstractContextManager[object]:
-    """Hold threads of the node for a step that the host computes, all or a part of it."""
+    """Hold threads of the node for a step computed on the host, wholly or partly."""
     threads = config.node_threads
     return contextlib.nullcontext() if threads is None else threads.leased(count or torch.get_num_threads())
 
 
 def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
-    """Return the plan of a model's cache, and what runs the model over it. Raises EngineError."""
+    """Return the plan of a model's cache, and the runner of the model. Raises EngineError."""
     limits: Any = {
         "kv_cache_bytes": config.kv_cache_bytes,
         "max_num_seqs": config.max_num_seqs,
@@ -435,13 +434,13 @@ def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, Mo
 
 
 def _recurrent_spec(model: AnyModel) -> RecurrentSpec | None:
-    """Return the states of a model that has some in the shared batch."""
+    """Return the spec of a model's states in the shared batch."""
     return model.spec.recurrent if isinstance(model, StockModel) else None
 
 
 @contextlib.contextmanager
 def _torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch and the kernels use so many threads for what this thread computes; None changes nothing."""
+    """Let torch and the kernels use so many threads for this thread's work; None changes nothing."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield
@@ -463,14 +462,14 @@ def working_bytes(
     kv_dtype: KvDtype = "auto",
     tensor_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> int:
-    """Return the bytes of its device that an engine of these settings takes beside its weights, all its life.
+    """Return the device bytes that an engine of these settings always takes beside its weights.
 
-    `tensor_bytes` are those of its checkpoint: transformers' classes want some of them converted.
+    `tensor_bytes` are those of its checkpoint: transformers' classes need some of them converted.
 
     Raises EngineError as the engine does.
     """
     config = load_config(folder)
-    if is_stock(config):  # what its layers keep is known when it runs
+    if is_stock(config):  # the caches of its layers are known only when it runs
         return kv_cache_bytes + converted_bytes(config, decoder_tensors(config, tensor_bytes))
     sizes = (dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
     return _layer_caches(decoder_spec(config), *sizes)[-1]
@@ -485,9 +484,9 @@ def layer_caches(
     max_num_seqs: int,
     kv_dtype: KvDtype = "auto",
 ) -> list[int] | None:
-    """Return the bytes that an engine takes on its device beside weights, where 0, 1, ... of its layers are there.
+    """Return an engine's device bytes beside weights, with 0, 1, ... of its layers on the device.
 
-    None for a model of transformers, or a part of one, whose layers are all there. Raises EngineError as the engine
+    None for a model of transformers, or a part of one, which has all layers there. Raises EngineError as the engine
     does.
     """
     config = load_config(folder)

@@ -1,4 +1,4 @@
-"""The settings of an LLM engine, and the figures that it counts."""
+"""The settings of an LLM engine, and its figures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STEP_KIND: Final = "step"  # of forwards, to the workspace: one row is the large
 class LLMEngineConfig:
     """The settings of an LLM engine: its batches, what it may allocate, and its arithmetic.
 
-    `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed weights
-    (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times what they take without
+    `max_model_len` None means the most that the model and `kv_cache_bytes` allow. `arithmetic` is of packed weights
+    (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times as long as without
     prompts, and have at most `max_prefill_beside_decode` prompt tokens. Steps of completions alone run on
     `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is. What
-    the host computes has them leased from `node_threads`, if there are some. With
-    `prompt_lookup` tokens that stood behind the last ones before are proposed, and several may come of a step. With
-    `keeps_devices` each layer computes where its tensors are, be that `device`, which has the head, or the host.
+    the host computes leases them from `node_threads`, if given. With
+    `prompt_lookup` earlier successors of the last tokens are proposed, and a step may give several tokens. With
+    `keeps_devices` each layer computes where its tensors are: on `device`, which has the head, or on the host.
 
     Raises:
         EngineError: no sequence or no token fits into a step.
@@ -57,7 +57,7 @@ class LLMEngineConfig:
             )
 
     def check_padded_threads(self) -> None:
-        """Raise EngineError where results must be the same bit for bit and the numbers of threads make them differ."""
+        """Raise EngineError if results must be equal bit for bit but the numbers of threads make them differ."""
         if self.is_deterministic and self.decode_threads != self.prefill_threads:
             raise EngineError(
                 f"{self.decode_threads} threads decode and {self.prefill_threads} compute prompts; expected as many "
@@ -67,7 +67,7 @@ class LLMEngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class LLMEngineStats:
-    """Sequences and blocks of the KV cache as they are now.
+    """The present sequences and blocks of the KV cache.
 
     `num_waiting` have not begun to decode, or were preempted; `num_preemptions` counts since the start how often a
     sequence gave up its blocks for an older one. `num_blocks` are used and free ones.

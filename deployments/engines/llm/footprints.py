@@ -23,8 +23,8 @@ logger = logging.getLogger("atelier.replica")
 class StepTwin:
     """A language model of fake tensors, whose steps are recorded as they would run on the device of `config`.
 
-    `forms` are the dtypes and shapes of its checkpoint's tensors. LoRAs and images are left out, and so is what the
-    sampler makes of the logits, some rows at a time. Raises EngineError as the engine does.
+    `forms` are the dtypes and shapes of its checkpoint's tensors. LoRAs and images are left out, and so is the
+    sampler's memory for some rows of logits at a time. Raises EngineError as the engine does.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class StepTwin:
             self.plan, self._runner = plan_runner(model, config)
 
     def step_bytes(self) -> int:
-        """Return what the largest steps take: of prompts alone, of completions alone, and of both together.
+        """Return the bytes of the largest steps: of prompts alone, of completions alone, and of both together.
 
-        Texts are as long as they may be, and their blocks lie here and there.
+        Texts have their greatest length, and their blocks are scattered.
         """
         longest, most = self.plan.max_model_len, self._config.max_num_batched_tokens
         rows = min(self.plan.max_num_seqs, most)
@@ -53,7 +53,7 @@ class StepTwin:
 
     @staticmethod
     def _prompts(num_tokens: int, longest: int) -> list[tuple[int, int]]:
-        """Return the ends of prompts, so many tokens in all."""
+        """Return the ends of prompts with so many tokens in all."""
         whole, rest = divmod(num_tokens, longest)
         return [(0, longest)] * whole + ([(longest - rest, longest)] if rest else [])
 
@@ -69,7 +69,7 @@ class StepTwin:
 
 
 def step_bytes(folder: Path, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]], config: LLMEngineConfig) -> int:
-    """Return what the largest steps of a model take of its device: 0 where that cannot be recorded, as the log says."""
+    """Return the device bytes of a model's largest steps; 0, with a line in the log, if they cannot be recorded."""
     try:
         return StepTwin(folder, forms, config).step_bytes()
     except Exception as error:  # of any operation of a model that fake tensors have no rule for

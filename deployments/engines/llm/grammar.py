@@ -1,4 +1,4 @@
-"""Grammars: which tokens keep an answer on its way to a JSON document of a schema. llguidance computes the masks."""
+"""Grammars: the tokens that keep an answer within the JSON documents of a schema. llguidance computes the masks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class GrammarCompiler:
         self._tokenizer, self.special_tokens = tokenizer, special_tokens(tokenizer)
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
-        self._tokens: LLTokenizer | None = None  # made when it is first asked for: most models never are
+        self._tokens: LLTokenizer | None = None  # made at the first use: most models have none
 
     def compile_schema(self, schema: Mapping[str, Any]) -> Grammar:
         """Return the grammar of all JSON documents of a schema.
 
         Raises:
-            EngineError: the schema is too large, says what llguidance does not know, no document fits it, or it
-            is too complex to be kept to.
+            EngineError: the schema is too large, has keywords unknown to llguidance, fits no document, or it
+            is too complex to enforce.
         """
         try:
             text = json.dumps(prepare_schema(schema), ensure_ascii=False)
@@ -58,7 +58,7 @@ class GrammarCompiler:
         return self._compile(grammar)
 
     def lark(self) -> LarkGrammar:
-        """Return the beginning of a grammar that knows this model's special tokens, for `compile_lark`."""
+        """Return an empty grammar with this model's special tokens, for `compile_lark`."""
         return LarkGrammar(self.special_tokens)
 
     def compile_lark(self, grammar: str) -> Grammar:
@@ -72,7 +72,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise EngineError(f"the schema cannot be compiled: {_reason(matcher.get_error())}")
         matcher.compute_bitmask()
-        if matcher.is_error():  # as of a schema that refers to nothing but itself: it compiles, and nothing can begin
+        if matcher.is_error():  # as for a schema that only refers to itself: it compiles, but no document can begin
             raise EngineError(f"no document fits the schema ({_reason(matcher.get_error())})")
         _rehearse(grammar)
         _check_vocabulary(matcher.deep_copy())
@@ -91,10 +91,10 @@ class GrammarCompiler:
 
 @functools.lru_cache(maxsize=64)  # most clients send the same schema again and again
 def _rehearse(grammar: str) -> None:
-    """Write a few texts by the grammar, byte by byte. Raises EngineError where that is too much for the parser.
+    """Write a few texts by the grammar, byte by byte. Raises EngineError if that is too much for the parser.
 
     A grammar of too many choices at once compiles, and fails at the first token that opens them: this finds it before
-    a prompt is computed. What it does not find fails the request that meets it, in the same words.
+    a prompt is computed. Any other such place fails the request that meets it, with the same message.
     """
     first = LLMatcher(_BYTES, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
     for seed in range(_NUM_REHEARSALS):
@@ -111,7 +111,7 @@ def _rehearse(grammar: str) -> None:
 
 
 def _check_vocabulary(matcher: LLMatcher) -> None:
-    """Write what a grammar leaves no choice of. Raises EngineError where the model's tokens cannot."""
+    """Write the text that a grammar leaves no choice of. Raises EngineError if the model's tokens cannot write it."""
     for _ in range(_FORCED_TOKENS):
         forced = matcher.compute_ff_bytes()
         if not forced or matcher.is_stopped():
@@ -120,7 +120,7 @@ def _check_vocabulary(matcher: LLMatcher) -> None:
         if len(allowed):
             matcher.consume_token(int(allowed[-1]))  # of one text's tokens the longer ones mostly come later
         if matcher.is_error() and _MISFIT not in matcher.get_error():
-            return  # too complex, which the request is told that meets it
+            return  # too complex: the request that meets it gets the error
         if matcher.is_error() or not len(allowed):
             text = forced.decode(errors="replace")[:64]
             raise EngineError(f"the model's vocabulary has no tokens that write {text!r}")
@@ -131,7 +131,7 @@ def _too_complex(matcher: LLMatcher) -> EngineError:
 
 
 class Grammar:
-    """A `TokenConstraint` at one place in one answer: documents of a schema."""
+    """A `TokenConstraint` of one answer, at one place in it: documents of a schema."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -141,17 +141,17 @@ class Grammar:
         return False
 
     def fork(self) -> Grammar:
-        """Return another answer's constraint, which begins here."""
+        """Return a constraint for another answer that goes on from here."""
         return Grammar(self._matcher.deep_copy())
 
     def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next. After the end of the document there is none but end tokens."""
+        """Set the bits of the tokens that may come next. After the end of the document these are only end tokens."""
         found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         self._check()
         mask[: len(found)] = found[: len(mask)]
 
     def advance(self, token_id: int) -> None:
-        """Note that this token came.
+        """Take in the next token.
 
         Raises ComputationFailed when the grammar does not go on with it, EngineError when it is too complex to.
         """
@@ -161,7 +161,7 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the document is complete, and nothing can be added to it."""
+        """Return whether the document is complete and cannot go on."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:

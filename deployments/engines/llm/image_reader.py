@@ -1,4 +1,4 @@
-"""Images of chats, read by a model's own processor, which says what stands for them in a text. Suffix: P tokens."""
+"""Images of chats, read by a model's own processor, which also makes their placeholders in a text. Suffix: P tokens."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from deployments.engines.records.prompt_images import PromptImage
 from deployments.engines.records.protocol import EngineError
 from weights.platform.panics import panics_as_errors
 
-# Its own processor wants a package that spells numbers, for videos alone. Images are told in the same words.
+# Its own processor needs a package that spells numbers, for videos alone. Images have the same placeholders.
 _STAND_INS: Final = {"SmolVLMProcessor": "Idefics3Processor"}
 _PROBE: Final = "one two"
 
 
 class ImageReader:
-    """The image processor of a model's folder, and what stands for an image in its prompts."""
+    """The image processor of a model's folder, and the placeholders of images in its prompts."""
 
     def __init__(self, processor: Any, image_token_id: int) -> None:
-        """`processor` is transformers' for the model's class; its videos and sounds are not asked for."""
+        """`processor` is transformers' for the model's class; its videos and sounds are not used."""
         self._processor = processor
         self._image_token_id = image_token_id
         self._options = dict(getattr(processor, "images_kwargs", None) or {})
         self._rules = repr(processor.image_processor)  # all of its config
         self._shows_texts = _shows_texts(processor.tokenizer)
-        # Those that requests under way have: an image that comes again is neither read nor seen again.
+        # The images of running requests: a repeated image is neither read nor seen again.
         self._known: weakref.WeakValueDictionary[bytes, PromptImage] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -47,7 +47,7 @@ class ImageReader:
 
         Templates of chats that are the processor's become the tokenizer's.
         """
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING  # only then: most models have none
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING  # only here: most models have none
 
         try:
             found = PROCESSOR_MAPPING[type(config)]
@@ -61,9 +61,9 @@ class ImageReader:
         return cls(processor, config.image_token_id)
 
     def read(self, pixels: npt.NDArray[np.uint8]) -> PromptImage:
-        """Return an image, of uint8 (height, width, 3), as the model takes it. Raises EngineError where it does not.
+        """Return an image, uint8 (height, width, 3), in the model's form. Raises EngineError for an unfit one.
 
-        It takes a while, and uses no tokenizer: how many tokens stand for it, `expand` finds out.
+        It takes a while, and uses no tokenizer: `expand` finds the number of its tokens.
         """
         digest = hashlib.blake2b(f"{pixels.shape} {self._rules}".encode(), digest_size=32)
         digest.update(np.ascontiguousarray(pixels).data)
@@ -84,16 +84,16 @@ class ImageReader:
     def render(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
         """Return a chat as text, as `render_chat` does. Raises EngineError as it does.
 
-        Some templates of these models take nothing but contents in parts.
+        Some templates of these models only take contents in parts.
         """
         if not self._shows_texts:
             messages = [message | {"content": _in_parts(message["content"])} for message in messages]
         return render_chat(self._processor.tokenizer, messages, options)
 
     def expand(self, text: str, images: Sequence[PromptImage]) -> str:
-        """Return a chat with what stands for each image in the place of its one placeholder.
+        """Return a chat with each image's single placeholder expanded to all of its tokens.
 
-        Raises EngineError where there are not as many places as images: the template has none, or the text some more.
+        Raises EngineError unless there are as many places as images: the template may have none, or the text more.
         """
         token = self._processor.image_token
         if (count := text.count(token)) != len(images):
@@ -107,20 +107,20 @@ class ImageReader:
         return str(expanded[0])
 
     def count(self, image: PromptImage) -> None:
-        """Let an image know how many tokens stand for it. Raises EngineError where none does."""
+        """Set the number of an image's tokens. Raises EngineError if it has none."""
         image.num_rows = image.num_rows or self._num_rows(image.text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a chat: with the special tokens that the tokenizer adds, unless it has the first one.
 
-        That is how processors do it, and not tokenizers, whose templates have all of them.
+        Processors do it in this way, but not tokenizers, whose templates have all of them.
         """
         tokenizer = self._processor.tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         return tuple(tokenizer(checked_characters(text), add_special_tokens=not begins)["input_ids"])
 
     def place(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> torch.Tensor:
-        """Return the row of all images' features that each token stands for, (P,), -1 where it is text.
+        """Return for each token the row of all images' features that it stands for, (P,), -1 for text.
 
         Raises EngineError for tokens that stand for no image.
         """
@@ -141,7 +141,7 @@ class ImageReader:
 
 
 def _shows_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the template of chats shows a content that is a text and no list of parts."""
+    """Return whether the template of chats shows a content that is a plain text."""
     try:
         return _PROBE in render_chat(tokenizer, [{"role": "user", "content": _PROBE}])
     except EngineError:

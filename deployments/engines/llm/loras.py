@@ -30,7 +30,7 @@ class DecoderLoras:
         self._serials = itertools.count()
 
     def fit(self, loras: Iterable[TextLora]) -> tuple[SequenceLora, ...]:
-        """Return those that change something, in their one order. Raises EngineError for one that does not fit."""
+        """Return the fitted LoRAs of non-zero scale, in a fixed order. Raises EngineError for one that does not fit."""
         found = [SequenceLora(lora.key, self._fit(lora.adapter), lora.scale) for lora in loras]
         return tuple(sorted((lora for lora in found if lora.scale), key=lambda lora: lora.place))
 
@@ -67,7 +67,7 @@ class DecoderLoras:
         return pair.to(model.device_of(path) if isinstance(model, LoadedModel) else model.device, model.dtype)
 
     def _interleaved_heads(self, path: str) -> int | None:
-        """Return the heads of a layer whose rows lie in another order than its checkpoint's; None of any other."""
+        """Return the heads of a layer whose rows are in another order than its checkpoint's; None for any other."""
         model = self._model
         if not isinstance(model, LoadedModel) or not model.rotary.is_interleaved:
             return None
@@ -80,9 +80,9 @@ def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def scope_of(loras: Sequence[SequenceLora]) -> bytes:
-    """Return what keys and values computed with these LoRAs depend on beside the tokens; empty without any.
+    """Return the key of the LoRAs that keys and values depend on beside the tokens; empty without LoRAs.
 
-    An adapter's serial stands for it, not its weights' hash: what a damaged copy computed is never found again.
+    An adapter's serial stands for it, not its weights' hash: results of a damaged copy are never found again.
     """
     if not loras:
         return b""

@@ -1,4 +1,4 @@
-"""The model runner: runs the model for the chunks of one step. Owns the KV cache; knows no queue and no text."""
+"""The model runner: runs the model for the chunks of one step. It owns the KV cache, and has no queue and no text."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class ModelRunner:
         self._states = StateStore(recurrent, num_states, model.device) if recurrent else None
         self._decoder = NativeDecoder.create(model, self._cache)
         self._split = SplitLayers(model, self._cache) if isinstance(model, LoadedModel) and is_split else None
-        # On the host, products of few rows round by their number: a token's result must not depend on its company.
+        # On the host, products of few rows round by their number: a token's result must not depend on its batch-mates.
         on_host = any(map(computes_on_host, (model.device, *places)))
         multiple = model.row_multiple if isinstance(model, StockModel) else settled_rows()
         self._row_multiple = multiple if model.pads_rows and on_host else 1
 
     def stream_layers(self, stream: BlockStream) -> None:
-        """Let layers of the host come to the device through `stream`, for steps of many tokens."""
+        """Stream layers of the host to the device through `stream`, for steps of many tokens."""
         assert self._split is not None
         self._split.stream_layers(stream)
 
@@ -65,10 +65,10 @@ class ModelRunner:
 
         The result is (N, vocabulary) with a row for each token that has logits, in order. Running
         the same chunks again is harmless: the same slots get the same values. `check` is called before each layer, and
-        once where the kernels compute all layers in one call; what it raises ends the step there (`StepAborted`).
+        once if the kernels compute all layers in one call; its exception ends the step there (`StepAborted`).
         """
         check()
-        # All tokens of a sequence take the same way, whatever is beside them, so they come out the same.
+        # All tokens of a sequence take the same way in any batch, so they come out the same.
         has_kernels = self._decoder is not None or (self._split is not None and self._split.has_kernels)
         taken = [chunk for chunk in chunks if has_kernels and not chunk.sequence.loras]
         if taken and len(taken) == len(chunks):
@@ -128,7 +128,7 @@ class ModelRunner:
     def _run_split(
         self, chunks: Collection[Chunk], check: Callable[[], None], spans: list[TokenSpan] | None = None
     ) -> torch.Tensor:
-        """Run the layers where they are, with `spans` by the host's kernels where it has them."""
+        """Run the layers where they are, with `spans` by the host's kernels if there are any."""
         assert self._split is not None
         tokens = [token for chunk in chunks for token in chunk.token_ids]
 
@@ -154,7 +154,7 @@ class ModelRunner:
         return self._logits(hidden, rows) if logits is None else logits
 
     def _read_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
-        """Note hidden states and log probabilities of prompts where they were asked for.
+        """Note hidden states and log probabilities of prompts that ask for them.
 
         For these, a few rows at a time go through the head.
         """
@@ -191,7 +191,7 @@ class ModelRunner:
 class OwnCacheRunner:
     """Runs models that keep a cache of their own, one sequence after the other, with the methods of `ModelRunner`.
 
-    The states of a sequence lie with it. Where they are not what a chunk begins behind, they are computed again.
+    The states of a sequence are kept with it. If they do not end where a chunk begins, they are computed again.
     """
 
     def __init__(self, model: OwnCacheModel) -> None:
@@ -205,7 +205,7 @@ class OwnCacheRunner:
     def run(self, chunks: Collection[Chunk], check: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Compute the chunks, and return float32 logits (N, vocabulary): a row for each chunk that has some, in order.
 
-        `check` is called before each sequence; what it raises ends the step there.
+        `check` is called before each sequence; its exception ends the step there.
         """
         rows = [torch.empty(0, self._model.spec.vocab_size, device=self._model.device)]
         for chunk in chunks:
@@ -236,13 +236,13 @@ class OwnCacheRunner:
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Return `rows` with zeros behind them up to a multiple of rows."""
+    """Return `rows` padded with zeros to a multiple."""
     missing = -len(rows) % multiple
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
 def _positions(chunks: Collection[Chunk]) -> torch.Tensor:
-    """Return the positions of a step's tokens, (T,), or (T, 3) where a prompt's images have rows and columns."""
+    """Return the positions of a step's tokens, (T,), or (T, 3) if a prompt's images have rows and columns."""
     found, is_plain = [], True
     for chunk in chunks:
         images = chunk.sequence.images
@@ -255,7 +255,7 @@ def _positions(chunks: Collection[Chunk]) -> torch.Tensor:
 
 
 def _shown(chunks: Collection[Chunk]) -> list[tuple[int, int, int, PromptImages]]:
-    """Return the first row, the tokens and the images of each chunk of a prompt that has some."""
+    """Return the first row, the tokens and the images of each chunk of a prompt with images."""
     shown, first = [], 0
     for chunk in chunks:
         if chunk.sequence.images is not None and chunk.start < chunk.sequence.num_prompt_tokens:
@@ -290,7 +290,7 @@ def _kernel_rows(chunks: Collection[Chunk], num_rows: int, row_multiple: int) ->
 
 
 def _by_place(adapters: Iterable[RowAdapter]) -> list[RowAdapter]:
-    """Return the adapters with the numbers of their rows on each device that they change layers of."""
+    """Return the adapters with their numbers of rows, for each device with layers that they change."""
     found = []
     for one in adapters:
         places: dict[torch.device, dict[str, LoraPair]] = {}
@@ -305,7 +305,7 @@ def _by_place(adapters: Iterable[RowAdapter]) -> list[RowAdapter]:
 def _row_adapters(
     chunks: Iterable[Chunk], device: torch.device, *, of_head: bool = False, all_rows: bool = False
 ) -> list[RowAdapter]:
-    """Return the LoRAs of a step with the rows that they change: those of its tokens, or those of its logits.
+    """Return the LoRAs of a step with their rows: those of its tokens, or those of its logits.
 
     With `all_rows`, every token has logits.
     """
@@ -325,7 +325,7 @@ def _row_adapters(
 
 
 def _adapters_of(chunk: Chunk, num_rows: int, all_rows: bool, device: torch.device) -> list[RowAdapter]:
-    """Return the LoRAs of all rows that a forward computes; the head has them all, or the last one alone."""
+    """Return the LoRAs of all rows of a forward; the head has all rows, or the last one alone."""
     found = []
     for lora in chunk.sequence.loras:
         for pairs, count in ((lora.fitted.layers, num_rows), (lora.fitted.head, num_rows if all_rows else 1)):

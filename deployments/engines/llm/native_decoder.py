@@ -1,9 +1,9 @@
 """A decoder with dense or packed weights in the compiled kernels (native/decoder.h), for prompts and completions.
 
-At one token a step, what torch and Python do around some thirty small operations a layer costs as much as half of the
+At one token a step, torch's and Python's work around some thirty small operations a layer costs as much as half of the
 products, and of a small model nearly all; in a prompt, attention and passes over activations are a quarter. Activations
 stay in float32 from the embedding to the logits; products with bfloat16 weights round theirs where the processor
-multiplies pairs of bfloat16. `NativeDecoder.create` says where it applies; everywhere else the module runs.
+multiplies pairs of bfloat16. `NativeDecoder.create` decides where it applies; everywhere else the module runs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CACHE_ELEMENTS: Final = {**ELEMENTS, torch.int8: 2, torch.float16: 3}  # attent
 _VECTOR: Final = 16  # elements: attention.h and dense_product.h leave no remainder
 _DENSE: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}  # kinds of products, and one of packed weights
 _INT8: Final = "int8"
-_FEW_ROWS: Final = 64  # whose layers are computed in one call: they take less than a layer of a prompt
-# What the kernels know of: a model that has more parts, or other values in more fields, runs layer by layer.
+_FEW_ROWS: Final = 64  # so few rows are computed in one call for all layers: it takes less than a layer of a prompt
+# The parts that the kernels support: a model with more parts, or other values in more fields, runs layer by layer.
 _SIZES: Final = (
     "vocab_size",
     "hidden_size",
@@ -108,9 +108,9 @@ class TokenSpan(NamedTuple):
 
 
 class NativeDecoder:
-    """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive.
+    """The layers of one model with their KV cache in the kernels' form. It keeps the tensors alive.
 
-    Those of a part of the layers end without the last norm and the head, which are elsewhere.
+    A decoder of some of the layers ends without the last norm and the head, which are elsewhere.
     """
 
     def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels, part: range | None = None) -> None:
@@ -120,7 +120,7 @@ class NativeDecoder:
         self._kept: list[torch.Tensor] = []
         spec, rotary, head = model.spec, model.rotary, model.module.lm_head
         numbers = range(spec.num_layers) if part is None else part
-        # A head of another kind than the layers is the module's to compute.
+        # The module computes a head of another kind than the layers.
         has_head = part is None and _kind_of(head) == _kind_of(decoder.layers[0].mlp.up_proj)
         self.vocab_size = spec.vocab_size if has_head else 0
         self._layers = (_Layer * len(numbers))(
@@ -129,7 +129,7 @@ class NativeDecoder:
         element = _CACHE_ELEMENTS[cache.layer_slots(numbers.start).keys.dtype]
         self._decoder = _Decoder(
             self._layers,
-            len(numbers) + (part is not None),  # the last of a part is not the last one
+            len(numbers) + (part is not None),  # the last layer of a part is not the model's last one
             spec.hidden_size,
             spec.intermediate_size,
             spec.num_heads,
@@ -144,7 +144,7 @@ class NativeDecoder:
 
     @classmethod
     def create(cls, model: LoadedModel | StockModel, cache: KVCache) -> Self | None:
-        """Return the decoder, or None where the model has something that decoder.h does not compute."""
+        """Return the decoder, or None if the model has a part that decoder.h does not support."""
         kernels = load_kernels() if model.device.type == "cpu" else None
         if kernels is None or not isinstance(model, LoadedModel) or model.is_split or not _is_computed(model):
             return None
@@ -158,9 +158,9 @@ class NativeDecoder:
 
     @classmethod
     def cache_dtype(cls, model: LoadedModel | StockModel) -> torch.dtype:
-        """Return the dtype in which a model's keys and values lose least, of two bytes where activations have two.
+        """Return the dtype in which a model's keys and values lose least, of two bytes if activations have two.
 
-        Packed weights are computed with in float32 here, of which float16 keeps three bits more than bfloat16.
+        Packed weights compute in float32 here, of which float16 keeps three bits more than bfloat16.
         """
         if not isinstance(model, LoadedModel):
             return model.dtype
@@ -174,9 +174,9 @@ class NativeDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store the tokens' keys and values; return the last layer's normalized output, and logits of `logit_rows`.
 
-        These are (rows, hidden) and (N, vocabulary) in float32; there are no logits where the head is of another kind
+        These are (rows, hidden) and (N, vocabulary) in float32; there are no logits if the head is of another kind
         than the layers. A row's result depends on its sequence's tokens alone, bit for bit. With more than a few rows
-        `check` is called before each layer, and what it raises ends the step. Raises MemoryError.
+        `check` is called before each layer, and its exception ends the step. Raises MemoryError.
         """
         return self._run_rows(
             self.embedded([token for span in spans for token in span.token_ids]), spans, logit_rows, check
@@ -184,7 +184,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def run_part(self, x_NC: torch.Tensor, spans: Sequence[TokenSpan], check: Callable[[], None]) -> torch.Tensor:
-        """Return what these layers make of `x_NC` (rows, hidden), float32, which is overwritten. As `run_step`."""
+        """Return these layers' output for `x_NC` (rows, hidden), float32, which is overwritten. As `run_step`."""
         return self._run_rows(x_NC, spans, (), check)[0]
 
     def _run_rows(
@@ -214,7 +214,7 @@ class NativeDecoder:
         return x_NC, logits_NV if self.vocab_size else None
 
     def embedded(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return the rows of the embedding (N, hidden), contiguous float32 memory of their own."""
+        """Return the rows of the embedding (N, hidden) in new, contiguous float32 memory."""
         ids = torch.tensor(token_ids)
         if isinstance(self._embedding, PackedEmbedding):
             return self._embedding.packed.selected(ids).contiguous()
@@ -269,7 +269,7 @@ def _is_of_one_kind(embedding: nn.Module, products: Iterable[nn.Module]) -> bool
 
 
 def _kind_of(product: nn.Module) -> str | None:
-    """Return how the kernels compute a product; None where they do not."""
+    """Return the kernels' kind of a product; None where they have none for it."""
     if isinstance(product, PackedLinear):
         return _INT8 if product_path(product.packed, product.arithmetic).startswith(_INT8) else None
     if type(product) is not nn.Linear or product.in_features % _VECTOR or not product.weight.is_contiguous():

@@ -1,4 +1,4 @@
-"""The perplexity of a text under a model: what quantization is judged by."""
+"""The perplexity of a text under a model, by which quantization is judged."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def perplexity(
 ) -> float:
     """Return exp of the mean negative log-likelihood of a text's tokens.
 
-    The text is cut into windows that know nothing of each other; the first token of each is only read. Products are in
-    float32 whatever the weights are. `progress` gets tokens done and all. Raises EngineError for texts of less
+    The text is cut into independent windows; the first token of each is only read. Products are in
+    float32 for any weights. `progress` gets the done and all tokens. Raises EngineError for texts of less
     than two tokens.
     """
-    # Longer than the model's context as a rule, of which the tokenizer would warn.
+    # Usually longer than the model's context, of which the tokenizer would warn.
     tokens = load_tokenizer(folder)(text, verbose=False)["input_ids"][:max_tokens]
     if len(tokens) < 2:
         raise EngineError(f"the text has {len(tokens)} tokens, expected at least 2")

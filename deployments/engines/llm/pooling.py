@@ -1,4 +1,4 @@
-"""One vector of a prompt's hidden states, those of the last layer behind its norm, noted chunk by chunk."""
+"""One vector of a prompt's hidden states, from the last layer after its norm, noted chunk by chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GGUF_NONE: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRules:
-    """The size of a model's embeddings, the pooling that it was trained with, and the config that says of others.
+    """The size of a model's embeddings, its pooling in training, and the config with other sizes.
 
     `prompts` stand before texts to embed.
     """
@@ -41,13 +41,13 @@ class EmbeddingRules:
         return F.normalize(part, dim=0).numpy()
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise EngineError for a number of dimensions that the model was not trained for."""
+        """Raise EngineError for dimensions that the model was not trained for."""
         if dimensions is not None:
             check_dimensions(dimensions, self.size, self.config)
 
 
 def load_embedding_rules(folder: Path, config: Any) -> EmbeddingRules:
-    """Read how the model's embeddings are made: the last token's state, unless sentence-transformers' files or GGUF's
+    """Read the rules of the model's embeddings: the last token's state, unless sentence-transformers' files or GGUF's
     `pooling_type` say otherwise. Raises EngineError for a pooling that is not supported.
     """
     pooling: Pooling = "last"

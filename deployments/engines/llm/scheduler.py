@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences the next step computes. It never sees a tensor or a text."""
+"""Continuous batching: the choice of tokens and sequences for the next step, without tensors and texts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Scheduler:
     """Forms the batch of every step; requests join and leave between steps.
 
     - Every running sequence decodes one token in every step. Beside them, prompts are computed in chunks: as many
-      tokens in all as the `pace` says, or the whole budget when nothing decodes or there is no pace to keep.
+      tokens in all as the `pace` allows, or the whole budget when nothing decodes or there is no pace to keep.
     - Prompts are seated in order of arrival, while seats and blocks for all their tokens last. The seated ones share
-      the chunk evenly, and what a short one leaves goes to the others: it does not wait for a long one before it.
-    - Blocks that hold what a prompt begins with are shared. A shared block is copied before it is written. A prompt
-      waits, and others may pass it, while a seated one computes the very block that it would begin with.
+      the chunk evenly, and the others get the rest of a short one's share: it does not wait for a long one before it.
+    - Blocks with the beginning of a prompt are shared. A shared block is copied before it is written. A prompt
+      waits, and others may pass it, while a seated one computes the block that it would begin with.
     - When blocks run out, the newest seated sequence is preempted: it gives up its blocks, goes back to the
       head of the line and recomputes all its tokens later.
 
     At most `max_num_seqs` have a seat. One sequence of the greatest length must fit into the pool: then the oldest
     always proceeds. With `shares_completions` False only blocks of prompts are found again: those of completions were
     computed token by token, and differ from a prompt's by rounding. With `shares_prefixes` False no block is ever found
-    again. Of a model with recurrent layers, which has `states`, only as many blocks as there is a state behind.
+    again. For a model with recurrent layers, which has `states`, only blocks up to a kept state are found.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Scheduler:
         self._shares_completions, self._shares_prefixes = shares_completions, shares_prefixes
         self._states = states
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # all that have a seat, the oldest first
-        self._prefilling: deque[Sequence] = deque()  # of these, those whose turn it is first
+        self._running: list[Sequence] = []  # all seated ones, the oldest first
+        self._prefilling: deque[Sequence] = deque()  # seated ones in prefill, the next turn first
         self._copies: list[tuple[int, int]] = []
         self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        """Return how many sequences have no seat or do not decode yet."""
+        """Return the number of sequences without a seat or still in prefill."""
         return len(self._waiting) + len(self._prefilling)
 
     @property
     def num_running(self) -> int:
-        """Return how many sequences decode."""
+        """Return the number of decoding sequences."""
         return len(self._running) - len(self._prefilling)
 
     def add_sequence(self, sequence: Sequence) -> None:
@@ -72,9 +72,9 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, token_id: int) -> None:
-        """Seat a sequence that goes on otherwise than its parent, whose prompt was just computed.
+        """Seat a fork of a sequence whose prompt was just computed.
 
-        It shares the parent's blocks. Where no seat is free it comes first in line, and finds there what is kept of
+        It shares the parent's blocks. If no seat is free it comes first in line, and later finds the kept blocks of
         the prompt.
         """
         child.num_cached_tokens = parent.num_cached_tokens
@@ -95,7 +95,7 @@ class Scheduler:
     def schedule(self, other_step_s: float | None = None) -> StepPlan:
         """Choose the next step's work; empty only when there is none. `complete` follows for each chunk.
 
-        `other_step_s` is what a step of another engine takes that waits for the device, None where none does.
+        `other_step_s` is the time of a step of another engine that waits for the device, None if none does.
         """
         self._copies = []
         chunks = self._schedule_decode()
@@ -107,7 +107,7 @@ class Scheduler:
             budget = min(budget, self._pace.tokens_beside(num_decoding, other_step_s, budget))
         self._seat_waiting(budget)
         prompts = self._schedule_prefill(budget)
-        if budget > 0 and not prompts:  # of a budget of 0 the pace asks for a step that measures decoding alone
+        if budget > 0 and not prompts:  # with a budget of 0 the pace asks for a step that measures decoding alone
             room = budget if self._pace is None or not chunks else min(budget, self._pace.free_tokens(num_decoding))
             chunks = with_proposals(chunks, room, self._blocks) if self._states is None else chunks
         return StepPlan((*chunks, *prompts), tuple(self._copies), num_decoding)
@@ -115,7 +115,7 @@ class Scheduler:
     def complete(self, chunk: Chunk, token_id: int | None) -> None:
         """Note that `chunk` is in the KV cache and, when it was the last, append the sampled token.
 
-        Of its proposed tokens `accept` tells those that are the sequence's.
+        `accept` follows for each of its proposed tokens that is right.
         """
         sequence = chunk.sequence
         sequence.num_computed_tokens = chunk.end - len(chunk.proposed)
@@ -128,13 +128,13 @@ class Scheduler:
             self._prefilling.remove(sequence)
 
     def accept(self, sequence: Sequence, token_id: int) -> None:
-        """Note that the last token, a proposed one, is in the KV cache, and append the one sampled after it."""
+        """Note that the last token, a proposed one, is in the KV cache, and append the token sampled after it."""
         sequence.num_computed_tokens += 1
         self._publish_blocks(sequence)
         sequence.token_ids.append(token_id)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks at once."""
+        """Take out a sequence in any state, and free its blocks at once."""
         if sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
         self._release(sequence)
@@ -170,23 +170,22 @@ class Scheduler:
         seats = self.max_num_seqs - sum(1 + sequence.num_siblings for sequence in self._running)
         wanted = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling)
         coming = {key for one in self._prefilling for key in self._next_keys(one)}
-        passed: list[Sequence] = []
-        while self._waiting and seats > 0 and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
-            sequence = self._waiting.popleft()
+        place = 0  # all before this place in line wait for a block that is being computed
+        while place < len(self._waiting) and seats > 0 and (len(self._prefilling) < MAX_PREFILLING or wanted < budget):
+            sequence = self._waiting[place]
             found = self._blocks.find_prefix(keys := sequence.findable_keys)
-            if len(passed) < self.max_num_seqs and not coming.isdisjoint(keys[len(found) : len(found) + 1]):
-                passed.append(sequence)
+            if place < self.max_num_seqs and not coming.isdisjoint(keys[len(found) : len(found) + 1]):
+                place += 1
                 continue
             if not self._reserve_prompt(sequence, found):
-                self._waiting.appendleft(sequence)
                 break
+            del self._waiting[place]
             seats -= 1 + sequence.num_siblings
             wanted += sequence.num_uncomputed_tokens
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
             self._prefilling.append(sequence)
             coming.update(self._next_keys(sequence))
-        self._waiting.extendleft(reversed(passed))
 
     def _schedule_prefill(self, budget: int) -> list[Chunk]:
         chunks = []
@@ -207,13 +206,13 @@ class Scheduler:
         return chunks
 
     def _next_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the key of the block that a seated prompt publishes next; none where others can take no more of it."""
+        """Return the key of the block that a seated prompt publishes next; none if others cannot use more of it."""
         count = sequence.num_computed_tokens // BLOCK_SIZE + 1
         is_found = self._states is None and count * BLOCK_SIZE <= self._num_published(sequence, len(sequence))
         return sequence.keys_of(count)[-1:] if is_found else []
 
     def _reserve_prompt(self, sequence: Sequence, found: list[int]) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, of which it computes at least the last one."""
+        """Give a waiting sequence the blocks of all its tokens; it computes at least the last one."""
         keys = sequence.findable_keys
         if self._states is not None:
             found = found[: self._states.find_state(sequence, keys[: len(found)])]
@@ -233,7 +232,7 @@ class Scheduler:
         return True
 
     def _reserve(self, sequence: Sequence) -> bool:
-        """Give the sequence a block of its own for its last token; False when there is none."""
+        """Give the sequence its own block for its last token; False when there is none."""
         table = sequence.block_table
         place = (len(sequence) - 1) // BLOCK_SIZE
         if place < len(table) and not self._blocks.is_shared(table[place]):
@@ -258,7 +257,7 @@ class Scheduler:
                 self._blocks.publish(sequence.block_table[place], key)
 
     def _num_published(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of its first tokens others may find, where so many are computed."""
+        """Return how many of the sequence's first tokens others may reuse after `num_tokens` are computed."""
         if not self._shares_prefixes:
             return 0
         return num_tokens if self._shares_completions else min(num_tokens, sequence.num_prompt_tokens)
@@ -275,7 +274,7 @@ class Scheduler:
             self._running.remove(sequence)
             if sequence in self._prefilling:
                 self._prefilling.remove(sequence)
-        self._blocks.release_blocks(reversed(sequence.block_table))  # the end of a text is found again least often
+        self._blocks.release_blocks(reversed(sequence.block_table))  # the end of a text is the least reused part
         sequence.block_table.clear()
         sequence.block_keys.clear()
         sequence.num_computed_tokens = 0
@@ -285,9 +284,9 @@ class Scheduler:
 
 
 def _even_shares(wanted: Items[int], budget: int, least: int = MIN_SHARE) -> list[int]:
-    """Return how much of the budget each gets: as even as possible, none more than it wants or less than `least`.
+    """Divide the budget as evenly as possible, with at most its wish and at least `least` for each.
 
-    Where the budget is too small for that, the first ones get theirs.
+    If the budget is too small for that, the first ones get theirs.
     """
     shares = [0] * len(wanted)
     max_shares = max(1, budget // least)

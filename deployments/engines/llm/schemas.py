@@ -1,6 +1,6 @@
-"""JSON schemas as people write them, in the words that llguidance knows.
+"""JSON schemas as people write them, converted to keywords that llguidance knows.
 
-A format that it does not know is an annotation, as the standard has it (JSON Schema 2020-12, Validation 7.2.1). Members
+An unknown format is an annotation, as in the standard (JSON Schema 2020-12, Validation 7.2.1). Members
 of `oneOf` that a property tells apart must have it: pydantic writes the tag of a union with a default, which lets it be
 absent. Arrays of unique items are their permutations, where the items are a few constants.
 """
@@ -23,24 +23,24 @@ _FORMATS: Final = frozenset(
 _ONE: Final = frozenset({"items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else"})
 _LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_UNREAD: Final = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")  # what looks around or back
+_UNREAD: Final = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")  # lookarounds and back references
 _LARGEST: Final = 2**53
 _INT64: Final = 2**63 - 1
-_MOST_UNIQUE: Final = 4  # values, which have 65 orders
-_MOST_TAGS: Final = 16  # properties that are looked at for what tells members apart
+_MOST_UNIQUE: Final = 4  # values: they have 65 orders
+_MOST_TAGS: Final = 16  # properties tried as the discriminator
 
 
 def left_out_of(schema: Any) -> tuple[str, ...]:
-    """Return what of a schema no grammar keeps to, and is left out: `prepare_schema` does that. Raises as it does."""
+    """Return the parts of a schema that `prepare_schema` leaves out as no grammar keeps to them. Raises as it does."""
     left_out: list[str] = []
     prepare_schema(schema, left_out)
     return tuple(dict.fromkeys(left_out))
 
 
 def prepare_schema(schema: Any, left_out: list[str] | None = None) -> Any:
-    """Return an equivalent schema without what llguidance refuses; `left_out` takes what that changes of it.
+    """Return an equivalent schema without keywords that llguidance refuses; `left_out` gets the lost ones.
 
-    Raises EngineError for one that is too large or too deep, or that no grammar can keep to.
+    Raises EngineError for a schema that is too large or too deep, or that no grammar can enforce.
     """
     try:
         size = len(json.dumps(schema, ensure_ascii=False))
@@ -78,24 +78,24 @@ def _prepared(schema: Any, root: Any, left_out: list[str]) -> Any:
 
 
 def _leave_out(schema: dict[str, Any], left_out: list[str]) -> None:
-    """Take out what llguidance does not know and most schemas have for other readers, as zod and pydantic write it."""
+    """Take out keywords unknown to llguidance that zod and pydantic write for other readers."""
     schema.pop("$schema", None)
     if isinstance(schema.get("pattern"), str) and _UNREAD.search(schema["pattern"]):
         left_out.append(f"pattern {schema.pop('pattern')[:64]!r}")
     if "propertyNames" in schema:
         names = schema.pop("propertyNames")
-        if names not in ({"type": "string"}, {}, True):  # what all names are
+        if names not in ({"type": "string"}, {}, True):  # true of all names
             left_out.append("propertyNames")
     for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         value = schema.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > _LARGEST:
-            del schema[key]  # bounds of a computer's integers, which nobody comes near
+            del schema[key]  # bounds of machine integers, far from real values
             if abs(value) < _INT64:
                 left_out.append(key)
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """Return what a reference into `$defs` leads to, {} for anything else that is no schema with keywords."""
+    """Return the target of a reference into `$defs`; {} for anything that is not a schema with keywords."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -108,7 +108,7 @@ def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def _constants(schema: Any, root: Any) -> list[Any] | None:
-    """Return the values of a schema that is nothing but a few constants; None for any other."""
+    """Return the values of a schema of a few constants; None for any other."""
     schema = _resolved(schema, root)
     if "const" in schema:
         return [schema["const"]]
@@ -118,7 +118,7 @@ def _constants(schema: Any, root: Any) -> list[Any] | None:
 
 
 def _by_discriminator(members: list[Any], discriminator: Any, root: Any) -> list[Any] | None:
-    """Return the members of a `oneOf`, each with the property whose constants tell them apart as a required one.
+    """Return the members of a `oneOf`, each with its discriminator, a property of constants, as a required one.
 
     None without such a property.
     """
@@ -143,7 +143,7 @@ def _with(required: Any, name: str) -> list[Any]:
 
 
 def _permutations(schema: dict[str, Any], root: Any) -> dict[str, Any]:
-    """Return an array of unique items as one of all its contents. Raises EngineError where these are too many."""
+    """Return an array of unique items as the choice of all its contents. Raises EngineError for too many."""
     least, most = schema.get("minItems", 0), schema.get("maxItems")
     if most in (0, 1):
         del schema["uniqueItems"]

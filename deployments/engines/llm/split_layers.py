@@ -1,6 +1,6 @@
-"""A step of a decoder whose layers are on several devices, or partly on the host: each computes where it lies.
+"""A step of a decoder with layers on several devices, or partly on the host: each layer computes in place.
 
-What crosses a border are the activations of the step's tokens, once. The KV cache of a layer is where the layer is.
+Only the activations of the step's tokens cross a border, once. The KV cache of a layer is where the layer is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SplitPlanner(Protocol):
 class SplitStep:
     """The `token_ids` (T,) of a step and their `positions` on the host, `num_rows` of them real, the others padding.
 
-    With `spans` the host's kernels may compute them; `check` may end the step before any layer. Layers that are adapted
+    With `spans` the host's kernels may compute them; `check` may end the step before any layer. Adapted layers
     stay where they are.
     """
 
@@ -55,7 +55,7 @@ class SplitStep:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Layers that follow each other on one device, with the host's kernels for them where there are any."""
+    """Consecutive layers on one device, with the host's kernels for them if there are any."""
 
     device: torch.device
     layers: range
@@ -81,7 +81,7 @@ class SplitLayers:
         }
 
     def stream_layers(self, stream: BlockStream) -> None:
-        """Let layers of the host come to the device through `stream` where that is faster."""
+        """Stream layers of the host to the device through `stream` where that is faster."""
         numbers = [layer_of(next(iter(block.offsets))) for block in stream.plan.blocks]
         self._rates = measured_rates(self._model.device)
         self._stream, self._blocks = stream, {layer: at for at, layer in enumerate(numbers) if layer is not None}
@@ -92,7 +92,7 @@ class SplitLayers:
         return any(part.kernels is not None for part in self._parts)
 
     def hidden_states(self, step: SplitStep) -> torch.Tensor:
-        """Return the hidden states (T, C) of a step's tokens behind the last norm, on the device of the head."""
+        """Return the hidden states (T, C) of a step's tokens after the last norm, on the device of the head."""
         decoder: Any = self._model.module.model
         embedding = decoder.embed_tokens
         attends: dict[torch.device, Callable[..., Any]] = {}
@@ -116,7 +116,7 @@ class SplitLayers:
         return decoder.norm(self._padded(x_TC[: step.num_rows].to(self._model.dtype).to(self._model.device), step))
 
     def _is_streamed(self, part: _Part, step: SplitStep) -> bool:
-        """Return whether the layers of a part come to the device for this step, rather than its rows to the host."""
+        """Return whether the layers of a part go to the device for this step, rather than its rows to the host."""
         if self._stream is None or self._rates is None or step.is_adapted or part.layers.start not in self._blocks:
             return False
         block = self._stream.plan.blocks[self._blocks[part.layers.start]]
@@ -154,13 +154,13 @@ class SplitLayers:
         return self._rotaries[device].angles(step.positions.to(device), self._model.dtype)
 
     def _padded(self, x_NC: torch.Tensor, step: SplitStep) -> torch.Tensor:
-        """Return the rows with as many of zeros behind them as the step has; those cross no border."""
+        """Return the rows with the step's padding of zeros, which crosses no border."""
         missing = len(step.token_ids) - len(x_NC)
         return F.pad(x_NC, (0, 0, 0, missing)) if missing else x_NC
 
 
 def _runs(model: LoadedModel) -> list[tuple[torch.device, range]]:
-    """Return the devices in the order of the layers, each with those that follow each other there."""
+    """Return the devices in the order of the layers, each with its consecutive layers."""
     found, start = [], 0
     for device, layers in groupby(model.layer_devices):
         stop = start + len(list(layers))
@@ -179,5 +179,5 @@ def _place_of(embedding: Any) -> torch.device:
 
 
 def _for_kernels(x_NC: torch.Tensor) -> torch.Tensor:
-    """Return rows as the kernels take them, which overwrite them."""
+    """Return rows in the form for the kernels, which overwrite them."""
     return x_NC.to(HOST).float().contiguous()

@@ -1,4 +1,4 @@
-"""The slots of recurrent states as numbers: which a sequence's next step reads and writes, which are found again."""
+"""The slots of recurrent states as numbers: those of a sequence's next step, and those that are found again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, BlockPoo
 if TYPE_CHECKING:
     from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 
-SLOTS_PER_SEQUENCE = 3  # for each that runs: its state, its next one, and one at a place where a prompt was cut
+SLOTS_PER_SEQUENCE = 3  # for each running one: its state, its next one, and one at a cut of a prompt
 
 
 class StateSlots:
     """Gives sequences slots for their states, in a step each a new one, and keeps those of beginnings of prompts.
 
-    A prompt is cut at multiples of `piece_tokens`. The state behind the last of these is kept under the key of the
-    block that ends there, for who goes on from this prompt, and that behind what another prompt had in common with
-    it, for the third that begins so. Where `piece_tokens` is 0, a prompt is computed in one piece and nothing is kept.
+    A prompt is cut at multiples of `piece_tokens`. The state after the last of these is kept under the key of the
+    block that ends there, for sequences that go on from this prompt, and that after its common beginning with another,
+    for a third with the same beginning. If `piece_tokens` is 0, a prompt is computed in one piece and nothing is kept.
     """
 
     def __init__(self, max_num_seqs: int, piece_tokens: int) -> None:
@@ -27,11 +27,11 @@ class StateSlots:
 
     @property
     def least_tokens(self) -> int:
-        """Return how many tokens of a prompt a step computes at least, where it does not end before."""
+        """Return the least tokens of a prompt for a step, unless the prompt ends before."""
         return max(1, self._piece_tokens)
 
     def find_state(self, sequence: Sequence, keys: Items[bytes]) -> int:
-        """Give a sequence the state behind as many of these first blocks as possible; return how many they are."""
+        """Give a sequence the state after as many of these first blocks as possible; return their number."""
         blocks = self._piece_tokens // BLOCK_SIZE
         if not blocks:
             return 0
@@ -45,7 +45,7 @@ class StateSlots:
         return 0
 
     def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return where a chunk ends that would end at `end`: a token of a completion is one of its own."""
+        """Return the end of a chunk that may reach to `end`. Each token of a completion is a chunk of its own."""
         prompt_end, piece = sequence.num_prompt_tokens, self._piece_tokens
         if start >= prompt_end:
             return start + 1
@@ -54,18 +54,18 @@ class StateSlots:
         return min(max(end // piece, start // piece + 1) * piece, prompt_end)
 
     def reserve(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Return the places in a chunk behind which a state is kept, the last of them its end, each with a slot."""
+        """Return the places in a chunk after which a state is kept, the last of them its end, each with a slot."""
         places, piece, prompt_end = [end], self._piece_tokens, sequence.num_prompt_tokens
         if piece and start < prompt_end:
             cuts = sorted({sequence.state_cut, (prompt_end - 1) // piece * piece})
-            # What must be there for each sequence's next state is not taken for those that may be useful.
+            # Slots needed for each sequence's next state are not taken for states that may be useful.
             if self._pool.num_free > self._max_num_seqs + len(cuts):
                 places = [place for place in cuts if start < place < end] + places
         sequence.next_states = tuple(zip(places, self._pool.allocate(len(places)), strict=True))
         return sequence.next_states
 
     def settle(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Let a sequence go on from behind a chunk that was computed; its blocks have their keys."""
+        """Let a sequence go on after a computed chunk; its blocks have their keys."""
         *before, (_, slot) = chunk.kept_states
         for place, one in chunk.kept_states:
             count = place // BLOCK_SIZE
@@ -77,7 +77,7 @@ class StateSlots:
         sequence.state_slot, sequence.next_states = slot, ()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sequence go on from where its parent is."""
+        """Let a sequence go on from its parent's state."""
         if parent.state_slot is not None:
             self._pool.share_blocks([parent.state_slot])
             child.state_slot = parent.state_slot

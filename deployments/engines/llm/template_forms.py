@@ -1,6 +1,6 @@
-"""The forms of a model's answers, found by its chat template, and what the template wants of messages.
+"""The forms of a model's answers, found by its chat template, and the template's demands on messages.
 
-A template says most when it writes: it renders a call of a made-up function, and the form whose reader reads that call
+A template reveals most by writing: it renders a call of a made-up function, and the form whose reader reads that call
 back, from text that has the form's own beginnings, is the model's. Templates that render no calls teach them in words.
 """
 
@@ -35,16 +35,19 @@ _FUNCTION: Final = Function(
 _ARGUMENTS: Final = {"word": "fern"}
 _QUESTION: Final = {"role": "user", "content": "What is a fern?"}
 _TOOL: Final = {"type": "function", "function": _FUNCTION.model_dump(exclude_none=True)}
+_SHORT_ID: Final = "abcdef123"  # some take no other length
 _BEGUN: Final = re.compile(r"[<\[][^<>\[\]\s]*$")
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
-class _TemplateForms:
-    """What a template says of calls: their form, and whether it wants the arguments of earlier ones as a text."""
+class TemplateForms:
+    """What a template says of calls: their form, whether it wants the arguments of earlier ones as a text, and whether
+    it takes no ids but those of nine letters and digits."""
 
     tools: ToolForm | None
-    has_text_arguments: bool
+    has_text_arguments: bool = False
+    has_short_ids: bool = False
 
 
 def answer_form(
@@ -54,9 +57,9 @@ def answer_form(
     tool_form: str | None = None,
     reasoning_form: str | None = None,
 ) -> AnswerForm:
-    """Return the form of an answer; of calls, where there are tools. A name given goes before what the template says.
+    """Return the form of an answer, with calls if there are tools. A given name overrides the template.
 
-    Raises EngineError for a name that is not known, and for tools where the template knows none, or none in a form of
+    Raises EngineError for an unknown name, and for tools if the template has none, or none in a form of
     `TOOL_FORMS`.
     """
     template = chat_template(tokenizer, has_tools=has_tools)
@@ -73,7 +76,7 @@ def answer_form(
     elif not re.search(r"\btools\b", template):
         raise EngineError("the model's chat template does not know tools")
     else:
-        tools = _forms_of(tokenizer, template).tools
+        tools = template_forms(tokenizer, template).tools
     if tools is None:
         raise EngineError(
             "the model's chat template writes tool calls in a form that is not known here; the model's "
@@ -82,33 +85,31 @@ def answer_form(
     return AnswerForm(tools, reasoning)
 
 
-def wants_text_arguments(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the template wants the arguments of earlier calls as a text, and not as an object."""
-    return _forms_of(tokenizer, chat_template(tokenizer, has_tools=True)).has_text_arguments
-
-
-def _forms_of(tokenizer: PreTrainedTokenizerBase, template: str) -> _TemplateForms:
+def template_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForms:
+    """Return what a template says of calls."""
     special = tokenizer.special_tokens_map
     return _read_template(template, tuple((name, str(special[name])) for name in _SPECIAL if name in special))
 
 
 @lru_cache(maxsize=64)
-def _read_template(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _TemplateForms:
+def _read_template(template: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplateForms:
+    special = dict(special_tokens)
     for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
         for tools in ([_TOOL], []):  # some raise for what they do not expect
-            texts = _rendered(template, dict(special_tokens), arguments, tools)
+            texts = _rendered(template, special, arguments, tools, _SHORT_ID)
             form = texts and next((one for one in TOOL_FORMS.values() if _is_read_back(one, *texts)), None)
             if form:
-                return _TemplateForms(form, isinstance(arguments, str))
-    return _TemplateForms(_with_signs(TOOL_FORMS, template), False)
+                has_short_ids = _rendered(template, special, arguments, tools, f"call_{_SHORT_ID}") is None
+                return TemplateForms(form, isinstance(arguments, str), has_short_ids)
+    return TemplateForms(_with_signs(TOOL_FORMS, template))
 
 
 def _rendered(
-    template: str, special_tokens: Mapping[str, str], arguments: Any, tools: Sequence[Any]
+    template: str, special_tokens: Mapping[str, str], arguments: Any, tools: Sequence[Any], id_: str
 ) -> tuple[str, str] | None:
-    """Return the end of a prompt, and a call as the template writes it behind that; None where it does not."""
+    """Return the end of a prompt, and a call as the template writes it after that; None if it writes none."""
     call = {
-        "id": "abcdef123",  # some take no other length
+        "id": id_,
         "type": "function",
         "function": {"name": _FUNCTION.name, "arguments": arguments},
     }
@@ -121,13 +122,13 @@ def _rendered(
     except EngineError:
         return None
     size = next((at for at, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
-    if begun := _BEGUN.search(prompt, 0, size):  # what both have may end within a marker: of a thought, of a call
+    if begun := _BEGUN.search(prompt, 0, size):  # the common beginning may end within a marker, of a thought or a call
         size = begun.start()
     return prompt[:size], whole[size:]
 
 
 def _is_read_back(form: ToolForm, prompt: str, written: str) -> bool:
-    """Return whether the call that a template has written is in the form, and nothing else."""
+    """Return whether the text that a template has written is exactly the call in the form."""
     compact = _compact(written)
     if form.syntax != "channels" and not all(_compact(text) in compact for text in (form.prefix, form.name_end)):
         return False
@@ -153,5 +154,5 @@ def _with_signs(forms: Mapping[str, Any], template: str) -> Any:
 
 
 def is_thought(form: ReasoningForm | None, begun: str) -> bool:
-    """Return whether an answer that is `begun` is within its reasoning."""
+    """Return whether a `begun` answer is within its reasoning."""
     return form is not None and bool(begun) and begun in form.openings

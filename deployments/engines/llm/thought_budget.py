@@ -1,4 +1,4 @@
-"""A bound on the tokens that an answer thinks for: behind them its reasoning is ended, and the answer goes on."""
+"""A bound on an answer's tokens of reasoning: after them its reasoning is ended, and the answer goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deployments.engines.records.protocol import TokenConstraint
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """What begins and what ends reasoning, as texts, the tokens that write an end, and the text of a token."""
+    """The beginnings and ends of reasoning as texts, the tokens that write an end, and the text of a token."""
 
     openings: tuple[str, ...]
     closings: tuple[str, ...]
@@ -25,7 +25,7 @@ class ThoughtMarks:
 class ThoughtBudget:
     """A `TokenConstraint` that lets an answer think for `left` tokens in all, and then forces the end of its thought.
 
-    `inner` is what the answer is held to besides. Marks are found in the text, which tokens may cut anywhere.
+    `inner` is the answer's further constraint. Marks are found in the text, which tokens may cut anywhere.
     """
 
     marks: ThoughtMarks
@@ -59,7 +59,7 @@ class ThoughtBudget:
         if self._must_end:
             token = self._next_of_end
             place, bit = token >> 3, 1 << (token & 7)
-            if mask.view(np.uint8)[place] & bit:  # else a character of several tokens is to be ended first
+            if mask.view(np.uint8)[place] & bit:  # else a character of several tokens has to end first
                 mask[:] = 0
                 mask.view(np.uint8)[place] = bit
 
@@ -88,5 +88,5 @@ class ThoughtBudget:
 
 
 def _end_of(text: str, marks: Sequence[str]) -> int:
-    """Return where the first of the marks in a text ends, -1 without one."""
+    """Return the end of the first mark in a text, -1 without one."""
     return min((at + len(mark) for mark in marks if (at := text.find(mark)) >= 0), default=-1)

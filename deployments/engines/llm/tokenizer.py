@@ -1,4 +1,4 @@
-"""Text and tokens: the tokenizer of a model folder, its chat template and end tokens, and text as tokens come."""
+"""Text and tokens: the tokenizer of a model folder, its chat template and end tokens, and incremental decoding."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]
     eos = read_config(path).get("eos_token_id") if path.exists() else None
     if eos is None:
         eos = getattr(config, "eos_token_id", None)
-    if eos is None:  # of a model of several parts, its decoder's
+    if eos is None:  # for a model of several parts, its decoder's
         eos = getattr(config.get_text_config(), "eos_token_id", None)
     if eos is None:
         return frozenset()
@@ -80,14 +80,14 @@ def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
     """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself.
 
-    One of more than `max_tokens` is cut; these tokens stay. Raises EngineError for a text that is no Unicode.
+    A prompt of more than `max_tokens` is cut; special tokens stay. Raises EngineError for a text that is no Unicode.
     """
     cut = {"truncation": True, "max_length": max_tokens} if max_tokens is not None else {}
     return tuple(tokenizer(checked_characters(text), **cut)["input_ids"])
 
 
 def checked_characters(text: str) -> str:
-    """Return the text. Raises EngineError for half of a surrogate pair, which JSON can say and no tokenizer knows."""
+    """Return the text. Raises EngineError for an unpaired surrogate, which JSON allows and no tokenizer knows."""
     if not text.isascii():
         try:
             text.encode()
@@ -98,22 +98,22 @@ def checked_characters(text: str) -> str:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
-    """Return the template of chats, or of chats with tools where that is another. Raises EngineError without one."""
+    """Return the template of chats, or that of chats with tools if it differs. Raises EngineError without one."""
     if not tokenizer.chat_template:
         raise EngineError("the model's tokenizer has no chat template; send a plain prompt instead")
     try:
         return str(tokenizer.get_chat_template(tools=[{}] if has_tools else None))
-    except ValueError as error:  # several, and none of them is the default
+    except ValueError as error:  # several templates, none of them the default
         raise EngineError(f"the model's tokenizer has no chat template for this: {error}") from error
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the tokens that texts of answers are without, by what they are called."""
+    """Return the special tokens, which texts of answers leave out, by their names."""
     return {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def load_generation_defaults(folder: Path) -> dict[str, float | int]:
-    """Return what generation_config.json or a GGUF file says of sampling, under the names of `SamplingParams`.
+    """Return the sampling defaults of generation_config.json or a GGUF file, under the names of `SamplingParams`.
 
     `do_sample: false` is temperature 0. Values that are no numbers, or switched off by null, are left out.
     """
@@ -128,7 +128,7 @@ def load_generation_defaults(folder: Path) -> dict[str, float | int]:
     found |= _numbers(given, _FOLDER_SAMPLING)
     if given.get("do_sample") is False:
         found["temperature"] = 0.0
-    if found.get("top_k", 0) < 0:  # as others write "off"
+    if found.get("top_k", 0) < 0:  # a common form of "off"
         found["top_k"] = 0
     if found.get("top_p") == 0:  # the likeliest token alone
         found["top_p"] = _LEAST_TOP_P
@@ -164,18 +164,18 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, 
     return text, text.encode()
 
 
-NUM_CONTEXT_TOKENS = 8  # of the prompt: enough for the decoder to know that the completion is not a beginning
-UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a character, or not yet
-_MAX_HELD = 16  # tokens that may become a character together: no character has more bytes
-_LAST = 8  # of more than those, which tell whether all of them end in the middle of a character
+NUM_CONTEXT_TOKENS = 8  # of the prompt: enough for the decoder not to treat the completion as a beginning
+UNFINISHED = "\ufffd"  # decoders write it for bytes that are no character, or not yet
+_MAX_HELD = 16  # tokens that may form one character: no character has more bytes
+_LAST = 8  # of more held tokens: they tell whether all end within a character
 
 
 class IncrementalDecoder:
-    """Decodes a completion token by token; the pieces join to the text that it has behind its prompt.
+    """Decodes a completion token by token; the pieces join to its text after the prompt.
 
     A token is decoded together with its predecessors, because decoders drop the space before a first word,
     and spread characters over tokens. Text that ends in an unfinished character is held back. Special tokens
-    give no text. What a token takes does not grow with those before it that gave none.
+    give no text. The time of a token does not grow with earlier ones that gave none.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ class IncrementalDecoder:
         prompt_token_ids: Sequence[int],
         hidden: frozenset[int] | None = None,
     ) -> None:
-        """`hidden` are the tokens without a text, where these are not all special ones."""
+        """`hidden` are the tokens without a text, if these are not all special ones."""
         self._tokenizer = tokenizer
         self._hidden = hidden
-        # The tokens that still matter; the first `_num_shown` of them have been given out as `_shown`.
+        # The tokens that still matter; the first `_num_shown` of them have been returned as `_shown`.
         self._token_ids = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         self._num_shown = len(self._token_ids)
         self._shown = self._decode()
@@ -210,7 +210,7 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return what was held back, as it is. Call it once, at the end."""
+        """Return the text held back, as it is. Call it once, at the end."""
         return self._decode()[len(self._shown) :]
 
     def _decode(self, count: int = 0) -> str:
@@ -241,23 +241,28 @@ class StopMatcher:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None  # the stop string that came
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string has come."""
+        return self.found is not None
 
     def feed(self, piece: str) -> str:
         """Return the text that can be shown now; after the stop string, none."""
         if self.stopped:
             return ""
         self._held += piece
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._held[: min(found)[1]]
+            _, at, self.found = min(found)
+            return self._held[:at]
         keep = self._num_possible()
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
     def flush(self) -> str:
-        """Return what was held back, when no stop string can follow any more."""
+        """Return the text held back, once no stop string can follow."""
         return "" if self.stopped else self._held
 
     def _num_possible(self) -> int:

@@ -1,7 +1,7 @@
-"""What some adapters do to the features of a layer: they turn its outputs or its inputs, weigh them, or mix in others.
+"""The maps of features of some adapters: turn a layer's outputs or inputs, weigh them, or mix in others.
 
-None needs the layer's weights, or a copy of them: W' = R W is a turn of what W gives, and W' = W A of what it gets.
-Each map says what it adds to features (..., N), linear in them. Rows do not depend on each other, bit for bit.
+None needs the layer's weights, or a copy of them: W' = R W turns W's outputs, and W' = W A its inputs.
+Each map returns its addition to features (..., N), linear in them. Rows do not depend on each other, bit for bit.
 
 Sources: LyCORIS 4.1, `lycoris/functional/diag_oft.py`, `boft.py`, `lycoris/modules/ia3.py`, `glora.py`; peft 0.21,
 `tuners/oft/layer.py`.
@@ -38,7 +38,7 @@ class Gains:
         return (self.weights,)
 
     def delta(self, features: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return what is added to the features."""
+        """Return the addition to the features."""
         return features * (self.weights * strength)
 
     def rows(self, start: int, stop: int) -> Self:
@@ -71,7 +71,7 @@ class Turns:
         return (self.stages,) if self.lengths is None else (self.stages, self.lengths)
 
     def delta(self, features: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return what is added to the features; at a part of its strength each stage is nearer to none at all."""
+        """Return the addition to the features. A lower strength brings each stage nearer to the identity."""
         wide = features.float()
         if not self.is_butterfly:
             added = _of_blocks(wide, self.stages[0], strength)
@@ -118,7 +118,7 @@ class Mixed:
         return self.down, self.up
 
     def delta(self, features: torch.Tensor, strength: float) -> torch.Tensor:
-        """Return what is added to the features."""
+        """Return the addition to the features."""
         return linear(linear(features, self.down.to(features.dtype)) * strength, self.up.to(features.dtype))
 
     def rows(self, start: int, stop: int) -> Self:
@@ -149,7 +149,7 @@ class MappedPair(LoraPair):
 
 
 def _of_blocks(features: torch.Tensor, blocks: torch.Tensor, strength: float) -> torch.Tensor:
-    """Return what turning each block of the features by (n, b, b) adds to them.
+    """Return the change of the features when each of their blocks is turned by (n, b, b).
 
     The sums are of elements or of whole products of the kernel for few rows: none depends on how many rows there are.
     """

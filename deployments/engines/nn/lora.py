@@ -60,7 +60,7 @@ class Batch:
     repeats: bool = False
 
     def part(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return what belongs to the rows `start` to `stop` of what goes through a layer, as a view."""
+        """Return the part of a layer's features that belongs to the rows `start` to `stop`, as a view."""
         if not start and stop >= self.num_rows:
             return x
         each, rest = divmod(len(x), self.num_rows)
@@ -149,7 +149,7 @@ def merge_pairs(pairs: FittedPairs, strength: float) -> MergedLayers:
 
 
 def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what the layer computes with its weight W + factor * up down, rounded once to the dtype of W."""
+    """Return a forward of the layer with the weight W + factor * up down, rounded once to the dtype of W."""
     own: torch.Tensor = layer.weight
     delta = pair.up.float().flatten(1) @ pair.down.float().flatten(1)  # a convolution's `up` is 1 x 1
     wide = torch.add(own.float(), delta.view(own.shape), alpha=factor)
@@ -274,7 +274,7 @@ def _check_norm(path: str, norm: Any, pair: LoraPair) -> None:
 
 
 def _norm_delta(norm: Any, x: torch.Tensor, pair: LoraPair, factor: float) -> torch.Tensor:
-    """Return what a changed weight and bias add to a norm's output, which is linear in both."""
+    """Return the change of a norm's output by changed weight and bias; it is linear in both."""
     weight = pair.up[:, 0].float() * factor
     bias = None if pair.bias is None else pair.bias.float() * factor
     if isinstance(norm, nn.GroupNorm):
@@ -325,9 +325,9 @@ def _add_mapped(
 
 
 def _writable(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """Return what a layer gave, in memory that nobody else reads.
+    """Return a layer's output in memory that nothing else reads.
 
-    What its own forward makes is nobody else's. HAZARD: what stands in the place of that may give the same memory again
+    The layer's own forward returns fresh memory. HAZARD: a replacement of it may return the same memory again
     in the next forward, or one row's memory for many rows.
     """
     return output.clone() if "forward" in vars(layer) else output
@@ -415,7 +415,7 @@ def _scaled_inputs(layer: Any, x: torch.Tensor, scales: torch.Tensor) -> torch.T
 
 
 def _product_without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what the layer's own weights make of x, whatever stands in the place of its forward now."""
+    """Return the product of x and the layer's own weights, whatever replaces its forward now."""
     if not is_batch_invariant(layer):
         output: torch.Tensor = type(layer).forward(layer, x)
         ones = (1,) * len(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else ()

@@ -174,7 +174,7 @@ class BoundPrograms:
         self._to_compile.add(component.config_hash)
 
     def graph_stats(self) -> dict[str, Any]:
-        """Return how many graphs are kept, how many of them run compiled, and why others do not."""
+        """Return the number of kept graphs, of compiled ones, and the reasons of the others."""
         with self._lock:
             asked = {key[0][:16]: graph.compiled for key, graph in self._graphs.items() if graph.compiled is not None}
         return {

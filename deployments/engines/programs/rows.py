@@ -46,7 +46,7 @@ class ProgramJob:
 
     @property
     def length(self) -> int:
-        """Return how many positions a mask would tell of: the tokens of a text, 1 where there is no mask."""
+        """Return the number of positions under a mask: the tokens of a text, 1 where there is no mask."""
         return max(1, sum(self.sizes[size] for size in self.program.signature.masks))
 
     def row(self, tensor: ProgramTensor) -> torch.Tensor:

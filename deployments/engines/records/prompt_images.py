@@ -91,7 +91,7 @@ class PromptImages:
         return torch.cat([known, torch.arange(begin, begin + end - start - known.shape[1]).expand(3, -1)], 1)
 
     def whole_end(self, start: int, end: int) -> int:
-        """Return where a chunk from `start` ends that should end at `end`: not within a span, unless it began there.
+        """Return the end of a chunk from `start` that should end at `end`: not within a span, unless it began there.
 
         Then it goes on to the span's end.
         """

@@ -281,7 +281,7 @@ class StockRequest:
     (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
     steps, if the class can show any. `forward_bytes` are what methods of modules take of the device at most, by names
     as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is. `loras` are those of its
-    `adapters`, by name.
+    `adapters`, by name, and `prompters` the IP-Adapters of its `image_prompts`.
     """
 
     request_id: str
@@ -300,6 +300,8 @@ class StockRequest:
     forward_bytes: Mapping[str, int] = field(default_factory=dict)
     adapters: tuple[AdapterUse, ...] = ()
     loras: Mapping[str, LoraAdapter] = field(default_factory=dict)
+    image_prompts: tuple[ImagePromptUse, ...] = ()
+    prompters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,10 +432,11 @@ class TextDelta:
     """The text that one step added to completion `index` of one request.
 
     `text` may be empty (an unfinished UTF-8 sequence or the possible beginning of a stop string is held
-    back). `finish_reason` is None while the completion runs, else "stop" or "length". `num_others` completions of the
-    request run beside this one. `num_cached_tokens` of the prompt were in the KV cache when the request came. The first
-    delta of each completion has `prompt_logprobs`, one for each token of the prompt, where they were asked for. A
-    request with `pooling` has one delta, with the `embedding`: float32 (hidden size,), of length 1.
+    back). `finish_reason` is None while the completion runs, else "stop" or "length"; `stopped_by` is the stop string,
+    or the token, of those that the request names. `num_others` completions of the request run beside this one.
+    `num_cached_tokens` of the prompt were in the KV cache when the request came. The first delta of each completion has
+    `prompt_logprobs`, one for each token of the prompt, where they were asked for. A request with `pooling` has one
+    delta, with the `embedding`: float32 (hidden size,), of length 1.
     """
 
     request_id: str
@@ -448,6 +451,7 @@ class TextDelta:
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: npt.NDArray[np.float32] | None = None
+    stopped_by: str | int | None = None
 
     @property
     def is_last(self) -> bool:

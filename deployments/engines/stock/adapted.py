@@ -25,7 +25,7 @@ class AdaptedModules:
     def spans_of(
         self, pipeline: Any, uses: Sequence[AdapterUse], known: Mapping[str, LoraAdapter]
     ) -> list[AdaptedSpan]:
-        """Return what the LoRAs of a request add to the modules of its pipeline.
+        """Return the additions of a request's LoRAs to the modules of its pipeline.
 
         Raises EngineError for one that is not `known`, does not fit, or changes nothing.
         """
@@ -42,7 +42,7 @@ class AdaptedModules:
     def _of(
         self, pipeline: Any, use: AdapterUse, loras: Mapping[str, LoraAdapter]
     ) -> Iterator[tuple[FittedLoras, float]]:
-        """Yield what fits a LoRA to each component that it may change, with its strength there."""
+        """Yield the fit of a LoRA to each component that it may change, with its strength there."""
         divided = is_divided(loras[use.name].raw)
         parts = stock_parts(self._class_name, self._modules, is_divided=divided)
         stage = None if divided or len(parts) < 2 else stage_of(use.name)
@@ -54,7 +54,7 @@ class AdaptedModules:
             yield self._fitted_to(pipeline, chosen[0], name, is_divided=divided), scale
 
     def _fitted_to(self, pipeline: Any, parts: StockParts, component: str, *, is_divided: bool) -> FittedLoras:
-        """Return what fits LoRAs to a component as the pipeline has it: some classes make a module of their own."""
+        """Return the fit of LoRAs to a component as the pipeline has it: some classes make a module of their own."""
         module = getattr(pipeline, component, None)
         if isinstance(module, nn.Module) and module is not self._modules[component]:
             return FittedLoras(parts, component, module)

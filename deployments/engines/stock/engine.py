@@ -41,6 +41,7 @@ from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, audio_channels, sample_rate
 from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
+from deployments.engines.stock.prompted import reading_images
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
 
@@ -169,7 +170,7 @@ class _Run:
         return has_ended
 
     def made(self) -> DiffusionOutput:
-        """Return what the call made that has ended, without its steps and times.
+        """Return the result of the ended call, without its steps and times.
 
         Raises EngineError for what the class refuses before its first step, ComputationFailed, and errors of memory.
         """
@@ -198,7 +199,7 @@ class _Run:
         return self._preview is not None or (self.request.reports_steps and self.num_done > self._num_told)
 
     def take_news(self) -> list[DiffusionOutput]:
-        """Return what there is to tell, once."""
+        """Return the progress not reported yet."""
         if not self.has_news:
             return []
         self._num_told = self.num_done
@@ -224,8 +225,9 @@ class _Run:
             shown = {"callback_on_step_end": self._show_step}
         spans = self._adapted.spans_of(pipeline, self.request.adapters, self.request.loras)
         words = reading_words(pipeline, self.request.adapters, self.request.loras)
-        with _on_device(modules), self._turns(modules, spans), words:
-            output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown)
+        images = reading_images(pipeline, self.request.image_prompts, self.request.prompters)
+        with _on_device(modules), self._turns(modules, spans), words, images as seen:
+            output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown, **seen)
         makes = read_class(self._model.cls.__name__).makes or "images"
         made = next((output[name] for name in OUTPUTS[makes] if name in output), None)
         if makes == "audio":

@@ -184,7 +184,7 @@ def _stretched(text: str) -> str:
 
 
 def shape_of(request: StockRequest) -> str:
-    """Return what decides about the shapes of a request's call: equal ones have one plan."""
+    """Return the key of the shapes of a request's call: equal keys share a plan."""
     plain = stretched(request)
     audio = {name: (sound.rate, sound.samples.shape) for name, sound in plain.audio.items()}
     return repr((plain.prompt, plain.num_images, sorted(plain.fields.items()), _form(plain.images), audio)) + repr(
@@ -291,7 +291,7 @@ def _known(values: Any, device: torch.device) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an operation gives of its arguments' values, on the host."""
+    """Return the result of an operation on its arguments' values, on the host."""
     with without_modes():
         args, kwargs = _mapped((args, kwargs), _values_of)
         return func(*args, **{**kwargs, **({"device": _HOST} if kwargs.get("device") is not None else {})})
@@ -334,7 +334,7 @@ def _form(value: Any) -> str:
 
 
 def _values_form(value: Any) -> str:
-    """Return what tells the values of masks, ids and grids, which have two sides; latents, and times, have others."""
+    """Return a digest of the values of masks, ids and grids: tensors of two dimensions, unlike latents and times."""
     digest = hashlib.sha256()
     for one in tensors_in(value):
         if one.ndim == 2 and _is_known(one):
@@ -386,7 +386,7 @@ class _Guess(tuple[torch.Tensor]):
 
 
 def _guessed(module: Any, arguments: Any) -> _Guess:
-    """Return what most modules give: something as large as their first tensor, or a vector for each token of a text."""
+    """Return the usual output of a module: the size of its first tensor, or a vector for each token of a text."""
     first = next(tensors_in(arguments), torch.zeros(1))
     config = getattr(module.config, "text_config", module.config)
     if not first.is_floating_point() and (width := getattr(config, "hidden_size", None)):

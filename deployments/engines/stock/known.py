@@ -51,6 +51,8 @@ _FILES: Final[Mapping[str, tuple[str, ...]]] = {
     "FeatureExtractor": ("preprocessor_config.json",),
     "ProcessorFast": ("preprocessor_config.json", "processor_config.json"),
 }
+PROMPTED: Final = "unet"  # the component that reads images as prompts, of classes whose call has IMAGE_EMBEDS
+IMAGE_EMBEDS: Final = "ip_adapter_image_embeds"
 _PLAIN_TYPES: Final = re.compile(r"\b(str|int|float|bool|Image|PipelineImageInput)\b")  # a request can bring these
 
 
@@ -75,7 +77,7 @@ class PipelineSource:
 
     @property
     def makes(self) -> Makes | None:
-        """Return what a call makes; None for what is neither seen nor heard."""
+        """Return the medium of a call's results; None for one that is neither seen nor heard."""
         found = (makes for makes, names in OUTPUTS.items() if self.outputs & set(names))
         return next(found, None if self.outputs else "images")
 
@@ -125,6 +127,14 @@ def check_class(class_name: str) -> PipelineSource:
                 f"{class_name} needs {name} ({annotation}), which no request can bring; a combined pipeline may make it"
             )
     return source
+
+
+def takes_image_prompts(class_name: str) -> bool:
+    """Return whether IP-Adapters are served with a pipeline class that diffusers' own code runs."""
+    if not knows_class(class_name):
+        return False
+    source = read_class(class_name)
+    return source.makes == "images" and IMAGE_EMBEDS in source.parameters and PROMPTED in source.accepted
 
 
 def check_parts(class_name: str, folder: Path, index: Mapping[str, object]) -> None:

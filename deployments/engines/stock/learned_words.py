@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers.loaders import TextualInversionLoaderMixin
-from torch import nn
 
+from deployments.engines.nn.learned_rows import reading_rows
 from deployments.engines.records.protocol import AdapterUse, EngineError
 from weights.operations.adapters import LoraAdapter
 
@@ -24,8 +23,7 @@ from weights.operations.adapters import LoraAdapter
 def reading_words(pipeline: Any, uses: Sequence[AdapterUse], known: Mapping[str, LoraAdapter]) -> Iterator[None]:
     """Let a pipeline of one request read the textual inversions among its adapters within the block.
 
-    HAZARD: others may run the same encoders meanwhile, in their threads, with words of their own. Raises EngineError
-    for an encoder that the pipeline has not, or that reads other vectors.
+    Raises EngineError for an encoder that the pipeline has not, or that reads other vectors.
     """
     words = {use.name: known[use.name].words for use in uses if known[use.name].words}
     with contextlib.ExitStack() as stack:
@@ -60,28 +58,5 @@ def _reading(pipeline: Any, component: str, words: Mapping[str, torch.Tensor]) -
         if added != len(vectors):
             raise EngineError(f"{word!r} is a word of the model's tokenizer")
     setattr(pipeline, place, own)
-    learned, asked = torch.cat([vectors.float() for vectors in words.values()]), list[torch.Tensor]()
-
-    here = threading.get_ident()
-
-    def look_up_known(_: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        if threading.get_ident() != here:
-            return arguments
-        asked.append(arguments[0])
-        return (torch.where(arguments[0] >= first, 0, arguments[0]),)
-
-    def put_learned(_: nn.Module, __: Any, found: torch.Tensor) -> torch.Tensor:
-        if threading.get_ident() != here:
-            return found
-        ids = asked.pop()
-        is_learned = ids >= first
-        found = found.clone()
-        found[is_learned] = learned.to(found)[ids[is_learned] - first]
-        return found
-
-    hooks = table.register_forward_pre_hook(look_up_known), table.register_forward_hook(put_learned)
-    try:
+    with reading_rows(table, first, torch.cat([vectors.float() for vectors in words.values()])):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -56,7 +56,7 @@ class PausedCall(Generic[T]):
             raise Cancelled
 
     def outcome(self) -> T:
-        """Return what the call that has ended returned, or raise what it raised."""
+        """Return the result of the ended call, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._outcome

@@ -187,9 +187,9 @@ class CalledEncoders:
         self._pipeline: Any = None
 
     def encode(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what a call returns, as `from_tensors` reads it. Blocks.
+        """Return the result of a call in the form that `from_tensors` reads. Blocks.
 
-        Raises EngineError for what cannot be loaded, ComputationFailed.
+        Raises EngineError for a component that cannot be loaded, ComputationFailed.
         """
         with self._lock:
             if self._pipeline is None:

@@ -27,6 +27,7 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.libraries.embedding_rules import Prompts, check_dimensions, read_prompts
 from deployments.engines.libraries.tokenizer_files import check_tokenizer, check_tokenizer_files
 from deployments.engines.native.library import load_kernels
+from deployments.engines.nn.learned_rows import reading_rows
 from deployments.engines.records.prompt_images import PromptImage
 from deployments.engines.records.protocol import (
     PENULTIMATE,
@@ -360,25 +361,8 @@ def _read_words(module: nn.Module, words: LearnedWords | None) -> Iterator[None]
         yield
         return
     table: Any = module.get_input_embeddings()  # type: ignore[operator]
-    size, asked = table.num_embeddings, list[torch.Tensor]()
-
-    def look_up_known(_: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        asked.append(arguments[0])
-        return (arguments[0].clamp(max=size - 1),)
-
-    def put_learned(_: nn.Module, __: Any, vectors: torch.Tensor) -> torch.Tensor:
-        ids = asked.pop()
-        is_learned = ids >= size
-        vectors = vectors.clone()
-        vectors[is_learned] = words.vectors.to(vectors)[ids[is_learned] - size]
-        return vectors
-
-    hooks = table.register_forward_pre_hook(look_up_known), table.register_forward_hook(put_learned)
-    try:
+    with reading_rows(table, table.num_embeddings, words.vectors):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _takes_types(module: nn.Module) -> bool:

@@ -68,7 +68,7 @@ def encoder_class(folder: Path, class_name: str | None) -> str:
 
 
 def read_scoring_rule(folder: Path) -> ScoringRule:
-    """Read how the classifier of `folder` scores. Raises EngineError, FormatError.
+    """Read the scoring rule of the classifier in `folder`. Raises EngineError, FormatError.
 
     One class has the activation that its CrossEncoder was saved with, by default the sigmoid, as the stock class has.
     Several have probabilities unless that names something else than the logits: each class its own where config.json

@@ -136,7 +136,7 @@ class TextTokenizer:
 
     @property
     def ignores_case(self) -> bool:
-        """Whether texts that differ by case alone are the same, as for CLIP."""
+        """True if texts that differ by case alone have the same tokens, as for CLIP."""
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
         return normalizer is not None and normalizer.normalize_str("A") == "a"
 

@@ -1,1 +1,1 @@
-"""Access: API keys, what each may do, and how often. Keys, limits and decisions are pure; HTTP and gRPC ask them."""
+"""Access: API keys with their rights and limits. Keys, limits and decisions are pure; HTTP and gRPC use them."""

@@ -1,4 +1,4 @@
-"""Callers: a request's key becomes a caller with a tenant, rights and limits. HTTP and gRPC ask the same questions."""
+"""Callers: a request's key becomes a caller with a tenant, rights and limits, for HTTP and gRPC alike."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, KeysFile
 from deployments.records.errors import NotAllowed, NotAuthenticated, RateLimited
 
-# What a request needs: nothing, any key, or an admin key.
+# A request's need: nothing, any key, or an admin key.
 Need = Literal["nothing", "key", "admin"]
 
-# Of the request that this task works on: the tenant of its key, "" without keys; and who asks.
+# Of the request that this task works on: the tenant of its key, "" without keys; and the caller.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 _current_caller: ContextVar[Caller | None] = ContextVar("_current_caller", default=None)
 # The most urgent priority that the request may have; None is for the default one, and 1 without keys.
@@ -27,12 +27,12 @@ _BEARER: Final = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 _NO_KEY: Final = "no API key; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 _WRONG_KEY: Final = "this API key does not hold: it is wrong, or was revoked"
 _NO_ADMIN: Final = "this needs an admin key; `atelier keys add NAME --admin` makes one"
-_ROUNDING: Final = 1e-9  # of tokens: who waited as long as told is not refused for a last bit
-_BURST_S: Final = 1.0  # a key that was idle may ask at once for what its rate gives in this time
+_ROUNDING: Final = 1e-9  # of tokens: a client that waited as long as told is not refused for a rounding
+_BURST_S: Final = 1.0  # an idle key may send at once the requests that its rate allows in this time
 
 
 class Callers:
-    """The callers that one replica knows, by the keys file of the config. Lives on one event loop."""
+    """The callers known to one replica, by the keys file of the config. Lives on one event loop."""
 
     def __init__(
         self, config: AccessConfig, num_replicas: int = 1, clock: Callable[[], float] = time.monotonic
@@ -50,9 +50,9 @@ class Callers:
         return self._file is not None
 
     def identify(self, key: str | None, need: Need) -> Caller | None:
-        """Return who asks, None where nobody needs a key.
+        """Return the caller, None where no key is needed.
 
-        Raises NotAuthenticated without a key that holds, NotAllowed when it is no admin's and one is needed.
+        Raises NotAuthenticated without a valid key, NotAllowed where an admin's key is needed.
         """
         if self._file is None or need == "nothing":
             return None
@@ -71,7 +71,7 @@ class Callers:
         return entry
 
     def count_request(self, key: str) -> KeyUse:
-        """Begin a request of the key. Raises NotAuthenticated when it does not hold (any more), RateLimited."""
+        """Begin a request of the key. Raises NotAuthenticated for an invalid or revoked key, RateLimited."""
         entry = self._find(key)
         self._forget_revoked()
         use = self._uses.setdefault(entry.sha256, KeyUse())
@@ -79,7 +79,7 @@ class Callers:
         return use
 
     def max_concurrent_of(self, key: str) -> int | None:
-        """Return how many requests of the key may be in progress. Raises NotAuthenticated when it does not hold."""
+        """Return the most requests of the key in progress. Raises NotAuthenticated for an invalid key."""
         return self._max_concurrent_of(self._find(key))
 
     def _limits_of(self, entry: KeyEntry) -> KeyLimits:
@@ -104,7 +104,7 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The one who asks, by a key that held when the request or stream began.
+    """The caller of a request or stream, by a key that was valid at its beginning.
 
     `max_priority` is the most urgent one that the requests may have, None the default one.
     """
@@ -116,7 +116,7 @@ class Caller:
 
     @property
     def max_concurrent(self) -> int | None:
-        """Return how many requests of the key may be in progress in the cluster, None for any number.
+        """Return the most requests of the key in progress in the cluster, None for any number.
 
         Raises NotAuthenticated when the key was revoked since.
         """
@@ -137,7 +137,7 @@ class Caller:
 
 @contextlib.contextmanager
 def acting_for(caller: Caller | None) -> Iterator[None]:
-    """Set the tenant, the most urgent priority, and whom `begin_current_request` counts for, for this task and its
+    """Set the tenant, the most urgent priority, and the caller of `begin_current_request`, for this task and its
     children.
     """
     tenant, caller_before = current_tenant.set(caller.tenant if caller else ""), _current_caller.set(caller)
@@ -151,13 +151,13 @@ def acting_for(caller: Caller | None) -> Iterator[None]:
 
 
 def begin_current_request() -> contextlib.AbstractContextManager[None]:
-    """Count one request for whoever this task acts for: of a stream that carries many. Raises like `begin_request`."""
+    """Count one request of a stream for the caller of this task. Raises like `begin_request`."""
     caller = _current_caller.get()
     return caller.begin_request() if caller else contextlib.nullcontext()
 
 
 def current_max_concurrent() -> int | None:
-    """Return how many requests may be in progress of the key that this task acts for, None for any number."""
+    """Return the most requests in progress for the key of this task, None for any number."""
     caller = _current_caller.get()
     return caller.max_concurrent if caller else None
 
@@ -187,7 +187,7 @@ class KeyLimits:
 
 
 class KeyUse:
-    """The use that a key has made of its limits, which are given with each request: they may change."""
+    """A key's use of its limits, which come with each request, since they may change."""
 
     def __init__(self) -> None:
         self.num_in_progress = 0

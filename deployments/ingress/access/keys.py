@@ -1,6 +1,6 @@
-"""API keys: how they are made, the store that knows them by their hashes, and its file.
+"""API keys: their making, the store that knows them by their hashes, and its file.
 
-A key is 256 random bits, so its plain SHA-256 is all that a thief of the file gets: guessing a key takes 2^255 tries
+A key is 256 random bits, so a thief of the file gets only its plain SHA-256: guessing a key takes 2^255 tries
 whatever one try costs. A slow hash such as scrypt defends words that people choose; here it would only cost every
 request tens of milliseconds.
 
@@ -34,7 +34,7 @@ from weights.platform.durable import move
 
 _PREFIX: Final = "atl_"  # so that a leaked key is found by programs that look for secrets
 _KEY_BYTES: Final = 32
-_MAX_KEY_CHARS: Final = 256  # of what a caller shows: longer is no key, and is not hashed
+_MAX_KEY_CHARS: Final = 256  # of a shown key: a longer text is no key, and is not hashed
 
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")]
 
@@ -64,14 +64,14 @@ class KeyEntry(BaseModel, frozen=True, extra="forbid", strict=True):
 
 @dataclass(frozen=True, slots=True)
 class KeyStore:
-    """The keys that hold, by hash, and what is wrong with the other lines."""
+    """The valid keys by hash, and the problems of the other lines."""
 
     entries: dict[str, KeyEntry]
     problems: tuple[Problem, ...] = ()
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Read a store. No problem quotes its line: somebody may have written a key where its hash belongs."""
+        """Read a store. Problems do not quote their lines, which may have a key in place of its hash."""
         entries: dict[str, KeyEntry] = {}
         lines_by_name: dict[str, int] = {}
         problems = []
@@ -98,7 +98,7 @@ class KeyStore:
         return cls(entries, tuple(problems))
 
     def find(self, key: str) -> KeyEntry | None:
-        """Return the entry of a key, None for one that does not hold.
+        """Return the entry of a key, None for an invalid one.
 
         Takes the same time however near a wrong key is: it meets the store only as its hash, which a caller can neither
         choose nor approach, and the table is searched by a hash with a seed of this process (SipHash of Python).
@@ -114,7 +114,7 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """Return what the file keeps of a key: its SHA-256 in hexadecimal digits."""
+    """Return the file's form of a key: its SHA-256 in hexadecimal digits."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -123,19 +123,19 @@ class KeysFileError(Exception):
 
 
 class KeysFile:
-    """The keys of a file as they are now. Changes hold from the next look on.
+    """The present keys of a file. Changes count from the next look on.
 
-    While the file cannot be used, the last good keys hold; before there was one, no key does.
+    While the file cannot be used, the last good keys are valid; before the first, none is.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._keys = KeyStore({})
         self._seen: object = None
-        self.revision = 0  # of the keys: another number, other keys
+        self.revision = 0  # of the keys: a new number means other keys
 
     def keys(self) -> KeyStore:
-        """Return the keys that hold now. Problems go to the log, once for each change of the file."""
+        """Return the valid keys. Problems go to the log, once for each change of the file."""
         seen = _mark_of(self._path)
         if seen != self._seen:
             self._seen = seen
@@ -176,7 +176,7 @@ def read_key_store(path: Path) -> KeyStore:
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:
-    """Write one more line, in a new file if there is none. Raises KeysFileError, also when the name is taken."""
+    """Add a line, in a new file if there is none. Raises KeysFileError, also for a name that is taken."""
     with _rewritten(path, create=True) as lines:
         if any(_name_on(line) == entry.name for line in lines):
             raise KeysFileError(f"{path}: there is a key {entry.name!r} already; revoke it, or choose another name")
@@ -184,7 +184,7 @@ def add_key(path: Path, entry: KeyEntry) -> None:
 
 
 def revoke_key(path: Path, name: str) -> None:
-    """Take out the line of a key. Raises KeysFileError, also when there is no such key."""
+    """Remove the line of a key. Raises KeysFileError, also if there is no such key."""
     with _rewritten(path, create=False) as lines:
         kept = [line for line in lines if _name_on(line) != name]
         if len(kept) == len(lines):
@@ -194,7 +194,7 @@ def revoke_key(path: Path, name: str) -> None:
 
 
 def described(path: Path, problem: Problem) -> str:
-    """Return the problem of a line as text: file, line, field, and what is wrong."""
+    """Return the problem of a line as text: file, line, field and error."""
     return f"{path}:{problem.line}: {problem.key + ': ' if problem.key else ''}{problem.text}"
 
 
@@ -238,7 +238,7 @@ def _write(path: Path, lines: list[bytes], found: os.stat_result | None) -> None
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """Raise KeysFileError when somebody else could have written the file. Its hashes may be read by anybody."""
+    """Raise KeysFileError if another user could have written the file. Any user may read its hashes."""
     if not stat.S_ISREG(found.st_mode):
         raise KeysFileError(f"{path}: not a keys file: not a regular file")
     if found.st_uid not in (os.geteuid(), 0):
@@ -252,7 +252,7 @@ def _check_private(path: Path, found: os.stat_result) -> None:
 
 
 def _mark_of(path: Path) -> object:
-    """Return what changes with the file: with its contents, its owner, its mode, and whether it is there."""
+    """Return a mark that differs once the file's contents, owner, mode or existence change."""
     try:
         found = path.stat()
     except OSError as error:
@@ -261,7 +261,7 @@ def _mark_of(path: Path) -> object:
 
 
 def _name_on(line: bytes) -> str | None:
-    """Return the name that a line gives a key, right or not."""
+    """Return the name of a line's key, even if the line is broken."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):

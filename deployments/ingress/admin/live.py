@@ -1,7 +1,7 @@
-"""GET /admin/live: the cluster as it changes, as server-sent events. One look a second is for all who watch.
+"""GET /admin/live: the changes of the cluster as server-sent events. One look a second serves all watchers.
 
-Nobody who watches has a queue of his own: one that missed a change, because his connection is slow, gets the whole
-picture again in place of what came between.
+Watchers have no queues of their own: one that missed a change on a slow connection gets the whole
+picture again in place of the changes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from deployments.records.tasks import shared_task
 PERIOD_S: Final = 1.0
 MAX_VIEWERS: Final = 32
 NUM_DECISIONS: Final = 50
-_FRESH_S: Final = 2.0  # so old may be what others than those who watch are told
+_FRESH_S: Final = 2.0  # the greatest age of a picture for callers that do not watch
 
 logger = logging.getLogger("atelier.ingress")
 
 
 class ClusterView:
-    """The view of the cluster that an ingress replica shares among all who want it. Lives on one event loop."""
+    """The view of the cluster that an ingress replica shares among its readers. Lives on one event loop."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class ClusterView:
         self._period_s = period_s
         self._chronicle = Chronicle()
         self._next_request = 0
-        self._is_new = True  # nobody has watched for a while
+        self._is_new = True  # True if there was no watcher for a while
         self._picture: Picture = {}
-        self._whole = ""  # the event of the whole picture, made when somebody needs it
+        self._whole = ""  # the event of the whole picture, made on demand
         self._change = ""
         self._number = 0  # of the picture
         self._changed = asyncio.Event()
@@ -69,7 +69,7 @@ class ClusterView:
         return self._events()
 
     async def nearness(self) -> dict[str, Nearness]:
-        """Return how near each model is, as it was a moment ago at most."""
+        """Return the nearness of each model, at most a moment old."""
         found_s, found = self._near
         if time.monotonic() - found_s < _FRESH_S:
             return found
@@ -105,13 +105,13 @@ class ClusterView:
         return self._whole
 
     async def _look_on(self) -> None:
-        """Look every period for as long as somebody watches. A look that fails shows the picture before it."""
+        """Look every period while there are watchers. After a failed look the last picture stays."""
         self._is_new = True
         while self._num_viewers:
             began_s = time.monotonic()
             try:
                 await self._look()
-            except Exception:  # whatever does not answer now, who watches waits for the next look
+            except Exception:  # whatever does not answer, watchers wait for the next look
                 logger.exception("no look at the cluster")
             await asyncio.sleep(max(self._period_s / 2, self._period_s - (time.monotonic() - began_s)))
 
@@ -132,7 +132,7 @@ class ClusterView:
         self._changed = asyncio.Event()
 
     async def _note_requests(self, now_s: float) -> None:
-        if self._is_new:  # most of those that ended meanwhile would be forgotten again
+        if self._is_new:  # most requests that ended meanwhile would be forgotten again
             newest = await self._queues.ended_requests(None)
             self._next_request = max(self._next_request, newest.next_number - MAX_REQUESTS)
             self._is_new = False
@@ -148,7 +148,7 @@ class ClusterView:
     async def _known_decisions(self) -> dict[str, Any]:
         try:
             return await self._controller.decisions(NUM_DECISIONS)
-        except ServiceError:  # it restarts: the rest is shown without it
+        except ServiceError:  # the controller restarts: the rest is shown without it
             return {}
 
 

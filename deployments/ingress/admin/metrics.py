@@ -1,9 +1,9 @@
-"""The metrics of a cluster as Prometheus text, made when the page is asked for, and the admission queue for operators.
+"""The metrics of a cluster as Prometheus text, made on request, and the admission queue for operators.
 
-Metrics tell what is where, what all nodes export, and what waits and runs; the queue's state is JSON as well.
+Metrics show residency, the exports of all nodes, and waiting and running requests; the queue's state is JSON as well.
 
-A replica that has ended is on the next page no more; counted in its own process, it would stay on Ray's for a while. A
-node whose exporter is away costs the page that node's part, and is named.
+An ended replica is missing from the next page; counted in its own process, it would stay on Ray's for a while. A
+node with a missing exporter costs the page that node's part, and is named.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _METRICS: Final = (_NODE, _NODE_BUDGET, _NODE_READ, _NODE_EVICTED, _REPLICA, _RE
 
 
 class ResidencyMetrics:
-    """The page's part, by what /admin/cluster answers. All who ask at once share one look."""
+    """The page's part by the answer of /admin/cluster. Simultaneous calls share one look."""
 
     def __init__(self, operations: Operations, look_s: float = _LOOK_S) -> None:
         self._operations = operations
@@ -81,7 +81,7 @@ class ResidencyMetrics:
 
 
 def residency_metrics(cluster: Mapping[str, Any]) -> str:
-    """Return the answer of /admin/cluster as Prometheus text; what did not answer is not there."""
+    """Return the answer of /admin/cluster as Prometheus text, without the parts that did not answer."""
     samples: dict[_Metric, list[tuple[_Labels, float]]] = {metric: [] for metric in _METRICS}
     for node in _answered(cluster["nodes"]):
         for metric, labels, value in _of_node(node):
@@ -138,7 +138,7 @@ def _lines(metric: _Metric, found: Iterable[tuple[_Labels, float]]) -> Iterator[
 class NodeMetrics:
     """Fetches the pages of the nodes that `find_exporters` returns, by their ids.
 
-    While Ray does not say which nodes there are, those of the last time are asked.
+    While Ray does not list the nodes, those of the last list are asked.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class NodeMetrics:
         """Return the nodes' pages behind a gauge that is 0 for each whose page is missing."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._page_s
-        with contextlib.suppress(Exception):  # Ray's head is away, which has many errors
+        with contextlib.suppress(Exception):  # Ray's head is away, which shows in many errors
             async with asyncio.timeout_at(end_s - self._page_s / 2):
                 self._known = await asyncio.to_thread(self._find_exporters)
         limits = httpx.Limits(max_connections=_MAX_CONNECTIONS)
@@ -172,7 +172,7 @@ class NodeMetrics:
         return "".join((_HEAD, *ups, *(page for page in pages if page is not None)))
 
     async def _fetched(self, client: httpx.AsyncClient, url: str, end_s: float) -> str | None:
-        """Return a node's page; None where it does not come, is late or too large."""
+        """Return a node's page; None for one that is missing, late or too large."""
         found = bytearray()
         try:
             async with asyncio.timeout_at(end_s), client.stream("GET", url) as answer:
@@ -198,11 +198,11 @@ class EndedAnswer(Answer):
 def add_admission_routes(
     router: APIRouter, queue: Queues, retune: Callable[[AdmissionConfig], Awaitable[AdmissionAnswer]]
 ) -> None:
-    """Add the routes. `retune` sets what a PUT says."""
+    """Add the routes. `retune` sets the values of a PUT."""
 
     @router.get("/admin/admission", response_model=AdmissionAnswer, responses=documented(_503=_AWAY))
     async def admission() -> Response:
-        """Show the settings of the admission queue, what waits and runs, and what requests took."""
+        """Show the settings of the admission queue, its waiting and running requests, and measured times."""
         with _as_unavailable():
             return json_response(await describe_admission(queue))
 
@@ -219,9 +219,9 @@ def add_admission_routes(
 
     @router.put("/admin/admission", response_model=AdmissionAnswer, responses=documented(400, _503=_AWAY))
     async def set_admission(body: AdmissionConfig) -> Response:
-        """Set bounds, deadlines, priorities and tenants from now on; who waits already stays.
+        """Set bounds, deadlines, priorities and tenants from now on; waiting requests stay.
 
-        Fields as in a cluster config (`admission`); what is left out has its default. Ingress replicas that start later
+        Fields as in a cluster config (`admission`); omitted ones have their defaults. Ingress replicas that start later
         begin with it as well, for as long as the registry lives: write it into the config to keep it.
         """
         with _as_unavailable():

@@ -14,20 +14,20 @@ from pydantic_core import to_json
 from deployments.ingress.service.model_answers import Nearness, NearTier
 
 Picture = dict[str, dict[str, Any]]
-MAX_REQUESTS: Final = 400  # that have ended, in a picture
+MAX_REQUESTS: Final = 400  # ended requests in a picture
 MAX_SWITCHES: Final = 100
-_WHOLE: Final = 0.98  # of a model's bytes: what lies between them in an extent is not the model's
+_WHOLE: Final = 0.98  # of a model's bytes: padding between them in an extent is not the model's
 
 
 def nearness_of(cluster: Mapping[str, Any], decisions: Mapping[str, Any]) -> dict[str, Nearness]:
-    """Return how near each model is, by the answers of /admin/cluster and /admin/decisions."""
+    """Return the nearness of each model by the answers of /admin/cluster and /admin/decisions."""
     workers = [_Costs.of(worker) for worker in decisions.get("workers", ())]
     ready = {model for worker in decisions.get("workers", ()) for model in worker["models"]}
     return {model["id"]: _nearness(model, model["id"] in ready, workers) for model in cluster["models"]}
 
 
 class _Costs(NamedTuple):
-    """The cost of a switch on a worker: seconds at all, and for each byte, from the node's memory and to it."""
+    """The cost of a switch on a worker: fixed seconds, and seconds per byte from and to the node's memory."""
 
     name: str
     node: str
@@ -53,7 +53,7 @@ def _nearness(model: Mapping[str, Any], is_ready: bool, workers: Sequence[_Costs
 
 
 def _ready_in_s(nbytes: int, costs: _Costs, built: Mapping[str, int], host_bytes: Mapping[str, int]) -> float:
-    """Return what a switch of the worker takes, as `ClusterState.switch_s` reckons it from single components."""
+    """Return the seconds of a switch of the worker, as `ClusterState.switch_s` computes them from components."""
     name, node, fixed_s, attach_s, load_s = costs
     missing = max(0, nbytes - built.get(name, 0)) if built else nbytes
     cold = min(missing, max(0, nbytes - host_bytes.get(node, 0))) if host_bytes else missing
@@ -65,9 +65,9 @@ def _tier_of(nbytes: int, host_bytes: Mapping[str, int]) -> NearTier:
 
 
 class Chronicle:
-    """The latest events of a cluster that only says how it is: switches and requests that have ended.
+    """The latest events, found by comparing states of a cluster: switches and ended requests.
 
-    Whoever looks seldom misses the switches between; those that were ordered are in the decisions as well.
+    Rare looks miss switches in between; ordered ones are in the decisions as well.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Chronicle:
         self._has_looked = False
 
     def note_replicas(self, replicas: Iterable[Mapping[str, Any]], at_s: float) -> None:
-        """Notice the reports of switches that were not there before. Those of the first look have no time."""
+        """Note new reports of switches. Those of the first look have no time."""
         seen = {}
         for replica in replicas:
             for model, report in replica.get("last_switches", {}).items():
@@ -91,7 +91,7 @@ class Chronicle:
         self._seen, self._has_looked = seen, True
 
     def note_requests(self, ended: Sequence[Any], first_number: int, clock_ahead_s: float) -> None:
-        """Take in requests that have ended. `clock_ahead_s` turns the queue's times into Unix time."""
+        """Take in ended requests. `clock_ahead_s` turns the queue's times into Unix time."""
         for number, one in enumerate(ended, first_number):
             times = (round(at_s + clock_ahead_s, 3) for at_s in (one.arrived_s, one.started_s, one.ended_s))
             self.requests.append((number, [one.model, one.pool, one.replica, one.tenant, *times, one.is_answered]))
@@ -134,7 +134,7 @@ def picture_of(
 
 
 def changes_of(old: Picture, new: Picture) -> Picture:
-    """Return the JSON Merge Patch that makes `new` of `old`: what is gone is None."""
+    """Return the JSON Merge Patch from `old` to `new`; removed values are None."""
     changes: Picture = {}
     for section, values in new.items():
         before = old.get(section, {})

@@ -1,7 +1,7 @@
 """Routes of operators and probes: health and metrics; register, replace, remove, prefetch and pin models; batch policy.
 
-`GET /admin/cluster` shows what is resident where. The controller's last decisions come with their reasons, and orders
-by hand go over its head.
+`GET /admin/cluster` shows the residency of models. The controller's last decisions come with their reasons, and orders
+by hand override it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ORDERED: Final = documented(400, _409=_OFF, _503=_AWAY)
 
 
 class DecisionStatus(TypedDict):
-    """A decision of the controller: what, where, why, and what became of it. `at_s` is Unix time."""
+    """A decision of the controller with its place, reason and outcome. `at_s` is Unix time."""
 
     at_s: float
     action: str
@@ -99,14 +99,14 @@ class OverridesAnswer(Answer):
 
 
 class BackoffStatus(TypedDict):
-    """A model whose load failed: why, and when it is tried again."""
+    """A model whose load failed, with the reason and the time of the next try."""
 
     retry_in_s: float
     error: str
 
 
 class ScalingStatus(TypedDict):
-    """The workers that Serve was asked for, those that are about to leave or idle, and why there are so many."""
+    """The number of workers requested from Serve, the leaving and spare ones, and the reason."""
 
     target: int
     leaving: list[str]
@@ -115,10 +115,10 @@ class ScalingStatus(TypedDict):
 
 
 class DecisionsAnswer(Answer):
-    """The last decisions, newest first, and what the next one is made of. `planned` has the workers of each model.
+    """The last decisions, newest first, and the state for the next one. `planned` has the workers of each model.
 
-    Models in `free` are switched to without an order, for the reason that is told.
-    `notes` are what could not be planned or believed. `age_s` is how old the newest plan is, null before the first one.
+    Workers switch to models in `free` without an order, for the given reason.
+    `notes` list unmet needs and ignored figures. `age_s` is the age of the newest plan, null before the first one.
     """
 
     enabled: bool
@@ -137,7 +137,7 @@ class DecisionsAnswer(Answer):
 
 
 class ControllerCalls:
-    """Calls of the controller, None where it is off."""
+    """Calls of the controller, which is None if it is off."""
 
     def __init__(self, controller: NamedActor | None) -> None:
         self._controller = controller
@@ -171,7 +171,7 @@ class ControllerCalls:
             raise InvalidRequest(text or field, field if text else None) from None
 
     async def decisions(self, max_decisions: int) -> dict[str, Any]:
-        """Return the fields of a DecisionsAnswer, but for `enabled`; none where the controller is off."""
+        """Return the fields of a DecisionsAnswer without `enabled`; none if the controller is off."""
         return {} if self.is_off else await self.call(Controller.describe, max_decisions)
 
     async def change(self, change: OverrideChange) -> Response:
@@ -185,7 +185,7 @@ def create_controller_router(controller: ControllerCalls) -> APIRouter:
 
     @router.get("/admin/decisions", response_model=DecisionsAnswer, responses=documented(400, _503=_AWAY))
     async def decisions(max_decisions: Annotated[int, Query(ge=0, le=MAX_DECISIONS)] = 50) -> Response:
-        """Show which model was ordered to which worker lately, and why; what is planned, frozen, pinned and backed off.
+        """Show the last orders with their reasons, and the models that are planned, frozen, pinned and backed off.
 
         Workers have the names of their replicas, which change when a replica is replaced.
         """
@@ -194,7 +194,7 @@ def create_controller_router(controller: ControllerCalls) -> APIRouter:
 
     @router.post("/admin/freeze", response_model=OverridesAnswer, responses=_ORDERED)
     async def freeze() -> Response:
-        """Order no switch any more. Models that no worker has ready are refused until the end of it."""
+        """Stop ordering switches. Models that no worker has ready are refused until `thaw`."""
         return await controller.change(OverrideChange("freeze", is_on=True))
 
     @router.delete("/admin/freeze", response_model=OverridesAnswer, responses=_ORDERED)
@@ -219,20 +219,20 @@ def _add_worker_routes(router: APIRouter, controller: ControllerCalls) -> None:
 
     @router.post("/admin/workers/{worker}/drain", response_model=OverridesAnswer, responses=_ORDERED)
     async def drain_worker(worker: str) -> Response:
-        """Let a worker finish what it runs, and start nothing there that another worker can have: it hands over first.
+        """Let a worker finish its running requests and start none that another worker can take: it hands over first.
 
-        `running` in `/admin/decisions` tells when it has nothing left.
+        It has nothing left once `running` in `/admin/decisions` is empty.
         """
         return await controller.change(OverrideChange("drain", is_on=True, worker=worker))
 
     @router.delete("/admin/workers/{worker}/drain", response_model=OverridesAnswer, responses=_ORDERED)
     async def undrain_worker(worker: str) -> Response:
-        """Let a worker that drains have work again."""
+        """Give a draining worker work again."""
         return await controller.change(OverrideChange("drain", is_on=False, worker=worker))
 
     @router.post("/admin/workers/{worker}/models/{model}/pin", response_model=OverridesAnswer, responses=_ORDERED)
     async def pin_to_worker(worker: str, model: ModelId) -> Response:
-        """Bring a model to a worker as soon as what runs there lets it, and keep it there."""
+        """Bring a model to a worker as soon as its running requests allow it, and keep it there."""
         return await controller.change(OverrideChange("pin", is_on=True, worker=worker, model=model))
 
     @router.delete("/admin/workers/{worker}/models/{model}/pin", response_model=OverridesAnswer, responses=_ORDERED)
@@ -246,7 +246,7 @@ def _overrides(overrides: Overrides) -> OverridesAnswer:
 
 
 class PrefetchBody(RequestModel):
-    """The tier: `host` is the memory of every node, `device` every worker as well."""
+    """The tier: `host` means the memory of every node, `device` every worker as well."""
 
     tier: Tier = "host"
 
@@ -286,7 +286,7 @@ def create_admin_router(service: Service) -> APIRouter:
 def _add_probe_routes(router: APIRouter, service: Service) -> None:
     @router.get("/healthz", response_model=HealthAnswer, responses={503: {"model": HealthAnswer}})
     async def healthz() -> Response:
-        """Answer 200 from the first model on that can be asked, 503 as long as there is none."""
+        """Answer 200 once a model can be used, 503 before."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 health = await service.listing.health()
@@ -304,10 +304,10 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus text of the admission queue, of what is where, and of every node, as Ray exports it.
+        """Prometheus text of the admission queue, of residency, and of every node, as Ray exports it.
 
-        `atelier_node_metrics_up` is 0 for a node whose exporter did not answer, and whose part is missing. `vllm:*`
-        says some of it once more, in vLLM's names.
+        `atelier_node_metrics_up` is 0 for a node whose exporter did not answer: its part is missing. `vllm:*`
+        repeats some figures under vLLM's names.
         """
         page = "".join(await asyncio.gather(_queue_page(service), residency.page(), nodes.page()))
         page += await call_aside(len(page), vllm_metrics, page)
@@ -329,7 +329,7 @@ def _add_cluster_route(router: APIRouter, operations: Operations) -> None:
         node_offset: _Offset = 0,
         max_nodes: Annotated[int, Query(ge=0, le=MAX_NODES)] = MAX_NODES,
     ) -> Response:
-        """Show what is resident where, and who holds it; what does not answer is shown as `unreachable`.
+        """Show the resident components of each place and their holders. A place that does not answer is `unreachable`.
 
         A page of `num_models` models, in the order in which they came, and of `num_nodes` nodes, by id.
         """
@@ -357,7 +357,7 @@ def _add_model_routes(router: APIRouter, operations: Operations) -> None:
         """Register a model or adapter, or another version of one. Fields as in a cluster config.
 
         `path` is absolute, on a disk that the cluster's head sees and inside of the config's `model_roots`, or an
-        s3:// or hf:// URL. Requests go on with the version before until the new one is in the store.
+        s3:// or hf:// URL. Requests go on with the old version until the new one is in the store.
         """
         registered = await operations.register_model(entry, wait=wait)
         status = (201 if registered.is_new else 200) if wait else 202
@@ -365,7 +365,7 @@ def _add_model_routes(router: APIRouter, operations: Operations) -> None:
 
     @router.get("/admin/imports", response_model=ImportsAnswer, responses=documented(_503=_RESTARTING))
     async def imports() -> Response:
-        """Show how far the models are that enter the store."""
+        """Show the progress of imports into the store."""
         running = [ImportAnswer(**asdict(one)) for one in await operations.imports()]
         return json_response(ImportsAnswer(imports=running))
 
@@ -383,7 +383,7 @@ def _add_model_routes(router: APIRouter, operations: Operations) -> None:
 def _add_residency_routes(router: APIRouter, operations: Operations) -> None:
     @router.post("/admin/models/{model}/prefetch", response_model=PrefetchAnswer, responses=documented(400, 404, 503))
     async def prefetch(model: str, body: PrefetchBody | None = None) -> Response:
-        """Bring the model nearer, into room that nothing leased or pinned needs; says by node what went wrong."""
+        """Bring the model nearer, into room that nothing leased or pinned needs; return problems by node."""
         return json_response(await operations.prefetch_model(model, (body or PrefetchBody()).tier))
 
     @router.post("/admin/models/{model}/pin", response_model=PinAnswer, responses=documented(404, 503))
@@ -407,9 +407,9 @@ def _add_batching_routes(router: APIRouter, operations: Operations) -> None:
         "/admin/text-encoders/batching", response_model=RetunedAnswer, responses=documented(400, _503=_RESTARTING)
     )
     async def retune(body: BatchingConfig) -> Response:
-        """Set the batch policy of the text encoders, also for waiting requests; says by replica what went wrong.
+        """Set the batch policy of the text encoders, also for waiting requests; return problems by replica.
 
-        Fields as in a cluster config (`text_encoder.batching`); what is left out has its default. Replicas that start
+        Fields as in a cluster config (`text_encoder.batching`); omitted ones have their defaults. Replicas that start
         later begin with it, until the cluster or its registry ends: write it into the config to keep it.
         """
         return json_response(await operations.retune(body))

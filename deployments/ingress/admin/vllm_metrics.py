@@ -1,6 +1,6 @@
-"""The page of metrics in vLLM's names as well, for dashboards, autoscalers and pickers of endpoints that know these.
+"""The page of metrics under vLLM's names as well, for dashboards, autoscalers and endpoint pickers that know these.
 
-It is made of the page's own samples: what Ray counts in each process is added up by model. Times are in seconds there.
+It is made of the page's own samples: Ray's counts of each process are added up by model. Times are in seconds there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class _Source(NamedTuple):
-    """A metric of the page, the labels that its samples must have, and what its values are divided by."""
+    """A metric of the page, the labels that its samples must have, and the divisor of its values."""
 
     name: str
     only: frozenset[tuple[str, str]] = frozenset()
@@ -19,7 +19,7 @@ class _Source(NamedTuple):
 
 
 class _Metric(NamedTuple):
-    """A metric of vLLM's, with its older names, and where its values are from."""
+    """A metric of vLLM's, with its older names, and the source of its values."""
 
     names: tuple[str, ...]
     kind: str
@@ -69,7 +69,7 @@ _Key = tuple[str, str, str]  # a part of a histogram or "", the model, and the b
 
 
 def vllm_metrics(page: str) -> str:
-    """Return what a page of metrics says, in vLLM's names."""
+    """Return a page of metrics under vLLM's names."""
     sums: dict[str, dict[_Key, float]] = {metric.names[0]: {} for metric in _METRICS}
     blocks: dict[str, dict[str, float]] = {}
     for found in _SAMPLE.finditer(page):

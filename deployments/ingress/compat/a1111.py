@@ -65,7 +65,7 @@ _LIST_ERRORS: Final = documented_as(WebuiError, 503)
 
 @dataclass(slots=True)
 class _Job:
-    """The images of one request on their way: the steps that each has done, of `num_steps`."""
+    """The running images of one request: the steps done by each, of `num_steps`."""
 
     begun_s: float
     steps: list[int]
@@ -157,7 +157,7 @@ def _add_image_routes(
 
     @router.post("/img2img", response_model=WebuiImages, responses=_ERRORS)
     async def image_to_image(body: ImageToImageBody) -> Response:
-        """Images from a prompt and an image, or what is masked in it."""
+        """Images from a prompt and an image, or from its masked part."""
         return await respond(body)
 
     @router.post("/extra-single-image", response_model=WebuiImage, responses=_ERRORS)
@@ -171,7 +171,7 @@ def _add_image_routes(
 
 
 async def _model_of(service: Service, sessions: _KeySessions, named: str | None) -> str:
-    """Return the model of a request: the one that it names, the key's choice, or the first one that is ready."""
+    """Return the model of a request: the named one, the key's choice, or the first ready one."""
     if model := named or sessions.models.get(current_tenant.get()):
         return model
     for card in await service.listing.models():
@@ -183,7 +183,7 @@ async def _model_of(service: Service, sessions: _KeySessions, named: str | None)
 def _single_images(record: ImageRequest) -> list[ImageRequest]:
     """Return a request for each image: their seeds follow each other, where the first one's is given.
 
-    Of one seed that varies, the other seeds do.
+    With a variation seed it is the variation seeds that follow each other.
     """
     if (variation := record.variation) is not None:
         varied = [variation.model_copy(update={"seed": variation.seed + number}) for number in range(record.n)]
@@ -197,7 +197,7 @@ def _single_images(record: ImageRequest) -> list[ImageRequest]:
 async def _make_image(
     service: Service, record: ImageRequest, second: SecondPass | None, limits: LimitsConfig, job: _Job, number: int
 ) -> tuple[ImageRequest, ImageResult | None]:
-    """Return an image, of its second pass where there is one, with its request; none when the job was interrupted."""
+    """Return an image, after its second pass if there is one, with its request; none if the job was interrupted."""
     record, result = await _make_pass(service, record, job, number)
     if second is not None and result is not None:
         size = second.size_after(first := result.images[0])
@@ -216,7 +216,7 @@ async def _make_image(
 async def _make_pass(
     service: Service, record: ImageRequest, job: _Job, number: int
 ) -> tuple[ImageRequest, ImageResult | None]:
-    """Return an image with its request; none when the job was interrupted before."""
+    """Return an image with its request; none if the job was interrupted before."""
     result: ImageResult | None = None
     async with service.generate_stream(record) as pieces:
         async for piece in pieces:
@@ -231,7 +231,7 @@ async def _make_pass(
 
 
 def _finished(painting: Painting, result: ImageResult) -> ImageResult:
-    """Return a result with what its image is laid into."""
+    """Return a result with its image laid into the painting."""
     return replace(result, images=[painting.finished(image) for image in result.images])
 
 
@@ -244,7 +244,7 @@ def _written(record: ImageRequest, result: ImageResult) -> str:
 def _info(
     record: ImageRequest, body: TextToImageBody, done: Sequence[tuple[ImageRequest, ImageResult]]
 ) -> dict[str, Any]:
-    """Return what the WebUI says of images."""
+    """Return the WebUI's `info` of images."""
     seeds = [result.seed for _, result in done]
     subseeds = [one.variation.seed for one, _ in done if one.variation]
     infotexts = [describe_image(one, result, 0).parameters for one, result in done]
@@ -317,7 +317,7 @@ def _add_progress_routes(router: APIRouter, sessions: _KeySessions) -> None:
 
     @router.post("/interrupt", response_model=None)
     async def interrupt() -> Response:
-        """End the caller's running requests after the step that they are at; they answer with the images they have."""
+        """End the caller's running requests after their present step; they answer with the images they have."""
         for job in sessions.own_jobs():
             job.is_interrupted = True
         return json_response({})
@@ -342,12 +342,12 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/upscalers", response_model=list[WebuiUpscaler], responses=_LIST_ERRORS)
     async def upscaler_names() -> Response:
-        """List what `upscaler_1` and `hr_upscaler` may be."""
+        """List the values of `upscaler_1` and `hr_upscaler`."""
         return _listed(WebuiUpscaler(name=name) for name in await upscalers(service))
 
     @router.get("/samplers", response_model=list[WebuiSampler])
     async def samplers() -> Response:
-        """The samplers; a model takes those that fit its own."""
+        """The samplers; a model takes those that fit its own sampler."""
         names = (AUTOMATIC, *SAMPLERS)
         return _listed(WebuiSampler(name=one, aliases=[one.lower().replace(" ", "_")], options={}) for one in names)
 
@@ -360,7 +360,7 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
 
 
 def _add_empty_routes(router: APIRouter) -> None:
-    """Add what clients ask for beside the lists, and has nothing here."""
+    """Add further lists that clients ask for and that are empty here."""
 
     @router.get("/scripts", response_model=dict[str, list[str]])
     async def scripts() -> Response:
@@ -370,7 +370,7 @@ def _add_empty_routes(router: APIRouter) -> None:
     @router.post("/refresh-checkpoints", response_model=None)
     @router.post("/refresh-loras", response_model=None)
     async def refresh() -> Response:
-        """Do nothing: lists are always of now."""
+        """Do nothing: lists are always up to date."""
         return json_response(b"null")
 
     for name in _EMPTY:

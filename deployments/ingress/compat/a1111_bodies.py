@@ -41,7 +41,7 @@ LANCZOS: Final = "Lanczos"
 NONE: Final = "None"
 _LATENT: Final = "Latent"
 _MAX_PASSES: Final = 3
-_SIDE_MULTIPLE: Final = 8  # of the second pass's sides
+_SIDE_MULTIPLE: Final = 8  # of sides: others are rounded down, as the WebUI does by its latents
 Pixels = npt.NDArray[np.uint8]
 _SDE: Final = {"algorithm_type": "sde-dpmsolver++"}
 # The samplers of the WebUI: classes of diffusers, and their options.
@@ -51,13 +51,10 @@ SAMPLERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "DPM++ 2M SDE Heun": ("DPMSolverMultistepScheduler", {**_SDE, "solver_type": "heun"}),
     "TCD": ("TCDScheduler", {}),
 }
-# Samplers that classes of diffusers compute otherwise than k-diffusion.
+# Samplers that diffusers computes in another way than k-diffusion.
 _NO_SAMPLERS: Final = {
     name.lower()
     for name in (
-        "DPM++ SDE",
-        "DPM++ 2S a",
-        "DPM++ 3M SDE",
         "DPM2 CFG++",
         "DPM fast",
         "DPM adaptive",
@@ -65,7 +62,7 @@ _NO_SAMPLERS: Final = {
         "DDIM CFG++",
     )
 }
-# How the steps are spaced. Karras and its kin lie between the first sigma of a model's training and the last one.
+# The spacings of steps. Karras and its kin lie between the first sigma of a model's training and the last one.
 _ALL_SIGMAS: Final = {"timestep_spacing": "linspace"}
 SCHEDULERS: Final[dict[str, dict[str, bool | str]]] = {
     "Automatic": {},
@@ -83,11 +80,11 @@ _SAME: Final = ("", "use same sampler", "use same scheduler", "use same checkpoi
 _STRENGTHS: Final = ("te", "unet")  # of a LoRA in a prompt, in that order
 _BY_LOWER: Final = {name.lower(): name for name in SAMPLERS}
 _SPACINGS: Final = {name.lower(): name for name in sorted(SCHEDULERS, key=len, reverse=True)}
-_ALWAYS_LINEAR: Final = ("DPMSolverSinglestepScheduler",)  # has no other spacing, and no option for it
+_ALWAYS_LINEAR: Final = ("DPMSolverSinglestepScheduler",)  # have one spacing, and no option for it
 _NETWORK: Final = re.compile(r"<(lora|lyco|hypernet):([^<>]{1,400})>")  # <lora:name:0.8>
 _OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_prompt", "hr_negative_prompt")
-_HR_STRENGTH: Final = 0.7  # that the WebUI's page begins with
-# Fields of the WebUI that change an image there, and do not here, with the values that ask for nothing.
+_HR_STRENGTH: Final = 0.7  # the default of the WebUI's page
+# Fields of the WebUI that change an image there but not here, with their neutral values.
 _VAIN: Final[dict[str, tuple[Any, ...]]] = {
     "styles": ([],),
     "tiling": (False,),
@@ -106,7 +103,7 @@ _VAIN: Final[dict[str, tuple[Any, ...]]] = {
     "initial_noise_multiplier": (1,),
     "save_images": (False,),
 }
-# Fields that ask for nothing of an image, whatever they say.
+# Fields without an effect on images, whatever their values.
 _ABOUT_FILES: Final = frozenset(
     {
         *("do_not_save_samples", "do_not_save_grid", "include_init_images", "script_args", "firstphase_width"),
@@ -134,7 +131,7 @@ def webui_failure_response(failure: Failure) -> Response:
 
 
 class WebuiImages(Answer):
-    """The images of a request as PNG files in base64; `info` is JSON with their seeds and what they were made of."""
+    """The images of a request as PNG files in base64; `info` is JSON with their seeds and options."""
 
     images: list[str]
     parameters: dict[str, Any]
@@ -195,7 +192,7 @@ class WebuiLora(Answer):
 
 
 class WebuiOptions(Answer):
-    """The options that mean something here: the model of requests that name none."""
+    """The options with a meaning here: the model of requests that name none."""
 
     sd_model_checkpoint: str | None
     samples_format: Literal["png"]
@@ -216,7 +213,7 @@ class WebuiState(Answer):
 
 
 class WebuiProgress(Answer):
-    """The part that is done of the running work, from 0 to 1, and the seconds that the rest takes at that pace."""
+    """The done part of the running work, from 0 to 1, and the seconds of the rest at that pace."""
 
     progress: float
     eta_relative: float
@@ -233,9 +230,9 @@ class Size(NamedTuple):
 
 
 class SecondPass(NamedTuple):
-    """The second pass of `enable_hr`. A size of 0 is `scale` times that of the first; steps of None are those of it.
+    """The second pass of `enable_hr`. A size of 0 is `scale` times that of the first; steps of None are the first's.
 
-    `solver` are the fields of an ImageRequest that say its sampler and scheduler.
+    `solver` has an ImageRequest's fields for its sampler and scheduler.
     """
 
     upscaler: str
@@ -253,7 +250,7 @@ class SecondPass(NamedTuple):
         if self.width or self.height:
             scale = max(self.width / width, self.height / height)
         sides = [self.width or int(width * scale), self.height or int(height * scale)]
-        return Size(*(max(_SIDE_MULTIPLE, side // _SIDE_MULTIPLE * _SIDE_MULTIPLE) for side in sides))
+        return Size(*map(_rounded, sides))
 
 
 class ExtraImageBody(RequestModel, extra="ignore"):
@@ -278,7 +275,7 @@ class ExtraImageBody(RequestModel, extra="ignore"):
         return decode_base64_within(self.image, "image", limits).pixels
 
     def size_of(self, image: Pixels) -> Size:
-        """Return the size that the image gets, before it is cut."""
+        """Return the size of the image before it is cut."""
         height, width = image.shape[:2]
         scale = self.upscaling_resize
         if self.resize_mode == 1:
@@ -286,7 +283,7 @@ class ExtraImageBody(RequestModel, extra="ignore"):
         return Size(max(1, round(width * scale)), max(1, round(height * scale)))
 
     def cut(self, image: Pixels) -> Pixels:
-        """Return the middle of an image that is larger than the size that is asked for."""
+        """Return the middle of an image larger than the requested size."""
         if self.resize_mode == 0 or not self.upscaling_crop:
             return image
         top = max(0, (image.shape[0] - self.upscaling_resize_h) // 2)
@@ -295,13 +292,13 @@ class ExtraImageBody(RequestModel, extra="ignore"):
 
 
 async def upscalers(service: Service) -> list[str]:
-    """Return the names that `upscaler_1` and `hr_upscaler` may have."""
+    """Return the names of upscalers, for `upscaler_1` and `hr_upscaler`."""
     networks = [card.id for card in await service.listing.models() if card.kind == "upscaler"]
     return [NONE, LANCZOS, *networks]
 
 
 async def resized(service: Service, image: Pixels, upscaler: str, size: Size, limits: LimitsConfig) -> Pixels:
-    """Return an image in another size, by a network where it is to be larger. Raises the ServiceErrors.
+    """Return an image in another size, by a network if it is to be larger. Raises the ServiceErrors.
 
     The WebUI's ways to enlarge latents ("Latent", "Latent (bicubic)") enlarge the image by Lanczos' filter here.
     """
@@ -340,8 +337,8 @@ class OverrideSettings(RequestModel, extra="allow"):
 
 
 class TextToImageBody(RequestModel, extra="allow"):
-    """A request for images. Fields without a meaning here (`restore_faces`, `styles`, `eta`, ...) have no effect, which
-    `warnings` say.
+    """A request for images. Fields without a meaning here (`restore_faces`, `styles`, `eta`, ...) have no effect;
+    `warnings` name them.
     """
 
     prompt: str | None = None
@@ -387,13 +384,13 @@ class TextToImageBody(RequestModel, extra="allow"):
 
     @property
     def _clip_skip(self) -> int | None:
-        """The layers that are left out: the WebUI counts from 1, which is the last one."""
+        """The number of layers left out: the WebUI counts from 1, which is the last one."""
         last = self.override_settings.CLIP_stop_at_last_layers if self.override_settings else None
         return None if last is None else last - 1
 
     @property
     def second_pass(self) -> SecondPass | None:
-        """The second pass that is asked for. Raises InvalidRequest for one of another model, sampler or prompt."""
+        """The requested second pass. Raises InvalidRequest for one of another model, sampler or prompt."""
         if not self.enable_hr:
             return None
         firsts = {"hr_prompt": self.prompt, "hr_negative_prompt": self.negative_prompt}
@@ -413,7 +410,7 @@ class TextToImageBody(RequestModel, extra="allow"):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the request asks for and does not get."""
+        """Warnings of options that have no effect."""
         settings = (self.override_settings.model_extra or {}) if self.override_settings else {}
         vain = [
             name
@@ -430,9 +427,9 @@ class TextToImageBody(RequestModel, extra="allow"):
         return (f"without effect here: {shown}{more}",) if vain else ()
 
     def to_record(self, model: str, limits: LimitsConfig) -> tuple[ImageRequest, Painting | None]:
-        """Return the request of the first image as the service takes it; the record's `n` counts them all.
+        """Return the first image's request in the service's form; the record's `n` counts them all.
 
-        With an image to begin with, what its results are laid into. Decodes images: not for the event loop. Raises
+        For an img2img request, also the painting for its results. Decodes images: not for the event loop. Raises
         InvalidRequest.
         """
         return as_record(GenerationBody, self._fields(model)).to_record(limits), None
@@ -452,8 +449,8 @@ class TextToImageBody(RequestModel, extra="allow"):
             "n": self.num_images,
             "num_inference_steps": self.steps,
             "guidance_scale": self.cfg_scale,
-            "width": self.width,
-            "height": self.height,
+            "width": self.width and _rounded(self.width),
+            "height": self.height and _rounded(self.height),
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "lora": loras,
         }
@@ -468,7 +465,7 @@ class TextToImageBody(RequestModel, extra="allow"):
 
 
 class ImageToImageBody(TextToImageBody):
-    """A request for images that are like an image, or for what is masked in it."""
+    """A request for images like an image, or for new contents of its masked part."""
 
     init_images: list[str] = Field(min_length=1, max_length=1, description="one file in base64, or a data URL of one")
     mask: str | None = Field(None, description="a file in base64: what is white is painted anew")
@@ -484,7 +481,7 @@ class ImageToImageBody(TextToImageBody):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the request asks for and does not get."""
+        """Warnings of options that have no effect."""
         found = super().warnings
         if self.resize_mode == LATENT:
             found += ("resize_mode 3 had no effect: the image is resized, not its latents",)
@@ -509,7 +506,7 @@ class ImageToImageBody(TextToImageBody):
         record, _ = super().to_record(model, limits)
         image = decode_base64_within(self.init_images[0], "init_images", limits)
         mask = None if self.mask is None else decode_base64_within(self.mask, "mask", limits)
-        width, height = self.width or image.size[0], self.height or image.size[1]
+        width, height = (_rounded(one) for one in (self.width or image.size[0], self.height or image.size[1]))
         if width * height > limits.max_pixels:  # before anything is resized to it
             text = f"size: {width}x{height}, at most {limits.max_pixels} pixels are allowed"
             raise InvalidRequest(text, "size")
@@ -519,14 +516,18 @@ class ImageToImageBody(TextToImageBody):
 
     @property
     def second_pass(self) -> SecondPass | None:
-        """None: an image to begin with has its size already. Raises InvalidRequest where one is asked for."""
+        """None: an image to begin with has its size already. Raises InvalidRequest for a requested second pass."""
         if self.enable_hr:
             raise InvalidRequest("enable_hr: img2img has no second pass", "enable_hr")
         return None
 
 
+def _rounded(side: int) -> int:
+    return max(_SIDE_MULTIPLE, side // _SIDE_MULTIPLE * _SIDE_MULTIPLE)
+
+
 def _solver_of(sampler: str, scheduler: str | None) -> dict[str, Any]:
-    """Return the class of diffusers that a sampler is, with its options: "DPM++ 2M Karras" has both in its name.
+    """Return the class of diffusers for a sampler, with its options: "DPM++ 2M Karras" has both in its name.
 
     Raises InvalidRequest with the known ones.
     """
@@ -542,7 +543,7 @@ def _solver_of(sampler: str, scheduler: str | None) -> dict[str, Any]:
     options = SCHEDULERS[_SPACINGS[spacing]]
     others = {key: value for key, value in options.items() if key != "timestep_spacing"}
     if name.lower() == AUTOMATIC.lower():
-        return {"scheduler_options": others or options}  # of a class that may have no spacing to choose
+        return {"scheduler_options": others or options}  # for a class that may have no choice of spacing
     if (known := _BY_LOWER.get(name.lower())) is None:
         why = ": diffusers has none that computes it" if name.lower() in _NO_SAMPLERS else ""
         text = f"sampler_name: no sampler {name!r:.80}{why} (known: {', '.join((AUTOMATIC, *SAMPLERS))})"
@@ -580,7 +581,7 @@ def _lora_of(found: re.Match[str]) -> dict[str, Any]:
 
 
 class OptionsBody(RequestModel, extra="ignore", strict=True):
-    """Options to set. Those without a meaning here have no effect."""
+    """Options to set. Options without a meaning here have no effect."""
 
     sd_model_checkpoint: Name | None = None
     CLIP_stop_at_last_layers: int | None = Field(None, ge=1, le=12)

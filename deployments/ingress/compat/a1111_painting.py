@@ -1,6 +1,6 @@
-"""What an img2img request of the Stable Diffusion WebUI begins with, and how its results become images: pure.
+"""The inputs of an img2img request of the Stable Diffusion WebUI, and the images of its results: pure.
 
-The mask is blurred, the image resized, cropped and filled, and what the mask leaves out is laid over the result, as the
+The mask is blurred, the image resized, cropped and filled, and the unmasked part is laid over the result, as the
 WebUI does. Source: AUTOMATIC1111/stable-diffusion-webui, `modules/processing.py`, `masking.py` and `images.py`.
 """
 
@@ -23,7 +23,7 @@ _OPAQUE_FROM: Final = 129
 _CELL: Final = 8  # pixels of a latent
 _COLUMNS: Final = 128  # that are blurred at a time
 _WHITE: Final = (255, 255, 255)
-# Radii by which what surrounds a mask flows into it, and how often each is laid over: the wide ones below.
+# Radii at which the surroundings of a mask flow into it, and how often each is laid over: the wide ones below.
 _FLOWS: Final = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
 
 
@@ -46,7 +46,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PaintOptions:
-    """The options of an img2img request that say what is painted; `padding` is of `only_masked`."""
+    """The options of an img2img request for its painted part; `padding` belongs to `only_masked`."""
 
     resize_mode: int = 0
     blur_x: int = 4
@@ -61,7 +61,7 @@ class PaintOptions:
 class Painting:
     """The image that a request begins with, uint8 (height, width, 3), and its mask (height, width), if any.
 
-    `overlay` (RGBA) is what is laid over the result, which belongs in the `region` of it.
+    `overlay` (RGBA) is laid over the result, which belongs in its `region`.
     """
 
     image: Pixels
@@ -70,7 +70,7 @@ class Painting:
     region: Region | None = None
 
     def finished(self, made: Pixels) -> Pixels:
-        """Return the image that a result makes: in its region, with what is kept laid over."""
+        """Return the final image of a result: in its region, with the kept part laid over."""
         if self.overlay is None:
             return made
         image = Image.fromarray(made)
@@ -79,7 +79,7 @@ class Painting:
             part = resized(CROPPED, image, self.region.width, self.region.height)
             base.paste(part, self.region[:2])
             image = base
-        elif image.size != self.overlay.size:  # of sides that the model does not take
+        elif image.size != self.overlay.size:  # the model does not take these sides
             image = resized(0, image, *self.overlay.size)
         image = image.convert("RGBA")
         image.alpha_composite(self.overlay)
@@ -87,10 +87,10 @@ class Painting:
 
 
 def paint(image: DecodedImage, mask: DecodedImage | None, width: int, height: int, options: PaintOptions) -> Painting:
-    """Return what a request begins with. Transparent parts of an image are white.
+    """Return the image and mask that a request begins with. Transparent parts of an image are white.
 
-    A mask with transparency paints what is opaque in it, as the WebUI's page draws it, another what is white. One
-    that paints nothing is none, where only what is masked is asked for.
+    A mask with transparency paints its opaque part, as the WebUI's page draws it, any other its white part. If only
+    the masked part is asked for, a mask that paints nothing is ignored.
     """
     flat = _flattened(image)
     if mask is None:
@@ -131,7 +131,7 @@ def resized(mode: int, image: Image.Image, width: int, height: int) -> Image.Ima
     left, top = width // 2 - inner_width // 2, height // 2 - inner_height // 2
     found = Image.new(image.mode, (width, height))
     found.paste(inner, (left, top))
-    # The edges are drawn out of boxes without an extent, where PIL's filter sees what lies beside them.
+    # The edges are stretched from boxes without an extent, where PIL's filter sees the pixels beside them.
     if mode == FILLED and top > 0:
         found.paste(inner.resize((width, top), box=(0, 0, inner_width, 0)), (0, 0))
         if (below := height - top - inner_height) > 0:
@@ -146,7 +146,7 @@ def resized(mode: int, image: Image.Image, width: int, height: int) -> Image.Ima
 
 
 def region_of(mask: Image.Image, padding: int) -> Region | None:
-    """Return what surrounds all that a mask paints, with so many pixels around it; None where it paints nothing."""
+    """Return the box around a mask's painted pixels, with a padding in pixels; None for a mask that paints nothing."""
     box = mask.getbbox()
     if box is None:
         return None
@@ -158,7 +158,7 @@ def region_of(mask: Image.Image, padding: int) -> Region | None:
 
 
 def with_ratio(region: Region, width: int, height: int, image_width: int, image_height: int) -> Region:
-    """Return a region that is as wide for its height as a size, where the image is large enough: it grows only."""
+    """Return the region grown to the aspect ratio of a size, as far as the image is large enough."""
     left, top, right, bottom = region
     ratio = width / height
     if region.width / region.height > ratio:
@@ -178,7 +178,7 @@ def _grown(start: int, stop: int, by: int, most: int) -> tuple[int, int]:
 
 
 def filled(image: Image.Image, mask: Image.Image) -> Image.Image:
-    """Return an image with what a mask paints filled with the colours around it."""
+    """Return an image with its masked part filled with the colours around it."""
     outside, found = _without(image, mask), Image.new("RGBA", image.size)
     for radius, repeats in _FLOWS:
         flown = outside.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
@@ -236,14 +236,14 @@ def _weighed(wide: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]) ->
 
 
 def _without(image: Image.Image, mask: Image.Image) -> Image.Image:
-    """Return an image without what a mask paints: transparent there, its colours times what is left of them (RGBa)."""
+    """Return an image with its masked part transparent, its colours premultiplied (RGBa)."""
     found = Image.new("RGBa", image.size)
     found.paste(image.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(mask))
     return found
 
 
 def _by_cells(mask: Image.Image) -> Pixels:
-    """Return a mask of whole latents, black and white, which each of them shows in all of its pixels."""
+    """Return a black and white mask of whole latents: all pixels of a latent are alike."""
     cells = mask.convert("RGB").resize((max(1, mask.width // _CELL), max(1, mask.height // _CELL)))
     values = np.where(np.around(np.asarray(cells)[:, :, 0] / 255) > 0, np.uint8(255), np.uint8(0))
     found = Image.fromarray(values).resize(mask.size, Image.Resampling.NEAREST)

@@ -1,8 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the chats of the service.
 
-Source: Anthropic's API reference, "Messages". Citations and cached prompts are not here: what a body says of them is
+Source: Anthropic's API reference, "Messages". Citations and cached prompts are not here: their fields are
 ignored, and the header `X-Atelier-Warning` names it. The KV cache finds equal beginnings by itself. Thoughts have no
-signature: nobody asks for one back.
+signature: no client sends one back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
+from deployments.engines.llm.chat import CalledName, CalledTool, FunctionName, ReasoningEffort
 from deployments.ingress.messages.answer_parts import AnswerPart, AnswerParts
 from deployments.ingress.messages.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
 from deployments.ingress.messages.responses import (
@@ -38,7 +38,7 @@ from deployments.ingress.service.service import Service
 from deployments.records import MAX_INT32, MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, TextResult
 from deployments.records.errors import InvalidRequest
 
-StopReason = Literal["end_turn", "max_tokens", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 _STOP_REASONS: Final[dict[str, StopReason]] = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
@@ -53,7 +53,7 @@ _ERROR_TYPES: Final = {
 
 
 class MessageErrorBody(Answer):
-    """The message for a person, and the type by which programs tell errors apart."""
+    """The message for a person, and the type for programs."""
 
     type: str
     message: str
@@ -98,7 +98,7 @@ class ToolUseAnswer(Answer):
 
 
 class ThinkingAnswer(Answer):
-    """What the model thought."""
+    """A model's reasoning."""
 
     type: Literal["thinking"]
     thinking: str
@@ -109,7 +109,7 @@ AnswerBlock = ThinkingAnswer | TextBlockAnswer | ToolUseAnswer
 
 
 class MessageUsage(Answer):
-    """The token counts. `input_tokens` are those that the KV cache had not."""
+    """The token counts. `input_tokens` are those that the KV cache lacked."""
 
     input_tokens: int
     cache_creation_input_tokens: Literal[0]
@@ -128,7 +128,7 @@ class MessageUsage(Answer):
 
 
 class MessageAnswer(Answer):
-    """A message of the model. `stop_sequence` stays null: a stop string ends a turn like any other end."""
+    """A message of the model."""
 
     id: str
     type: Literal["message"]
@@ -136,7 +136,7 @@ class MessageAnswer(Answer):
     model: str
     content: list[AnswerBlock]
     stop_reason: StopReason | None
-    stop_sequence: None
+    stop_sequence: str | None
     usage: MessageUsage
 
 
@@ -155,14 +155,22 @@ def _whole_message(result: TextResult) -> MessageAnswer:
         content.append(TextBlockAnswer(type="text", text=result.text))
     for call in result.tool_calls:
         content.append(ToolUseAnswer(type="tool_use", id=call.id, name=call.name, input=_arguments(call)))
-    return _message(result.model, content, _STOP_REASONS.get(result.finish_reason, "end_turn"), result)
+    return _message(result.model, content, result, **_end_of(result))
+
+
+def _end_of(last: TextResult | TextChunk) -> dict[str, Any]:
+    """Return why an answer has ended: that it calls tools goes before what ended it."""
+    if isinstance(last.stopped_by, str) and last.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": last.stopped_by}
+    return {"stop_reason": _STOP_REASONS.get(last.finish_reason or "", "end_turn"), "stop_sequence": None}
 
 
 def _message(
     model: str,
     content: list[AnswerBlock],
-    stop_reason: StopReason | None,
     counts: TextResult | TextChunk,
+    stop_reason: StopReason | None = None,
+    stop_sequence: str | None = None,
 ) -> MessageAnswer:
     return MessageAnswer(
         id=f"msg_{uuid.uuid4().hex}",
@@ -171,13 +179,13 @@ def _message(
         model=model,
         content=content,
         stop_reason=stop_reason,
-        stop_sequence=None,
+        stop_sequence=stop_sequence,
         usage=MessageUsage.of(counts),
     )
 
 
 def _arguments(call: CalledTool) -> dict[str, Any]:
-    """Return the arguments of a call; none where `max_tokens` cut them off, which the stop reason says."""
+    """Return the arguments of a call; none if `max_tokens` cut them off, as the stop reason shows."""
     try:
         found = json.loads(call.arguments or "{}")
     except ValueError:
@@ -206,7 +214,7 @@ class _MessageEvents:
         """Yield the events of a piece; the first one begins the message, and the last one ends it."""
         if not self._has_begun:
             self._has_begun = True
-            message = _message(self._model, [], None, chunk).model_dump()
+            message = _message(self._model, [], chunk).model_dump()
             message["usage"]["output_tokens"] = 0
             yield _event("message_start", message=message)
         for part in self._parts.of(chunk):
@@ -219,8 +227,7 @@ class _MessageEvents:
             if not self._num_blocks:
                 yield from self._begin({"type": "text", "text": ""})
             yield from self._close()
-            delta = {"stop_reason": _STOP_REASONS.get(chunk.finish_reason, "end_turn"), "stop_sequence": None}
-            yield _event("message_delta", delta=delta, usage=MessageUsage.of(chunk).model_dump())
+            yield _event("message_delta", delta=_end_of(chunk), usage=MessageUsage.of(chunk).model_dump())
             yield _event("message_stop")
 
     def failure(self, error: Exception) -> str:
@@ -258,7 +265,7 @@ def _event(type_: str, **fields: Any) -> str:
 
 
 class _MessagePart(RequestModel, extra="ignore"):
-    """A part of a request. Unknown members, `cache_control` say, mean nothing here."""
+    """A part of a request. Unknown members, `cache_control` say, are ignored."""
 
 
 class TextBlock(_MessagePart):
@@ -295,7 +302,7 @@ class DocumentBlock(_MessagePart):
 
 
 class ThinkingBlock(_MessagePart):
-    """A thought of an earlier answer; one that is redacted is left out."""
+    """A thought of an earlier answer; a redacted one is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
@@ -306,12 +313,12 @@ class ToolUseBlock(_MessagePart):
 
     type: Literal["tool_use"]
     id: Name
-    name: FunctionName
+    name: CalledName
     input: dict[str, Any]
 
 
 class SearchResultBlock(_MessagePart):
-    """What a search has found, as text."""
+    """The results of a search, as text."""
 
     type: Literal["search_result"]
     title: str = ""
@@ -319,7 +326,7 @@ class SearchResultBlock(_MessagePart):
 
 
 class OtherBlock(_MessagePart, LeftOut):
-    """A block that only Anthropic's servers make, or understand: it is left out."""
+    """A block that only Anthropic's servers make or understand: it is left out."""
 
 
 def _kind_of(block: Any) -> str:
@@ -374,7 +381,7 @@ class MessageTurn(_MessagePart):
 
 
 class OtherTool(_MessagePart, LeftOut):
-    """A tool that Anthropic's servers run, and nobody here."""
+    """A tool that only Anthropic's servers run."""
 
 
 class MessageTool(_MessagePart):
@@ -405,7 +412,7 @@ class MessageToolChoice(_MessagePart):
 
 
 class Thinking(_MessagePart):
-    """Whether the model thinks before it answers, and for how many tokens at most."""
+    """The switch of reasoning before an answer, and its most tokens."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -462,7 +469,7 @@ class OutputFormat(_MessagePart):
 
 
 class OutputConfig(_MessagePart):
-    """The form of the answer, and how much is thought for it."""
+    """The form of the answer, and the effort of its reasoning."""
 
     format: OutputFormat | None = None
     effort: ReasoningEffort | None = None

@@ -1,13 +1,11 @@
-"""Ollama's API under /api over the same service: chats, prompts, embeddings, and what models there are.
+"""Ollama's API under /api over the same service: chats, prompts, embeddings, and the list of models.
 
-Source: Ollama, "API". What an option has no meaning for here (`num_ctx`, `num_gpu`, `mirostat`, `keep_alive`: models
+Source: Ollama, "API". An option without a meaning here (`num_ctx`, `num_gpu`, `mirostat`, `keep_alive`: models
 stay while there is room) is accepted and has no effect.
 """
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final, Literal
 
@@ -18,7 +16,7 @@ from pydantic_core import to_json
 from starlette.responses import PlainTextResponse, Response
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import FunctionName, Tool
+from deployments.engines.llm.chat import CalledName, Tool
 from deployments.ingress.compat.ollama_answers import (
     SPOKEN_VERSION,
     ChatLine,
@@ -35,6 +33,7 @@ from deployments.ingress.compat.ollama_answers import (
     shown_model,
 )
 from deployments.ingress.messages.bodies import AnyTypeRoute
+from deployments.ingress.messages.call_ids import WaitingCalls
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     call_aside,
@@ -76,7 +75,7 @@ _OPTIONS: Final = {
 
 _OF_CHATS: Final = ("reasoning_effort", "enable_thinking")
 
-RUNNING: Final = "Ollama is running"  # what its clients look for at /
+RUNNING: Final = "Ollama is running"  # its clients look for this text at /
 _LINES: Final = "application/x-ndjson"
 _ENDPOINTS: Final = ("text", "embeddings")
 _ERRORS: Final = documented_as(OllamaError, *INFERENCE_ERRORS)
@@ -84,7 +83,7 @@ _STREAMED: Final[dict[int | str, dict[str, Any]]] = _ERRORS | {200: {"content": 
 
 
 class OllamaOptions(RequestModel, extra="ignore"):
-    """The options that have a meaning here. `num_predict` and `seed` below 0 are as if they were not given."""
+    """The options with a meaning here. `num_predict` and `seed` below 0 count as not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -160,7 +159,7 @@ class _TextBody(_ModelBody):
 class OllamaCall(RequestModel, extra="ignore"):
     """The function of an earlier answer's call."""
 
-    name: FunctionName
+    name: CalledName
     arguments: dict[str, Any] = Field({})
 
 
@@ -184,7 +183,7 @@ class OllamaTurn(RequestModel, extra="ignore"):
 
 
 class OllamaChatBody(_TextBody):
-    """A chat. Without messages it is a wish that the model be loaded."""
+    """A chat. Without messages it asks to load the model."""
 
     messages: list[OllamaTurn] = Field([], max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(None, max_length=128)
@@ -192,35 +191,29 @@ class OllamaChatBody(_TextBody):
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
         messages: list[dict[str, Any]] = []
-        waiting: deque[tuple[str, str]] = deque()  # ids and names of calls without an answer
+        waiting = WaitingCalls()
         for number, turn in enumerate(self.messages):
             messages.append(_message_of(turn, number, waiting))
         given = {"messages": messages, "tools": tuple(self.tools or ())}
         return self.text_fields() | self.format_fields() | given
 
 
-def _message_of(turn: OllamaTurn, number: int, waiting: deque[tuple[str, str]]) -> dict[str, Any]:
+def _message_of(turn: OllamaTurn, number: int, waiting: WaitingCalls) -> dict[str, Any]:
     content = _with_images(turn.images, turn.content or "", f"messages.{number}.images")
     message: dict[str, Any] = {"role": turn.role, "content": content, "reasoning": turn.thinking}
     if turn.tool_calls:
-        calls = [(call.id or f"call_{number}_{place}", call) for place, call in enumerate(turn.tool_calls)]
-        waiting.clear()
-        waiting.extend((id_, call.function.name) for id_, call in calls)
-        message["tool_calls"] = [
-            {"id": id_, "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}}
-            for id_, call in calls
-        ]
+        ids = waiting.called(number, ((call.id, call.function.name) for call in turn.tool_calls))
+        calls = zip(ids, turn.tool_calls, strict=True)
+        message["tool_calls"] = [{"id": id_, "function": call.function.model_dump()} for id_, call in calls]
     if turn.role == "tool":
-        answered = next((call for call in waiting if call[1] == turn.tool_name), next(iter(waiting), None))
-        if answered:
-            waiting.remove(answered)
-        message["name"] = turn.tool_name or (answered[1] if answered else None)
-        message["tool_call_id"] = turn.tool_call_id or (answered[0] if answered else f"call_{number}")
+        answered = waiting.answered(turn.tool_call_id, turn.tool_name)
+        message["name"] = turn.tool_name or (answered.name if answered else None)
+        message["tool_call_id"] = answered.id if answered else turn.tool_call_id or f"call_{number}"
     return message
 
 
 class OllamaGenerateBody(_TextBody):
-    """A prompt: one turn of a chat, or with `raw` a text to go on with. An empty one asks for nothing but the model."""
+    """A prompt: one turn of a chat, or with `raw` a text to continue. An empty one only asks to load the model."""
 
     prompt: str | None = None
     system: str | None = None
@@ -336,7 +329,8 @@ async def _respond(
 
     async def lines_of(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
         async for chunk in chunks:
-            yield f"{json_text(lines.piece(chunk))}\n"
+            for line in lines.pieces(chunk):
+                yield f"{json_text(line)}\n"
 
     return await stream_events(service.texts.stream_text(record), lines_of, _error_line, media_type=_LINES)
 
@@ -393,13 +387,13 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/api/tags", response_model=OllamaModels, responses=errors)
     async def tags() -> Response:
-        """The models that can be asked here."""
+        """The models that clients can use here."""
         cards = [card for card in await service.listing.models() if card.endpoint in _ENDPOINTS]
         return json_response(OllamaModels(models=[listed_model(card) for card in cards]))
 
     @router.get("/api/ps", response_model=OllamaModels, responses=errors)
     async def running() -> Response:
-        """The models that replicas have built, with the memory that they take there."""
+        """The models that replicas have built, with their memory there."""
         cluster = await service.operations.describe_cluster(Page())
         found = [
             running_model(one.id, one.kind, sum(built["bytes"] for built in one.built), one.fingerprint)
@@ -414,4 +408,4 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
         card = await service.listing.model(body.model_id)
         if card.endpoint not in _ENDPOINTS:
             raise InvalidRequest(f"model {card.id!r} ({card.kind}) writes no text and embeds none", "model")
-        return json_response(shown_model(card))
+        return json_response(shown_model(card, await service.listing.details(card)))

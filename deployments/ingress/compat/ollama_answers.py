@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
@@ -14,10 +14,11 @@ from deployments.ingress.messages.responses import Answer, Failure, json_respons
 from deployments.ingress.openai.text_answers import ChatToken, chat_tokens
 from deployments.ingress.service.catalog import ModelCard
 from deployments.records import TextChunk, TextResult, TokenText
+from weights.formats.language_models import LanguageModelDetails
 
-# Clients compare it with what they need: that of the Ollama whose API this is.
+# Clients compare it with the version that they need: it is that of the Ollama with this API.
 SPOKEN_VERSION: Final = "0.12.6"
-_NEVER: Final = "1970-01-01T00:00:00Z"  # nobody notes when a model came
+_NEVER: Final = "1970-01-01T00:00:00Z"  # the times of models are not recorded
 
 
 class OllamaError(Answer):
@@ -56,7 +57,7 @@ class OllamaMessage(Answer):
 
 
 class _TextLine(Answer):
-    """A piece of an answer. The last one, or the only one, says why it ended, its token counts and its times."""
+    """A piece of an answer. The last or only one has the reason of its end, its token counts and its times."""
 
     model: str
     created_at: str
@@ -81,7 +82,7 @@ class GenerateLine(_TextLine):
 
 
 class TextLines:
-    """The lines of one answer, of a chat or of a prompt. Tool calls come whole, with the last one."""
+    """The lines of one answer, of a chat or of a prompt. Tool calls come whole, before the last one."""
 
     def __init__(self, model: str, *, is_chat: bool, shows_thoughts: bool = True) -> None:
         self._model = model
@@ -98,13 +99,17 @@ class TextLines:
         """Return the answer to a request without a prompt, with which clients load a model."""
         return self._line("", (), {"done": True, "done_reason": "load"})
 
-    def piece(self, chunk: TextChunk) -> ChatLine | GenerateLine:
-        """Return the line of a piece of a stream."""
+    def pieces(self, chunk: TextChunk) -> Iterator[ChatLine | GenerateLine]:
+        """Yield the lines of a piece of a stream."""
         self._calls += chunk.tool_calls
+        text, thought, logprobs = chunk.text, chunk.reasoning, _logprobs_of(chunk.logprobs)
         if chunk.finish_reason is None:
-            return self._line(chunk.text, (), {"done": False} | _logprobs_of(chunk.logprobs), chunk.reasoning)
-        end = _end_of(chunk.finish_reason, chunk) | _logprobs_of(chunk.logprobs)
-        return self._line(chunk.text, whole_calls(self._calls), end, chunk.reasoning)
+            yield self._line(text, (), {"done": False} | logprobs, thought)
+            return
+        if self._calls and self._is_chat:
+            yield self._line(text, whole_calls(self._calls), {"done": False} | logprobs, thought)
+            text, thought, logprobs = "", "", {}
+        yield self._line(text, (), _end_of(chunk.finish_reason, chunk) | logprobs, thought)
 
     def _line(
         self, text: str, calls: Sequence[CalledTool], fields: Mapping[str, Any], thought: str = ""
@@ -122,7 +127,7 @@ class TextLines:
 def _call(call: CalledTool) -> OllamaToolCall:
     try:
         arguments = json.loads(call.arguments or "{}")
-    except ValueError:  # cut off, as the reason of the end says
+    except ValueError:  # cut off, as the reason of the end shows
         arguments = {}
     function = OllamaFunction(
         index=call.index, name=call.name, arguments=arguments if isinstance(arguments, dict) else {}
@@ -150,7 +155,7 @@ def _logprobs_of(tokens: Sequence[TokenText]) -> dict[str, Any]:
 
 
 class OllamaDetails(Answer):
-    """The details of a model. Its format and its quantization are not said here; `family` is its kind."""
+    """The details of a model. `family` is its architecture, and in lists its kind; what nobody knows is empty."""
 
     parent_model: str
     format: str
@@ -161,7 +166,7 @@ class OllamaDetails(Answer):
 
 
 class OllamaModel(Answer):
-    """A model that can be asked, or one that is in memory."""
+    """A usable model, or one that is in memory."""
 
     name: str
     model: str
@@ -178,7 +183,7 @@ class OllamaModels(Answer):
 
 
 class OllamaShown(Answer):
-    """A model as Ollama shows it. There is no Modelfile; `parameters` are its defaults."""
+    """A model as Ollama shows it. There is no Modelfile; `parameters` are its defaults, and `template` is in Jinja."""
 
     modelfile: str
     parameters: str
@@ -238,11 +243,15 @@ def running_model(id_: str, kind: str | None, nbytes: int, fingerprint: str) -> 
 _CAPABILITIES: Final[Mapping[str | None, list[str]]] = {"text": ["completion"], "embeddings": ["embedding"]}
 
 
-def shown_model(card: ModelCard) -> OllamaShown:
+def shown_model(card: ModelCard, details: LanguageModelDetails) -> OllamaShown:
     """Return a model as /api/show shows it."""
-    info: dict[str, Any] = {"general.architecture": card.kind, "general.description": card.description}
+    architecture = details.architecture or card.kind or ""
+    info: dict[str, Any] = {**details.sizes, "general.architecture": architecture}
+    info["general.description"] = card.description
+    if details.num_parameters:
+        info["general.parameter_count"] = details.num_parameters
     if (length := card.facts.get("context_length")) is not None:
-        info[f"{card.kind}.context_length"] = length
+        info[f"{architecture}.context_length"] = length
     is_text = card.endpoint == "text"
     asked = {
         "tools": is_text and card.facts.get("knows_tools", True),
@@ -252,15 +261,28 @@ def shown_model(card: ModelCard) -> OllamaShown:
     return OllamaShown(
         modelfile="",
         parameters="\n".join(f"{name} {value}" for name, value in card.defaults.items()),
-        template="",
+        template=details.template,
         modified_at=_NEVER,
-        details=_details(card.kind),
+        details=_details(architecture, details.format, _parameter_size(details.num_parameters), details.quantization),
         model_info=info,
         capabilities=[*_CAPABILITIES.get(card.endpoint, []), *(name for name, is_there in asked.items() if is_there)],
     )
 
 
-def _details(kind: str | None) -> OllamaDetails:
+def _details(family: str | None, format_: str = "", parameter_size: str = "", quantization: str = "") -> OllamaDetails:
     return OllamaDetails(
-        parent_model="", format="", family=kind or "", families=[], parameter_size="", quantization_level=""
+        parent_model="",
+        format=format_,
+        family=family or "",
+        families=[family] if family else [],
+        parameter_size=parameter_size,
+        quantization_level=quantization,
     )
+
+
+def _parameter_size(num_parameters: int) -> str:
+    """Return a number of parameters as people say it: 8.0B, 494.03M."""
+    for size, name, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 2)):
+        if num_parameters >= size:
+            return f"{num_parameters / size:.{digits}f}{name}"
+    return str(num_parameters) if num_parameters else ""

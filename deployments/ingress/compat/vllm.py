@@ -1,6 +1,6 @@
 """Paths of vLLM and llama.cpp beside OpenAI's: those without /v1, /health, /version, /tokenize and /detokenize.
 
-Source: vLLM, "OpenAI-Compatible Server". The paths without the prefix are those of /v1 in everything: keys, bounds,
+Source: vLLM, "OpenAI-Compatible Server". The paths without the prefix equal those of /v1 in everything: keys, bounds,
 errors and answers.
 """
 
@@ -20,7 +20,7 @@ from deployments.ingress.kserve.tensors import server_metadata
 from deployments.ingress.messages.bodies import JsonRoute, LenientBody, warning_header
 from deployments.ingress.messages.responses import INFERENCE_ERRORS, Answer, documented, json_response
 from deployments.ingress.openai.chat_images import ChatImages
-from deployments.ingress.openai.text import ChatMessage
+from deployments.ingress.openai.text import ChatMessage, messages_of
 from deployments.ingress.service.service import Service
 from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, as_record
 from deployments.records.errors import InvalidRequest, ModelUnavailable
@@ -28,11 +28,11 @@ from deployments.records.errors import InvalidRequest, ModelUnavailable
 _UNDER_V1: Final = frozenset(
     {"chat", "classify", "completions", "embeddings", "images", "models", "pooling", "rerank", "responses", "score"}
 )
-_PAGE: Final = "/chat"  # of web_pages.py; nothing of OpenAI's is called so
+_PAGE: Final = "/chat"  # of web_pages.py; OpenAI has no path of this name
 
 
 class UnprefixedPaths:
-    """ASGI middleware: a request for `/chat/completions` is one for `/v1/chat/completions`, and so on."""
+    """ASGI middleware that serves `/chat/completions` as `/v1/chat/completions`, and so on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,12 +63,12 @@ class TokenizeBody(LenientBody):
             raise InvalidRequest("prompt: give either prompt or messages", "prompt")
         if self.messages is None:
             return as_record(CompletionRequest, {"model": self.model, "prompt": self.prompt})
-        messages = [message.to_message(number) for number, message in enumerate(self.messages)]
-        return await images.record_of({"model": self.model, "messages": messages, "tools": tuple(self.tools or ())})
+        fields = {"model": self.model, "messages": messages_of(self.messages), "tools": tuple(self.tools or ())}
+        return await images.record_of(fields)
 
 
 class DetokenizeBody(LenientBody):
-    """Tokens that are to be text."""
+    """Tokens to turn into text."""
 
     model: Name
     tokens: list[int] = Field(min_length=1)
@@ -96,7 +96,7 @@ class TokensAnswer(Answer):
 
     @classmethod
     def of(cls, found: PromptTokens, *, has_pieces: bool) -> TokensAnswer:
-        """Return the answer, with the text of each token where it was asked for."""
+        """Return the answer, with the text of each token if requested."""
         return cls(
             count=len(found.token_ids),
             max_model_len=found.max_model_len,
@@ -115,7 +115,7 @@ def create_vllm_router(service: Service, images: ChatImages) -> APIRouter:
 
     @router.get("/health", response_model=HealthOkAnswer, responses=documented(503))
     async def health() -> Response:
-        """Answer 200 from the first model on that can be asked, 503 as long as there is none."""
+        """Answer 200 once a model can be used, 503 before."""
         if not await is_any_answering(service):
             raise ModelUnavailable("models are still entering the store or wait for a replica, or none could")
         return json_response(HealthOkAnswer(status="ok"))

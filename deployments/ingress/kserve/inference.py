@@ -109,7 +109,7 @@ class Inference:
         return await is_ready(self._service, model, version)
 
     async def metadata(self, model: str, version: str = "") -> ModelMetadata:
-        """Return what the model takes and gives. Waits for one that is being registered."""
+        """Return the model's inputs and outputs. Waits for a model that is being registered."""
         card, signature = await find_model(self._service, model, version)
         more = {"fingerprint": card.fingerprint} if card.fingerprint else {}
         more |= {"ranges": card.program.ranges_text()} if card.program else {}
@@ -156,7 +156,7 @@ class Inference:
         return InferResponse(request.model, VERSION, outputs, request.id, parameters, timings_ms)
 
     def infer_stream(self, request: InferRequest) -> OutputChannel[InferResponse]:
-        """Return the channel of a text model's answer to one prompt; of any other model's whole answer, as one piece.
+        """Return the channel of a text model's answer to one prompt, or of another model's whole answer as one piece.
 
         The reader closes it. The parameter `triton_final_response` is true on the last piece.
         """
@@ -218,7 +218,7 @@ class Inference:
         return given, schedule
 
     def _labels_of(self, card: ModelCard, request: InferRequest) -> Mapping[str, Sequence[str]]:
-        """Return the names of the classes that each output scores, where classes are asked for."""
+        """Return the names of the classes of each output, if classes are requested."""
         if not any(wish.num_classes for wish in request.outputs):
             return {}
         if card.kind == PIPELINE:
@@ -273,7 +273,7 @@ class Inference:
 
 
 def _items(card: ModelCard, signature: Signature, given: Mapping[str, TensorValue]) -> tuple[str, int]:
-    """Return the name of the input that says how many items the request has, and their number."""
+    """Return the input that counts the items of the request, and their number."""
     if card.kind == "embedding" and len(given) != 1:
         raise InvalidRequest(f"model {card.id!r} takes either text or input_ids, got {len(given)} of them")
     counts = [(name, value.shape[0] if value.shape else 1) for name, value in given.items()]
@@ -314,7 +314,7 @@ def _piece(response: InferResponse, *, is_last: bool) -> InferResponse:
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """All outputs of a model for one request, in the order of its signature, and figures and warnings about them."""
+    """All outputs of a model for one request, in the order of its signature, with figures and warnings."""
 
     outputs: tuple[TensorValue, ...]
     timings_ms: Mapping[str, float]
@@ -393,7 +393,7 @@ async def _infer_text_scores(service: Service, request: ScoringRequest) -> _Outp
 
 
 async def _infer_scores(service: Service, request: HeadRequest) -> _Outputs:
-    """Return what a head gives for each row of features."""
+    """Return a head's scores for each row of features."""
     found = await service.apply_head(request)
     return _Outputs((TensorValue("scores", "FP32", found),), {}, len(found))
 
@@ -412,6 +412,6 @@ async def _infer_pipeline(service: Service, request: PipelineRequest, batch_size
 
 
 def _slowest(timings_ms: Sequence[TimingsMs]) -> TimingsMs:
-    """Return the longest time of each phase, of parts that ran side by side."""
+    """Return the longest time of each phase among parallel parts."""
     phases = {phase: None for timings in timings_ms for phase in timings}
     return {phase: max(timings.get(phase, 0.0) for timings in timings_ms) for phase in phases}

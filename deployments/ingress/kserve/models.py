@@ -1,7 +1,7 @@
-"""Models and pipelines as the Open Inference Protocol describes them: signature, readiness, Triton's configuration.
+"""Models and pipelines in the Open Inference Protocol: signature, readiness, Triton's configuration.
 
-Source of the configuration: Triton, "Model Configuration Extension": the protobuf ModelConfig as JSON, as far as it
-means something here. Its dimensions leave out the batch.
+Source of the configuration: Triton, "Model Configuration Extension": the protobuf ModelConfig as JSON, the parts that
+have a meaning here. Its dimensions leave out the batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DIFFUSION: Final = Signature(
     ),
     outputs=(TensorSpec("images", "UINT8", (-1, -1, -1, 3)), TensorSpec("seed", "INT64", (-1,))),
 )
-# Of `stop`, every element is for every prompt. The embedding of the prompts is made only where it is asked for, alone.
+# Every element of `stop` is for every prompt. The prompts' embedding is made only on request, and alone.
 EMBEDDING: Final = "embedding"
 LLM: Final = Signature(
     inputs=(
@@ -84,7 +84,7 @@ _HEAD: Final = Signature(
     inputs=(TensorSpec("features", "FP32", (-1, -1)),),
     outputs=(TensorSpec("scores", "FP32", (-1, -1)),),
 )
-# The text of a query is one for all documents, or one for each.
+# There is one query for all documents, or one for each.
 _RERANKER: Final = Signature(
     inputs=(TensorSpec("text", "BYTES", (-1,)), TensorSpec("query", "BYTES", (-1,))),
     outputs=(TensorSpec("score", "FP32", (-1,)),),
@@ -116,7 +116,7 @@ def _described(specs: Sequence[TensorSpec]) -> str:
 
 
 def check_inputs(model: str, signature: Signature, inputs: Sequence[TensorValue]) -> dict[str, TensorValue]:
-    """Return the inputs by name. Raises InvalidRequest naming what the model takes."""
+    """Return the inputs by name. Raises InvalidRequest naming the model's inputs."""
     takes = f"model {model!r} takes {_described(signature.inputs)}"
     specs = {spec.name: spec for spec in signature.inputs}
     given: dict[str, TensorValue] = {}
@@ -140,7 +140,7 @@ def check_inputs(model: str, signature: Signature, inputs: Sequence[TensorValue]
 
 
 def check_outputs(model: str, signature: Signature, names: Sequence[str]) -> None:
-    """Raise InvalidRequest for an unknown output, naming what the model gives, and for one that is named twice."""
+    """Raise InvalidRequest for an unknown output, naming the model's outputs, and for one that is named twice."""
     known = {spec.name for spec in signature.outputs}
     for position, name in enumerate(names):
         if name not in known:
@@ -157,9 +157,9 @@ _READY_STATES: Final = ("ready", "updating")
 
 
 async def find_model(service: Service, model: str, version: str) -> tuple[ModelCard, Signature]:
-    """Return a model or pipeline that answers requests, and what it takes and gives.
+    """Return a model or pipeline that answers requests, and its signature.
 
-    Waits for a model that is just being registered. Raises UnknownModel, ModelUnavailable, and InvalidRequest for an
+    Waits for a model that is being registered. Raises UnknownModel, ModelUnavailable, and InvalidRequest for an
     adapter, which answers no requests of its own.
     """
     _check_version(model, version)
@@ -186,7 +186,7 @@ async def is_ready(service: Service, model: str, version: str) -> bool:
 
 
 async def is_any_answering(service: Service) -> bool:
-    """Return whether all configured models have come or failed, and one can be asked. Unloaded ones count.
+    """Return whether all configured models have come or failed, and one can be used. Unloaded ones count.
 
     False when the models are not known within `PROBE_TIMEOUT_S`: probes do not wait until they are.
     """
@@ -204,7 +204,7 @@ def _check_version(model: str, version: str) -> None:
 
 
 class TensorConfiguration(TypedDict):
-    """An input or output. `dims` leave out the batch, where there is one."""
+    """An input or output. `dims` leave out the batch, if there is one."""
 
     name: str
     data_type: str
@@ -213,7 +213,7 @@ class TensorConfiguration(TypedDict):
 
 
 class BatchingConfiguration(TypedDict, total=False):
-    """The batch policy of the text encoders, empty where an engine takes in requests at every step."""
+    """The batch policy of the text encoders; empty for an engine that takes in requests at every step."""
 
     preferred_batch_size: list[int]
     max_queue_delay_microseconds: int
@@ -248,9 +248,9 @@ def is_decoupled(metadata: ModelMetadata) -> bool:
 def model_configuration(
     metadata: ModelMetadata, max_batch_size: int, batching: BatchingConfig | None = None
 ) -> ModelConfiguration:
-    """Return the configuration. `batching` is the batch policy of what the text encoders run.
+    """Return the configuration. `batching` is the batch policy of the text encoders' models.
 
-    `max_batch_size` 0 says, as in Triton, that the first dimension counts no rows.
+    `max_batch_size` 0 means, as in Triton, that the first dimension counts no rows.
     """
     first = 1 if max_batch_size else 0
     configuration = ModelConfiguration(

@@ -1,23 +1,23 @@
 """Triton's model repository and statistics extensions over the models of the cluster.
 
-The repository says what is there, brings it near and lets it go. It differs from Triton, which loads and unloads on an
-operator's word only:
+The repository lists models, brings them near and unloads them. It differs from Triton, which loads and unloads on an
+operator's call only:
 
-- Every model of the directory can be asked at any time; a request brings what it needs. `load` does that beforehand
+- Every model of the directory can be used at any time; a request brings its weights. `load` does that beforehand
   and returns when the model is usable.
 - `unload` takes the weights out of replicas and nodes and makes the model UNAVAILABLE, "unloaded", for readiness and
   index alike, in the whole cluster. Requests are not refused: the next one, or `load`, brings it back, and it is
-  READY again. What running requests or pins hold stays, and the unload fails with a Conflict that says so.
+  READY again. Components that running requests or pins hold stay, and the unload fails with a Conflict that says so.
 - An adapter is no entry of its own, and a pipeline has no weights of its own.
 
-Statistics of each model are told in the terms of Triton's statistics extension. They are
+Statistics of each model follow Triton's statistics extension. They are
 counted where requests pass, so the figures are those of one ingress replica since it started: with several, add them
-up, or read Prometheus instead. What Triton's durations mean here, from the phase times that results bring along:
+up, or read Prometheus instead. Triton's durations here, from the phase times of results:
 
     queue           waiting for a turn and for a place in a replica (`queue`)
-    compute_input   bringing the model's weights to where they are used (`switch`)
+    compute_input   bringing the model's weights to the device (`switch`)
     compute_infer   every other phase: encode, denoise, prefill, generate, decode, stages of a pipeline
-    compute_output  what is left of the whole: making protocol tensors of results, and transport
+    compute_output  the rest of the whole: making protocol tensors of results, and transport
 
 Phases that run side by side count in full each, so the parts may add up to more than the whole. One request is one
 execution: which requests shared a forward is known to the replicas only. `cache_hit` and `cache_miss` count text
@@ -48,7 +48,7 @@ _SWITCH, _QUEUE, _TOTAL = "switch", "queue", "total"
 
 @dataclass(frozen=True, slots=True)
 class ModelIndex:
-    """An entry of the index. `reason` says why the state is what it is, where there is something to say."""
+    """An entry of the index. `reason` explains the state, if need be."""
 
     name: str
     version: str
@@ -82,7 +82,7 @@ class Repository:
         return [model]
 
     async def load(self, model: str, parameters: Parameters | None = None, repository: str = "") -> None:
-        """Bring the model to the replicas that run it, and return when it is usable. Waits while it is registered.
+        """Bring the model to the replicas that run it, and return when it is usable. Waits for its registration.
 
         Raises ModelUnavailable with the reason when no replica can have it.
         """
@@ -102,7 +102,7 @@ class Repository:
     async def unload(self, model: str, parameters: Parameters | None = None, repository: str = "") -> None:
         """Take the model out of memory. Raises Conflict when running requests or pins hold it.
 
-        `unload_dependents` changes nothing: no model here is unloaded by another's unloading.
+        `unload_dependents` changes nothing: no model is unloaded together with another here.
         """
         _check_repository(repository)
         _check_parameters("unload", parameters or {}, _UNLOAD_PARAMETERS)
@@ -143,13 +143,13 @@ def _check_parameters(action: str, parameters: Parameters, known: frozenset[str]
 
 @dataclass(slots=True)
 class Duration:
-    """Events and their time in all, in nanoseconds."""
+    """Events and their total time in nanoseconds."""
 
     count: int = 0
     ns: int = 0
 
     def add_duration(self, ms: float, count: int = 1) -> None:
-        """Count `count` events of `ms` in all. Negative times, differences of phases side by side, count as 0."""
+        """Count `count` events of `ms` in all. Negative times, differences of parallel phases, count as 0."""
         self.count += count
         self.ns += max(0, round(ms * 1e6))
 
@@ -195,7 +195,7 @@ class ModelStatistics:
 
 
 class Statistics:
-    """Statistics of at most `max_models` models: those used longest ago are forgotten. Lives on one event loop."""
+    """Statistics of at most `max_models` models; the least recently used are forgotten. Lives on one event loop."""
 
     def __init__(self, clock_s: Callable[[], float] = time.time, max_models: int = _MAX_MODELS) -> None:
         self._clock_s = clock_s
@@ -233,7 +233,7 @@ class Statistics:
         self._touched(model).inference_stats.fail.add_duration(total_ms)
 
     def of_model(self, model: str) -> ModelStatistics:
-        """Return the statistics of `model`, all zero when nobody has used it here."""
+        """Return the statistics of `model`, all zero before its first use here."""
         return self._models.get(model) or ModelStatistics(model)
 
     def _touched(self, model: str) -> ModelStatistics:

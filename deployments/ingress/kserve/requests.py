@@ -186,7 +186,7 @@ def _image_prompts(text: str | None, image: Any) -> list[dict[str, Any]]:
 
 
 def _use(text: str, field: str) -> LoraUse:
-    """Parse `bold:0.8`: bold at 0.8, or at 1 where it says nothing."""
+    """Parse `bold:0.8`: bold at 0.8, or at 1 without a number."""
     name, _, scale = text.strip().partition(":")
     try:
         return as_record(LoraUse, {"name": name, "scale": float(scale or 1)})
@@ -211,7 +211,7 @@ class Schedule:
     timeout_s: float | None = None
 
     def fields_of(self, model: str) -> dict[str, Any]:
-        """Return the fields of a record that asks a model."""
+        """Return the fields of a request's record."""
         return {"model": model, "priority": self.priority, "timeout_s": self.timeout_s}
 
 

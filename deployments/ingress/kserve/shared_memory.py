@@ -1,8 +1,8 @@
 """Triton's system shared memory extension: regions of clients on this machine, whose bytes do not travel.
 
-A region is a part of a file in /dev/shm that belongs to the user who runs the client. Source: Triton, "Shared Memory
-Extension". HAZARD: the files are never mapped, but read and written: their owners may cut them off at any time, and
-whoever touches a mapped page behind the end of its file dies of SIGBUS.
+A region is a part of a file in /dev/shm that belongs to the client's user. Source: Triton, "Shared Memory
+Extension". HAZARD: the files are never mapped, but read and written: their owners may truncate them at any time, and
+a process that touches a mapped page behind the end of its file dies of SIGBUS.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _MAX_NAME_CHARS: Final = 256
 _OFF: Final = "shared memory is switched off here (`ingress: {shared_memory: {}}`); send the data"
 
 _TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_ESTABLISHED: Final = "01"  # others may have lost their user: TIME_WAIT shows root
+_ESTABLISHED: Final = "01"  # other states may show another user: TIME_WAIT shows root
 _MAX_HEADER_CHARS: Final = 80
 Peer = tuple[str, int]  # address and port
 
 
 class Owner(NamedTuple):
-    """The owner of regions: the user who runs the client, and the tenant of its key."""
+    """The owner of regions: the client's user, and the tenant of its key."""
 
     uid: int
     tenant: str
 
 
 class RegionStatus(NamedTuple):
-    """A region as it is listed: `byte_size` bytes from `offset` on of the file `key`."""
+    """The listing of a region: `byte_size` bytes from `offset` on of the file `key`."""
 
     name: str
     key: str
@@ -86,7 +86,7 @@ class _Region:
                 num_written += os.pwrite(file, memoryview(data)[num_written:], start + num_written)
 
     def close(self) -> None:
-        """Close the file, when nobody is at it."""
+        """Close the file once no call uses it."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -94,7 +94,7 @@ class _Region:
 
     @contextlib.contextmanager
     def _opened(self, part: RegionPart) -> Iterator[tuple[int, int]]:
-        """Yield the file, which stays open meanwhile, and where the part begins. Raises InvalidRequest."""
+        """Yield the file, which stays open meanwhile, and the beginning of the part. Raises InvalidRequest."""
         with self._lock:
             if self._file is None:
                 raise self._wrong("it was unregistered")
@@ -121,7 +121,7 @@ class SharedMemory:
 
     @property
     def is_on(self) -> bool:
-        """Return whether the config wants it."""
+        """Return whether the config enables shared memory."""
         return self._config is not None
 
     def list_regions(self, owner: Owner, name: str = "") -> list[RegionStatus]:
@@ -131,7 +131,7 @@ class SharedMemory:
         return [region.status for region in self._regions.get(owner, {}).values()]
 
     async def register(self, owner: Owner, status: RegionStatus) -> None:
-        """Register a region of a file that the owner has."""
+        """Register a region of a file of the owner."""
         config, own = self._switched_on(), self._regions.setdefault(owner, {})
         if not 0 < len(status.name) <= _MAX_NAME_CHARS:
             raise InvalidRequest(f"name: from 1 to {_MAX_NAME_CHARS} characters are allowed", "name")
@@ -145,7 +145,7 @@ class SharedMemory:
         own[status.name] = _Region(status, _open_file(self._folder, owner.uid, status))
 
     async def unregister(self, owner: Owner, name: str = "") -> None:
-        """Forget a region of an owner, or all of them. One that is not there is forgotten already, as with Triton."""
+        """Forget a region of an owner, or all of them. An unknown one is no error, as with Triton."""
         own = self._regions.get(owner, {})
         gone = [own.pop(known) for known in ([name] if name else list(own)) if known in own]
         if not own:
@@ -178,7 +178,7 @@ class SharedMemory:
             self._num_bytes_read -= num_bytes
 
     async def write_outputs(self, request: InferRequest, response: InferResponse) -> InferResponse:
-        """Write the outputs that are wished into regions, and return the response with the others."""
+        """Write outputs into the wanted regions, and return the response with the others."""
         parts = {wish.name: wish.part for wish in request.outputs if wish.part is not None}
         if not parts:
             return response
@@ -215,7 +215,7 @@ class SharedMemory:
 
 
 def _owner_of(request: InferRequest) -> Owner:
-    assert request.owner is not None  # the transports set it where has_shared
+    assert request.owner is not None  # the transports set it if has_shared
     return Owner(*request.owner)
 
 
@@ -241,9 +241,9 @@ def _open_file(folder: Path, uid: int, status: RegionStatus) -> int:
 
 
 def uid_of_client(peer: Peer | None, header: str | None = None) -> int:
-    """Return the user who runs the client of a connection from `peer`; `header` is what HAProxy says of it.
+    """Return the user of the client of a connection from `peer`; `header` is HAProxy's address of it.
 
-    Raises NotAllowed for a client on another machine, or one that cannot be told.
+    Raises NotAllowed for a client on another machine, or an unidentified one.
     """
     uid = _uid_of(peer)
     if header is not None and uid == os.geteuid():

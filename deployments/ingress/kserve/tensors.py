@@ -4,8 +4,8 @@ The codec takes JSON or raw bytes, as the protocol writes them, to arrays and ba
 `grpc/codec.py` make and read the records; `inference.py` answers them.
 
 Sources: KServe v2, "Tensor Data"; Triton, "Binary Tensor Data Extension". Everything is checked before memory of the
-claimed size is taken, and whatever comes, the only error is InvalidRequest. Raw data is little-endian, as is every
-machine that this runs on, so arrays are views of what arrived: read-only.
+claimed size is taken, and the only error, for any input, is InvalidRequest. Raw data is little-endian, as is every
+machine that this runs on, so arrays are read-only views of the arrived bytes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SHARED_MEMORY: Final = "shared_memory_region"  # the parameter of tensors that d
 _SHARED_OFFSET: Final = "shared_memory_offset"
 _SHARED_SIZE: Final = "shared_memory_byte_size"
 _MAX_CLASSES: Final = 2**31 - 1
-MAX_TENSORS: Final = 256  # that a request has, or asks for: no more are looked at
-# Triton's names of what this server does beyond the protocol itself.
+MAX_TENSORS: Final = 256  # inputs or wanted outputs of a request: no more are looked at
+# Triton's names of the extensions that this server has.
 _EXTENSIONS: Final = (
     "binary_tensor_data",
     "classification",
@@ -114,7 +114,7 @@ def from_json(name: str, datatype: Datatype, shape: tuple[int, ...], data: Seque
 def to_json(value: TensorValue) -> list[Any]:
     """Return the elements, flat and row-major.
 
-    Raises InvalidRequest for what JSON cannot say; the message names binary data as the way.
+    Raises InvalidRequest for values that JSON cannot express; the message recommends binary data.
     """
     check_json(value)
     flat = value.data.reshape(-1)
@@ -235,7 +235,7 @@ def _way(value: TensorValue) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a wrong value as a message shows it: short, whatever came."""
+    """Return a wrong value for a message, always short."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write down very long ones
@@ -249,7 +249,7 @@ def classify_output(value: TensorValue, num_classes: int, labels: Sequence[str] 
 
     That is `value:index` of the `num_classes` highest elements of each item: BYTES (items, at most num_classes); with
     `labels`, one for each element of an item, `value:index:label`. The first dimension counts items; the others are
-    one row of classes. Of equal values the earlier comes first, and what is not a number comes last.
+    one row of classes. Of equal values the earlier comes first, and NaN comes last.
     """
     if value.datatype == "BYTES":
         raise InvalidRequest(f"output {value.name!r} is text: it has no highest values", value.name)
@@ -296,7 +296,7 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputWish:
-    """An output that the request names.
+    """An output named in the request.
 
     `binary`: its data is to travel as raw bytes (REST only). `num_classes` above 0 asks for the classification
     extension: the so many highest values with their indices, as text, instead of the tensor. With `part`, the data goes
@@ -311,7 +311,7 @@ class OutputWish:
 
 
 def read_part(name: str, parameters: Parameters) -> RegionPart:
-    """Return the part of a region that the parameters of tensor `name` say. Raises InvalidRequest."""
+    """Return the part of a region in the parameters of tensor `name`. Raises InvalidRequest."""
     region, offset = parameters[SHARED_MEMORY], parameters.get(_SHARED_OFFSET, 0)
     nbytes = parameters.get(_SHARED_SIZE)
     if not isinstance(region, str) or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
@@ -321,7 +321,7 @@ def read_part(name: str, parameters: Parameters) -> RegionPart:
 
 
 def read_wish(name: str, parameters: Parameters, *, binary: bool) -> OutputWish:
-    """Return the wish for an output by its parameters. Raises InvalidRequest for what is not served."""
+    """Return the wish for an output by its parameters. Raises InvalidRequest for unsupported ones."""
     part = read_part(name, parameters) if SHARED_MEMORY in parameters else None
     num_classes = parameters.get("classification", 0)
     if type(num_classes) is not int or not 0 <= num_classes <= _MAX_CLASSES:
@@ -333,9 +333,9 @@ def read_wish(name: str, parameters: Parameters, *, binary: bool) -> OutputWish:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request for inference. `version` "" is the one that is served. No `outputs` means all of them.
+    """A request for inference. `version` "" is the served one. No `outputs` means all of them.
 
-    Where tensors are in shared memory, `owner` is the uid and the tenant whose it is.
+    If tensors are in shared memory, `owner` is the uid and the tenant of their owner.
     """
 
     model: str
@@ -358,7 +358,7 @@ class InferResponse:
     """The answer to one request, or a piece of it. `id` is the request's.
 
     `outputs` are in the order that the request named them, or in the model's own.
-    `timings_ms` by phase, of the slowest part where the request had several; "queue" and "total" are always there.
+    `timings_ms` by phase are those of the slowest of several parts; "queue" and "total" are always there.
     """
 
     model: str
@@ -372,7 +372,7 @@ class InferResponse:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """The metadata of a model: what it takes and gives. Shapes include the batch dimension; -1 is any size.
+    """The metadata of a model: its inputs and outputs. Shapes include the batch dimension; -1 is any size.
 
     `parameters` is text about the model that the protocol leaves to the server: kind, fingerprint, description.
     """
@@ -387,7 +387,7 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ServerMetadata:
-    """The metadata of the server: its version, and the extensions of the protocol that it has."""
+    """The metadata of the server: its version, and its extensions of the protocol."""
 
     name: str
     version: str
@@ -395,5 +395,5 @@ class ServerMetadata:
 
 
 def server_metadata(*more_extensions: str) -> ServerMetadata:
-    """Return the metadata of this server, which has more extensions where its config wants them."""
+    """Return the metadata of this server; the config may enable more extensions."""
     return ServerMetadata("atelier", installed_version() or "0", (*_EXTENSIONS, *more_extensions))

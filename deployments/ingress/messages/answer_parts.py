@@ -1,4 +1,4 @@
-"""What the pieces of a text's stream add to its answer, in the words of no protocol."""
+"""The additions of a text stream's pieces to its answer, independent of any protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AnswerParts:
         self._kind = ""  # of the last block
 
     def of(self, chunk: TextChunk) -> Iterator[AnswerPart]:
-        """Yield what a piece adds. It may be several joined: the rest of a call that is open comes first of all."""
+        """Yield the additions of a piece, which may join several. The rest of an open call comes first of all."""
         meant = [call for call in chunk.tool_calls if self._max_calls is None or call.index < self._max_calls]
         num_before = self._num_calls
         for call in meant:
@@ -35,7 +35,7 @@ class AnswerParts:
                 yield AnswerPart("call", call.arguments, begins=False, call=call)
         if chunk.reasoning:
             yield self._addition("thought", chunk.reasoning)
-        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
+        if chunk.text.strip() or (chunk.text and not self._num_calls):  # blanks between calls are dropped
             yield self._addition("text", chunk.text)
         for call in meant:
             if call.index >= num_before:

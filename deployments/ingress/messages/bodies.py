@@ -1,6 +1,6 @@
-"""Bodies of requests: what they may cost while they come (time, memory, values of their JSON), and how they are read.
+"""Bodies of requests: the limits of their cost as they arrive (time, memory, values of their JSON), and their reading.
 
-A parser of JSON holds Python's lock until it is done, in whatever thread it runs. Texts and images in it cost next to
+A parser of JSON holds Python's lock until it is done, in any thread. Texts and images in it cost next to
 nothing, 20 million empty lists 20 s and 1.5 GB. So the values are counted as the bytes come, and large bodies are
 joined and parsed beside the event loop, one at a time: FastAPI does both on it, with 64 MiB of images for 150 ms.
 
@@ -41,17 +41,17 @@ from deployments.records import (
 )
 from deployments.records.errors import InvalidRequest, Overloaded, RequestTooLarge, RequestTooSlow
 
-SMALL_BYTES: Final = 2**16  # of a body that is kept while it waits for its turn, and that no count can refuse
+SMALL_BYTES: Final = 2**16  # of a body that is kept while it waits for its turn, and never refused for its bytes
 MAX_JSON_PARTS: Final = 2**16  # lists, objects and members of objects in one body
-MAX_JSON_DEPTH: Final = 128  # of them within each other: what pickles a record fails beyond some 400
+MAX_JSON_DEPTH: Final = 128  # of them within each other: pickle fails on records nested beyond some 400
 _MAX_DIGITS: Final = 10  # of an announced size
-_MAX_BODY_S: Final = 30.0  # for any body; a large one has so much more as its bytes take at the least rate
+_MAX_BODY_S: Final = 30.0  # for any body; a large one has more, the time of its bytes at the least rate
 _LEAST_BYTES_PER_S: Final = 2**16
 _MAX_LARGE: Final = 16  # bodies of the largest size that an ingress has in hand; half of them of one tenant
-_MAX_LINGER_S: Final = 5.0  # for the rest of a body that nobody needs
+_MAX_LINGER_S: Final = 5.0  # for the rest of an unneeded body
 _LINGER_BYTES_PER_S: Final = 2**24  # of all such bodies together: the largest upload is taken in, in that time
 _MAX_PAUSE_S: Final = 0.25  # in it
-_CLOSING_S: Final = 0.05  # in which HAProxy reads the answer: closing over bytes that were not read may take it back
+_CLOSING_S: Final = 0.05  # in which HAProxy reads the answer: closing with unread bytes may lose it
 _CLOSING: Final = ((b"connection", b"close"), (UNREAD.encode(), b"1"))
 _NOT_JSON: Final = (b"multipart/form-data", b"application/octet-stream")
 _LEVELS: Final = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)  # by byte
@@ -64,26 +64,26 @@ _parser: Final = ThreadPoolExecutor(1, thread_name_prefix="json")
 
 
 def announced_bytes(scope: Scope) -> float:
-    """Return the size of the body as its client says it; infinity where it says none, or none that makes sense."""
+    """Return the size of the body that its client announces; infinity for none, or a senseless one."""
     announced: Any = dict(scope["headers"]).get(b"content-length", b"")
     return int(announced) if announced.isdigit() and len(announced) <= _MAX_DIGITS else math.inf
 
 
 def _has_body(scope: Scope) -> bool:
-    """Return whether a request says that it has a body."""
+    """Return whether a request announces a body."""
     headers = dict(scope["headers"])
     return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
 class _Rate:
-    """A number of bytes a second that all who take some have together."""
+    """A number of bytes a second, shared by all takers."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0  # when all that were taken have had their time
+        self._free_s = 0.0  # when the time of all taken bytes has passed
 
     async def take(self, num_bytes: int) -> None:
-        """Take some bytes more, and wait until there is room for others."""
+        """Take more bytes, and wait until there is room for others."""
         now_s = time.monotonic()
         self._free_s = max(now_s, self._free_s) + num_bytes / self._bytes_per_s
         await asyncio.sleep(self._free_s - now_s)
@@ -95,9 +95,9 @@ _lingering: Final = _Rate(_LINGER_BYTES_PER_S)
 async def closing_unless_whole(scope: Scope, receive: Receive, send: Send) -> Send:
     """Return the `send` for an answer that does not need the body: it closes the connection unless the body is here.
 
-    The rest of the body is taken in first: who is still sending when the connection closes may lose the answer (RFC
+    The rest of the body is read first: a client still sending when the connection closes may lose the answer (RFC
     9112, 9.6), as clients of asyncio do. At a bounded rate: at full speed, 57 MiB cost others more than the refusal had
-    saved. A body that is too large for that is not waited for. HAProxy passes on the rest of a body as slowly as it
+    saved. A body too large for that is not waited for. HAProxy passes on the rest of a body as slowly as it
     comes, so that the request counts for as long; by the header `UNREAD` it does not.
     """
     is_more = _has_body(scope)
@@ -126,7 +126,7 @@ async def closing_unless_whole(scope: Scope, receive: Receive, send: Send) -> Se
 
 
 async def receive_small(receive: Receive) -> list[Message]:
-    """Return the messages of a whole small body. Raises RequestTooSlow when they take longer than any body may."""
+    """Return the messages of a whole small body. Raises RequestTooSlow after the longest time of any body."""
     try:
         async with asyncio.timeout(_MAX_BODY_S):
             messages = [await receive()]
@@ -179,8 +179,8 @@ class BoundedBody:
     """ASGI's `receive` and `send` of one request whose body may be large, with all bounds.
 
     `receive` raises RequestTooLarge behind `max_bytes`, or with JSON that has too many values, RequestTooSlow, and
-    Overloaded. Where an answer begins before the body has ended, `send` closes the connection behind it: nobody waits
-    for the rest.
+    Overloaded. If an answer begins before the body has ended, `send` closes the connection after it, without waiting
+    for the rest of the body.
     """
 
     def __init__(
@@ -233,10 +233,10 @@ class BoundedBody:
 
 
 class JsonSize:
-    """The size of a JSON text that comes piece by piece: its lists, objects and members, how deep they are within each
+    """The size of a JSON text that comes piece by piece: its lists, objects and members, how deep they nest in each
     other, and its bytes without texts.
 
-    A number or a text takes a byte more than those of the text: its comma.
+    A number or a text counts one byte more than its own bytes: its comma.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -271,7 +271,7 @@ class JsonSize:
 
 
 def check_json_size(body: bytes) -> None:
-    """Raise RequestTooLarge for JSON of more values than are read, InvalidRequest for what is nested too deeply."""
+    """Raise RequestTooLarge for JSON with too many values, InvalidRequest for one nested too deeply."""
     size = JsonSize(len(body))
     for start in range(0, len(body), SMALL_BYTES):
         size.add(body[start : start + SMALL_BYTES])
@@ -343,12 +343,12 @@ def _parsed(body: bytes) -> Any:
     """Return the value of a large JSON text. Raises ValueError, InvalidRequest."""
     try:
         return from_json(body)
-    except ValueError:  # the standard library says where it is wrong, and lets pass what it has always let pass
+    except ValueError:  # the standard library names the place of the error, and accepts what it has always accepted
         return _loaded(body)
 
 
 def _loaded(body: bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError, InvalidRequest for a text that nobody can write again."""
+    """Return the value of a JSON text. Raises ValueError, InvalidRequest for a text that cannot be written again."""
     value = json.loads(body)
     if b"\\" in body or not body.isascii():
         try:
@@ -360,7 +360,7 @@ def _loaded(body: bytes) -> Any:
 
 
 def _field_with_half_a_pair(value: Any) -> str | None:
-    """Return the first field of the body with such a text in its value; None where it is a field's own name."""
+    """Return the first field of the body with such a text in its value; None if it is in a field's own name."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         try:
             json.dumps(inner, ensure_ascii=False).encode()
@@ -376,7 +376,7 @@ class LeftOut(BaseModel):
 
 
 def _ignored_fields(part: BaseModel, place: str = "") -> list[str]:
-    """Return the unknown fields of a body and of all parts of it, with the names that lead to them."""
+    """Return the paths of the unknown fields of a body and all its parts."""
     if isinstance(part, LeftOut):
         return [f"{place}{part.type[:64]}"]
     found = [f"{place}{name}" for name in part.model_extra or ()]
@@ -399,7 +399,7 @@ def _none_if_negative(value: int | None) -> int | None:
 
 
 def _as_seed(value: int | None) -> int | None:
-    """Return a seed that generators take: any other number below 0 is one of them."""
+    """Return a seed that generators take: a negative number becomes one of them."""
     return None if value in (None, -1) else value % (MAX_SEED + 1)
 
 
@@ -409,7 +409,7 @@ def _not_zero(value: int | None) -> int | None:
     return value
 
 
-# -1 is no value: llama.cpp's clients have it so.
+# -1 means no value, as llama.cpp's clients send it.
 Seed = Annotated[
     int | None,
     Field(ge=-1, le=MAX_SEED, description=f"-1 draws one, or {SEED_RULE}"),
@@ -421,7 +421,7 @@ TextSeed = Annotated[
     Field(ge=-MAX_SEED, le=MAX_SEED, description=f"-1 draws one, or {SEED_RULE}"),
     AfterValidator(_as_seed),
 ]
-# 0 lets the likeliest token alone pass.
+# 0 allows the likeliest token alone.
 TopP = Annotated[float | None, Field(ge=0, le=1), AfterValidator(lambda value: LEAST_TOP_P if value == 0 else value)]
 NoneOrTokens = Annotated[
     int | None,
@@ -435,10 +435,10 @@ class LenientBody(RequestModel, extra="allow"):
     """A body whose unknown fields are ignored: OpenAI adds some now and then, and its clients send them."""
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what was asked for and has no effect."""
+        """Return warnings of fields that have no effect."""
         shown = ", ".join(repr(name[:64]) for name in sorted(set(_ignored_fields(self)))[:8])
         return (f"unknown fields were ignored: {shown}",) if shown else ()
 
 
 class ClientPart(LenientBody, NullIsDefault):
-    """A body or a part of one, where null is as good as nothing."""
+    """A body or a part of one, where null counts as absent."""

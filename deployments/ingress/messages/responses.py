@@ -65,7 +65,7 @@ TimesMs = dict[str, float]  # by phase
 _logger = logging.getLogger("atelier.ingress")
 
 _QUEUE_FULL: Final = "queue_full"
-_RETRY_AFTER_S: Final = 1.0  # where nobody knows better
+_RETRY_AFTER_S: Final = 1.0  # where no better estimate is known
 # error class -> HTTP status, OpenAI type, OpenAI code; the first class that fits wins
 _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
@@ -114,7 +114,7 @@ _UNUSED_SCHEMAS: Final = ("HTTPValidationError", "ValidationError")
 
 
 class Answer(BaseModel, extra="forbid", protected_namespaces=()):
-    """A JSON object as it is sent and as the OpenAPI page shows it. Members that were not set are left out."""
+    """A JSON object for the wire and the OpenAPI page. Unset members are left out."""
 
 
 def json_text(answer: object) -> str:
@@ -166,9 +166,9 @@ EventsOf = Callable[[AsyncIterator[PieceT]], AsyncIterator[str]]
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, or lines of another type, that are made of `source`: closed when the client is gone.
+    """Server-sent events, or lines of another type, made of `source`, which is closed when the client is gone.
 
-    Starlette leaves that to the garbage collector, and until then a replica would go on writing for nobody.
+    Starlette leaves that to the garbage collector, and until then a replica would go on writing in vain.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ async def stream_events(
 async def begun_events(
     first: PieceT, rest: AsyncIterator[PieceT], events_of: EventsOf[PieceT], error_event: Callable[[Exception], str]
 ) -> AsyncIterator[str]:
-    """Yield the events of pieces. An error that comes now is an event, since the status is sent."""
+    """Yield the events of pieces. An error from here on is an event, since the status is sent."""
 
     async def pieces() -> AsyncIterator[PieceT]:
         yield first
@@ -223,7 +223,7 @@ def event_of(data: str, name: str = "") -> str:
 
 
 class ErrorBody(Answer):
-    """The message for a person, and what programs tell errors apart by."""
+    """The message for a person, and the type and code for programs."""
 
     message: str
     type: str
@@ -239,7 +239,7 @@ class ErrorAnswer(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as clients see it, before it is put into the form of a protocol. `status` is HTTP's."""
+    """An error for clients, before it takes the form of a protocol. `status` is HTTP's."""
 
     status: int
     message: str
@@ -250,8 +250,8 @@ class Failure:
 
     @property
     def headers(self) -> dict[str, str] | None:
-        """`Retry-After` where trying again may help, in whole seconds, and for HAProxy whether it is for everybody;
-        with 401, how to say who asks.
+        """`Retry-After` in whole seconds, if another try may help, and for HAProxy whether it counts for all clients;
+        with 401, the scheme of authentication.
         """
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
@@ -262,16 +262,16 @@ class Failure:
 
 
 def status_of(error: Exception) -> int:
-    """Return the HTTP status of an exception that a request for a model has ended with."""
+    """Return the HTTP status of an exception that ended a request for a model."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return next((status for class_, status, *_ in _TABLE if isinstance(error, class_)), 500)
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return the failure of any exception. One that the table does not know is a 500 with its details in the log only.
+    """Return the failure of any exception. One missing from the table is a 500 with its details in the log only.
 
-    An exception that a replica raised is taken out of Ray's wrapper.
+    A replica's exception is taken out of Ray's wrapper.
     """
     if isinstance(error, RequestValidationError):
         return _malformed(error)
@@ -304,7 +304,7 @@ def error_event(error: Exception) -> str:
 
 
 def _malformed(error: RequestValidationError) -> Failure:
-    """Return the failure of a request that is not JSON, or not of the documented form."""
+    """Return the failure of a request that is no JSON, or of another form than documented."""
     first = most_telling(error.errors(), start=1)
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}"
@@ -327,7 +327,7 @@ def install_error_handlers(app: FastAPI, respond: Callable[[str, Failure], Respo
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        if isinstance(error.__cause__, ServiceError):  # what `Gate` raises, in FastAPI's wrapper
+        if isinstance(error.__cause__, ServiceError):  # raised by `Gate`, in FastAPI's wrapper
             return respond(path, failure_of(error.__cause__))
         code = _HTTP_CODES.get(error.status_code, "http_error")
         message = f"{request.method} {path}: {error.detail}"
@@ -381,7 +381,7 @@ def error_content(class_: type[Answer]) -> dict[str, Any]:
 
 
 def documented(*statuses: int, **reasons: str) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route with OpenAI's envelope. `_409="why"` says what a status means there."""
+    """Return the `responses` of a route with OpenAI's envelope. `_409="why"` is the meaning of a status there."""
     return documented_as(ErrorAnswer, *statuses, **reasons)
 
 

@@ -1,7 +1,7 @@
-"""The terms of a request, and how it is admitted on them: its ticket in the queue, its places, and why it was refused.
+"""The terms of a request, and its admission by them: its ticket in the queue, its places, and its refusal.
 
-Terms are its priority, its tenant and its time, as headers, metadata or records say them. They accompany the
-request in a context variable: what it asks of other models on its way has the same.
+Terms are its priority, its tenant and its time, from headers, metadata or records. They accompany the
+request in a context variable: its calls of other models have the same terms.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ENCODER: Final = "text_encoder"
 PIPELINES: Final = "pipelines"
 _OF_ENCODER: Final = frozenset({"embedding", "reranker", "classifier", "head", "program"})
 _CHARS_PER_TOKEN: Final = 4
-_TOKENS_PER_TEXT: Final = 8  # what a text costs beside its tokens, in tokens
-_MANY_TOKENS: Final = 256  # of an answer whose request does not say
+_TOKENS_PER_TEXT: Final = 8  # the fixed cost of a text, in tokens
+_MANY_TOKENS: Final = 256  # of an answer without a limit in its request
 _PROMPT_TOKENS: Final = 8  # of a language model's prompt, which take as long as one of an answer
 _HEADS_AT_ONCE: Final = 64
 Request = (
@@ -62,8 +62,8 @@ Request = (
 class Terms:
     """The terms of a request: `priority` 0 is the default one, `tenant` "" none.
 
-    `is_inner`: it is a part of a request that was admitted. `is_trusted`: the tenant is that of an API key, and need
-    not be listed in the config. `waited_s`: how long the request waited to be read; its time began before.
+    `is_inner`: it is a part of an admitted request. `is_trusted`: the tenant is that of an API key, and need
+    not be listed in the config. `waited_s`: the wait before the request was read, which counts in its time.
     """
 
     priority: int = 0
@@ -74,12 +74,12 @@ class Terms:
     waited_s: float = 0.0
 
     def within_rights(self, config: AdmissionConfig) -> Terms:
-        """Return the terms with the most urgent priority that the caller's key may ask for, if they are more urgent."""
+        """Return the terms, with a too urgent priority lowered to the most urgent one of the caller's key."""
         most = min(current_max_priority.get() or config.default_priority, config.priority_levels)
         return self if (self.priority or config.default_priority) >= most else replace(self, priority=most)
 
     def checked(self, config: AdmissionConfig) -> Terms:
-        """Return the terms with a priority and a tenant that `config` knows. Raises InvalidRequest."""
+        """Return the terms with a priority and a tenant of `config`. Raises InvalidRequest."""
         if self.priority > config.priority_levels:
             raise InvalidRequest(
                 f"priority {self.priority} is not served (known: 1, most urgent, to {config.priority_levels})",
@@ -98,7 +98,7 @@ current_terms: ContextVar[Terms] = ContextVar("current_terms", default=Terms()) 
 
 
 def read_terms(headers: Mapping[str, str], key_tenant: str = "") -> Terms:
-    """Return the terms that headers or gRPC metadata say. The tenant of an API key goes before the header's.
+    """Return the terms of headers or gRPC metadata. The tenant of an API key goes before the header's.
 
     Raises InvalidRequest naming the header.
     """
@@ -120,7 +120,7 @@ def read_terms(headers: Mapping[str, str], key_tenant: str = "") -> Terms:
 
 
 def with_fields(terms: Terms, request: Any) -> Terms:
-    """Return the terms with what a record says itself."""
+    """Return the terms with the record's own fields."""
     timeouts = [given for given in (terms.timeout_s, getattr(request, "timeout_s", None)) if given is not None]
     return replace(
         terms,
@@ -132,7 +132,7 @@ def with_fields(terms: Terms, request: Any) -> Terms:
 
 @asynccontextmanager
 async def within_request_time(what: str) -> AsyncIterator[None]:
-    """Bound a wait that a request's read slot is not needed for: it counts as a part of the request's time.
+    """Bound a wait without the request's read slot: it counts as a part of the request's time.
 
     The slot is released first: others are read meanwhile. Raises DeadlineExceeded: the time ended before `what`.
     """
@@ -154,10 +154,10 @@ def _shown(text: str) -> str:
 def demand_of(
     request: Request, terms: Terms, timeout_s: float, config: ClusterConfig, *, is_stock: bool = False
 ) -> Demand:
-    """Return what a request asks for. `terms` are checked, and `request` has its defaults.
+    """Return the demand of a request on admission. `terms` are checked, and `request` has its defaults.
 
-    `is_stock`: diffusers' code runs its pipeline. Many of those requests leave the size to the class, which nobody
-    knows here, so its work is counted in steps, whatever their size.
+    `is_stock`: diffusers' code runs its pipeline. Many of those requests leave the size to the class, which is not
+    known here, so their work is counted in steps, whatever their size.
     """
     settings: ModelReplicaConfig = config.worker
     if isinstance(request, ImageRequest | ClipRequest):
@@ -183,39 +183,39 @@ def demand_of(
     else:
         pool, settings = ENCODER, config.text_encoder
         work, share = float(len(request.features)), 1 / _HEADS_AT_ONCE
-    share = min(1.0, max(share, 1 / settings.max_ongoing_requests))  # a replica refuses what Serve does not let in
+    share = min(1.0, max(share, 1 / settings.max_ongoing_requests))  # Serve refuses more requests of a replica
     version = request.model_version or ""
     return Demand(pool, request.model, work, share, terms.priority, terms.tenant, timeout_s, terms.is_inner, version)
 
 
 def pools_of(kind: str | None) -> frozenset[str]:
-    """Return the pools without which no model of that kind can be asked; a pipeline may have models of any."""
+    """Return the pools that models of that kind need; a pipeline may have models of any."""
     if kind == "pipeline":
         return frozenset((WORKER, ENCODER))
     return frozenset((ENCODER if kind in _OF_ENCODER else WORKER,))
 
 
 def _num_forwards(request: ImageRequest | ClipRequest) -> int:
-    """Return how many steps are computed of a request, which may have others extrapolated."""
+    """Return the number of computed steps of a request. Others may be extrapolated."""
     steps = request.num_inference_steps or 1
     rule = request.acceleration if isinstance(request, ImageRequest) else None
     return rule.num_computed(steps) if rule else steps
 
 
 def _num_tokens(text: str | tuple[int | str, ...]) -> float:
-    """Return about how many tokens a text has, a pair of texts, or what is tokens already."""
+    """Return the approximate number of tokens of a text, a pair of texts, or tokens."""
     if isinstance(text, str):
         return len(text) / _CHARS_PER_TOKEN
     return sum(1 if isinstance(part, int) else len(part) / _CHARS_PER_TOKEN for part in text)
 
 
 def demand_of_pipeline(name: str, terms: Terms, timeout_s: float, max_running: int) -> Demand:
-    """Return what a pipeline asks for: its place among the pipelines. Its stages ask for themselves."""
+    """Return the demand of a pipeline: a place among the pipelines. Its stages have demands of their own."""
     return Demand(PIPELINES, name, 1.0, 1 / max_running, terms.priority, terms.tenant, timeout_s, terms.is_inner)
 
 
 class AdmissionSlot:
-    """The ticket of one request, and what became of it: the queue learns from that."""
+    """The ticket of one request, and its outcome, from which the queue learns."""
 
     def __init__(self, queue: Dispatcher, ticket: int) -> None:
         self.is_answered = False
@@ -226,12 +226,12 @@ class AdmissionSlot:
         self._is_unable = False
 
     def is_elsewhere(self) -> bool:
-        """Take in that the replica could not load the model. Return whether another one may be asked."""
+        """Note that the replica could not load the model. Return whether another one may be tried."""
         self._is_unable = self._queue.note_unable(self._ticket)
         return self._is_unable
 
     def replica(self) -> Awaitable[str]:
-        """Return the replica to wait for, "" for whichever Serve chooses. Asked again, another one."""
+        """Return an awaitable of the replica, "" for Serve's choice. A further call is for another one."""
         if self._had_replica:
             is_lost, self._is_unable = not self._is_unable, False
             return self._queue.reassign(self._ticket, is_lost=is_lost)
@@ -243,7 +243,7 @@ class AdmissionSlot:
 def admitted(queue: Dispatcher, demand: Demand) -> Iterator[AdmissionSlot]:
     """Let a request in for as long as the context lasts, however it ends.
 
-    Raises QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
+    Raises QueueFull, DeadlineExceeded or ModelUnavailable for a refusal, at once or while it waits for its place.
     """
     ticket = queue.submit(demand)
     release_read_slot()
@@ -257,7 +257,7 @@ def admitted(queue: Dispatcher, demand: Demand) -> Iterator[AdmissionSlot]:
 
 
 def refusal_error(refusal: Refusal, left_s: float, model: str = "") -> ServiceError:
-    """Return a refusal as the error that clients get. `left_s` is what was left of the request's time when it came."""
+    """Return a refusal as an error for clients. `left_s` is the time that the request had left when it came."""
     after_s = refusal.retry_after_s
     match refusal.reason:
         case "expired" if left_s <= 0:

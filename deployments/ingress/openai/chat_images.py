@@ -1,7 +1,7 @@
-"""Images in chats, whatever protocol they came by: fetched or decoded before the record of a chat is made.
+"""Images in chats of all protocols, fetched or decoded before the record of a chat is made.
 
-They are fetched from hosts that the config names, never from an inner address: a name is resolved once, all its
-addresses are looked at, and the connection goes to one of them, so that no second answer of the name can lead
+Images are fetched from hosts that the config names, never from an inner address: a name is resolved once, all its
+addresses are checked, and the connection goes to one of them, so that no second answer of the name can lead
 elsewhere. Redirects are not followed.
 """
 
@@ -36,7 +36,7 @@ _FETCH_S: Final = 10.0  # for one image
 _MAX_FETCHING: Final = 8
 _MAX_WAITING: Final = 64
 _PORTS: Final = {"http": 80, "https": 443}
-# Addresses that carry an inner one of IPv4 in themselves, of which the library knows not all: NAT64.
+# Addresses that contain an inner IPv4 address, of which the library does not know all: NAT64.
 _TRANSLATED: Final = ipaddress.ip_network("64:ff9b::/96")
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
@@ -46,7 +46,7 @@ _Message = dict[str, Any]
 
 
 async def _resolve_host(host: str, port: int) -> list[str]:
-    """Return the addresses of a host. Raises OSError where there is none."""
+    """Return the addresses of a host. Raises OSError if there is none."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
@@ -125,7 +125,7 @@ class ImageFetcher:
 
 
 def is_inner(address: str) -> bool:
-    """Return whether an IP address is not one of the public network, or carries one that is not."""
+    """Return whether an IP address is outside the public network, or contains one that is."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found in _TRANSLATED:
@@ -142,7 +142,7 @@ def _tls() -> ssl.SSLContext:
 
 
 class ImageSource(NamedTuple):
-    """An image as a client sends it, in a content's list: an address, a data URL, or base64, from this field."""
+    """A client's image in a list of contents: an address, a data URL or base64, from this field."""
 
     field: str
     text: str
@@ -158,8 +158,8 @@ class ChatImages:
     async def record_of(self, fields: Mapping[str, Any]) -> ChatRequest:
         """Return the record of a chat. In its messages, a content may be a list of texts and `ImageSource`s.
 
-        Raises InvalidRequest for an image that cannot be read, and for a model that sees none, RequestTooLarge where
-        all but the images is larger than a body may be; and what `ImageReaders.read` raises.
+        Raises InvalidRequest for an unreadable image, and for a model without vision, RequestTooLarge when
+        the rest of the chat is larger than a body may be; and the errors of `ImageReaders.read`.
         """
         sources = list(_sources_of(fields["messages"]))
         num_bytes = body_bytes.get() - sum(len(source.text) for source in sources)
@@ -211,6 +211,6 @@ def _with_pixels(message: _Message, pixels: Iterator[npt.NDArray[np.uint8]]) -> 
 
 
 def content_of(parts: Sequence[str | ImageSource]) -> str | list[str | ImageSource]:
-    """Return the content of parts: their text, where none of them is an image."""
+    """Return the content of parts: their text, if none of them is an image."""
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts) if len(texts) == len(parts) else list(parts)

@@ -1,6 +1,6 @@
 """POST /v1/embeddings, /v1/pooling, /v1/rerank and /v1/classify: texts or token ids in, numbers out.
 
-Sources: the rerank APIs of Jina (`/v1/rerank`) and Cohere (`/v1/rerank`, `/v2/rerank`), which differ in their defaults
+Sources: the rerank APIs of Jina (`/v1/rerank`) and Cohere (`/v1/rerank`, `/v2/rerank`), which differ only in their
 alone; vLLM's `/classify` and `/pooling`.
 """
 
@@ -55,7 +55,7 @@ _USE_ACTIVATION = Field(True, description="false: the model's numbers before the
 
 @with_config({"extra": "forbid"})
 class EmbeddingData(TypedDict):
-    """One vector: numbers, or their little-endian float32 in base64 where that was asked for."""
+    """One vector: numbers, or their little-endian float32 in base64 if requested."""
 
     object: Literal["embedding"]
     index: int
@@ -115,13 +115,13 @@ class EmbeddingsBody(ClientPart, strict=True):
             "pooling": self.pooling,
             "prompt_name": self.prompt_name,
         }
-        if self.input_type is not None:  # NVIDIA's and Cohere's words, too
+        if self.input_type is not None:  # both NVIDIA's and Cohere's values
             given["input_type"] = "query" if self.input_type.endswith("query") else "document"
         return as_record(EmbeddingRequest, {"model": self.model, "input": texts, **given})
 
 
 def _several(value: Any) -> tuple[Any, ...]:
-    """Return texts, or token ids of each, where there may be one alone."""
+    """Return a list of texts, or of token ids of each, also for a single one."""
     if isinstance(value, str) or isinstance(value[0], int):
         value = [value]
     return tuple(item if isinstance(item, str) else tuple(item) for item in value)
@@ -172,7 +172,7 @@ def _encoded(index: int, vector: npt.NDArray[np.float32], format_: EncodingForma
 
 
 class ScoresAnswer(Answer):
-    """The part of every answer with scores that tells of its making."""
+    """The common part of answers with scores: the model, the usage and the times."""
 
     id: str
     object: Literal["list"]
@@ -203,7 +203,7 @@ class RankedDocument(TypedDict):
 
 @with_config({"extra": "forbid"})
 class RankData(TypedDict):
-    """A document's place in the request, its score, and itself where that was asked for."""
+    """A document's place in the request, its score, and the document if requested."""
 
     index: int
     relevance_score: float
@@ -215,7 +215,7 @@ class RankTokens(Answer):
 
 
 class RankMeta(Answer):
-    """The place where Cohere tells the number of tokens."""
+    """The place of the number of tokens in Cohere's form."""
 
     tokens: RankTokens
 
@@ -265,9 +265,9 @@ _TASKS = Literal["embed", "classify", "score"]
 
 
 class PoolingBody(ClientPart, strict=True):
-    """vLLM's request for what a model pools of texts: the vector of an embedding model, the scores of a classifier.
+    """vLLM's request to pool texts: the vectors of an embedding model, the scores of a classifier.
 
-    Vectors of single tokens (`token_embed`, `token_classify`) are not told.
+    Vectors of single tokens (`token_embed`, `token_classify`) are not served.
     """
 
     model: Name
@@ -291,7 +291,7 @@ class PoolingBody(ClientPart, strict=True):
 
 @with_config({"extra": "forbid"})
 class PoolingData(TypedDict):
-    """What was pooled of one text: numbers, or their little-endian float32 in base64."""
+    """The pooled vector of one text: numbers, or their little-endian float32 in base64."""
 
     index: int
     object: Literal["pooling"]
@@ -299,7 +299,7 @@ class PoolingData(TypedDict):
 
 
 class PoolingAnswer(ScoresAnswer):
-    """What was pooled of one request's texts, in their order."""
+    """The pooled vectors of one request's texts, in their order."""
 
     created: int
     data: list[PoolingData]
@@ -312,7 +312,7 @@ class RankedText(ClientPart):
 
 
 class RerankBody(ClientPart, strict=True):
-    """Cohere's and Jina's request to rank documents by how well they answer a query."""
+    """Cohere's and Jina's request to rank documents by their relevance to a query."""
 
     model: Name
     query: str = Field(min_length=1)
@@ -338,7 +338,7 @@ _Texts = str | list[str]
 
 
 class ScoreBody(ClientPart, strict=True):
-    """vLLM's request to score pairs: one text with each of others, or as many with as many, each with its own."""
+    """vLLM's request to score pairs: one text with each of several, or two lists pair by pair."""
 
     model: Name
     text_1: _Texts | None = Field(None, min_length=1)
@@ -401,7 +401,7 @@ def create_scores_router(service: Service) -> APIRouter:
 
     @router.post("/v2/rerank", response_model=RerankAnswer, responses=errors)
     async def rerank_briefly(body: RerankBody) -> Response:
-        """Rank documents as Cohere's newer clients ask for it: the answer has their places alone."""
+        """Rank documents in Cohere's newer form: the answer has their places alone."""
         return await ranked(body, with_documents=body.return_documents is True)
 
     @router.post("/v1/score", response_model=ScoreAnswer, responses=errors)
@@ -417,7 +417,7 @@ def create_scores_router(service: Service) -> APIRouter:
 
     @router.post("/v1/pooling", response_model=PoolingAnswer, responses=errors)
     async def pool(body: PoolingBody) -> Response:
-        """Return what a model pools of texts: vectors, or the scores of classes."""
+        """Pool texts: return their vectors, or the scores of classes."""
         kind = (await service.listing.model(body.model)).kind
         is_scored = kind in ("classifier", "reranker") if body.task is None else body.task != "embed"
         record = await call_aside(8 * _num_ids(body.input), partial(body.to_record, is_scored=is_scored))

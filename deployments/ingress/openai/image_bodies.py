@@ -1,4 +1,4 @@
-"""Bodies of /v1/images: OpenAI's fields and the ones that diffusion users need, and the records that they become."""
+"""Bodies of /v1/images: OpenAI's fields and those that diffusion users need, and their conversion to records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Files = str | Annotated[list[str], Field(min_length=1)]
 NamedFiles = Annotated[dict[Name, _Files], Field(max_length=MAX_NAMED_IMAGES)]
 _MAX_FORM_VALUES: Final = 4096  # lists, objects and their items in a field of a form
 _Word = Annotated[str, Field(max_length=64)]
-_WITHOUT_EFFECT: Final = {  # with the values that ask for nothing
+_WITHOUT_EFFECT: Final = {  # with their neutral values
     "background": ("auto", "opaque"),
     "quality": ("auto", "standard"),
     "style": ("auto",),
@@ -60,7 +60,7 @@ Size = Annotated[str, AfterValidator(_is_a_size)]
 
 
 def sides_of(body: Any) -> dict[str, int]:
-    """Return `width` and `height` where a body says its size in one word. Raises InvalidRequest where it says both."""
+    """Return `width` and `height` of a body with a `size`. Raises InvalidRequest for one that has both."""
     if body.size == "auto":
         return {}
     if body.width or body.height:
@@ -70,10 +70,10 @@ def sides_of(body: Any) -> dict[str, int]:
 
 
 def from_form(value: object) -> object:
-    """Return the value of a form's field that is JSON; anything but a text as it is. Raises ValueError."""
+    """Return the value of a form's JSON field; a value that is no text stays as it is. Raises ValueError."""
     if not isinstance(value, str):
         return value
-    # Their images have none of these, and a parser of millions of values would hold Python's lock for seconds.
+    # Images have none of these, and a parser of millions of values would hold Python's lock for seconds.
     if sum(value.count(mark) for mark in "[{,") > _MAX_FORM_VALUES:
         raise ValueError("has more values than are read")
     return from_json(value)
@@ -94,7 +94,7 @@ class ImagePromptBody(ImagePromptUse):
 class ImagesBody(ImageOptions, ClientPart):
     """The options of all three endpoints.
 
-    `size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` do as well. Images that come with a request are resized to
+    `size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` are an alternative. A request's images are resized to
     it; without it, the first one has the size of the result, as nearly as the model takes it.
     """
 
@@ -123,7 +123,7 @@ class ImagesBody(ImageOptions, ClientPart):
         return super().warnings() + (shown if vain else ())
 
     def record_with(self, image: DecodedImage | None, mask: DecodedImage | None, limits: LimitsConfig) -> ImageRequest:
-        """Return the request as the service takes it, with the images that came beside it. Raises InvalidRequest."""
+        """Return the request in the service's form, with its separate images. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in ImageOptions.model_fields}
         fields |= self._stream_fields() | sides_of(self)
         controls = [
@@ -171,7 +171,7 @@ class GenerationBody(ImagesBody):
 
     @property
     def has_images(self) -> bool:
-        """Return whether there are images in it, which take long to read."""
+        """Return whether the body has images, which take long to read."""
         return bool(self.init_image or self.mask_image or self.control or self.ip_adapter or self.images)
 
     def to_record(self, limits: LimitsConfig) -> ImageRequest:
@@ -212,7 +212,7 @@ class VariationBody(ImagesBody):
 
 
 class EditBody(VariationBody):
-    """The fields of /v1/images/edits. Without a mask, the transparent parts of the image are painted anew, else all."""
+    """The fields of /v1/images/edits. Without a mask, the transparent parts are painted anew, or all without any."""
 
     prompt: str = Field(min_length=1)
 
@@ -224,7 +224,7 @@ def _decode_one(files: Sequence[bytes], name: str, limits: LimitsConfig) -> Deco
 
 
 def _painted(image: DecodedImage | None, mask: DecodedImage | None, size: tuple[int, int]) -> dict[str, Any]:
-    """Return the fields of the image to begin with, and of what is painted anew in it."""
+    """Return the fields for the image to begin with, and for the part painted anew."""
     if image is None:
         if mask is not None:
             raise InvalidRequest("mask_image: a mask needs the image that it belongs to", "mask_image")

@@ -1,8 +1,8 @@
 """The process that decodes image files. `python -m deployments.ingress.openai.image_decoder FD` talks over socket FD.
 
-No file can hold the ingress: a job that computes too long or takes too much memory ends, or ends this process, which
-decodes frames of videos, too. Imports neither numpy nor anything of the service, so that it starts fast. A file is
-checked by its container first, since some cost thousands of times what their size and their pixels say.
+No file can block the ingress: a job that computes too long or takes too much memory ends, or ends this process, which
+decodes frames of videos, too. It imports neither numpy nor modules of the service, so that it starts fast. A file is
+checked by its container first, since some cost thousands of times as much as their size and pixels suggest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from PIL import Image, ImageOps
 
-# Demuxers by how files begin. No other is tried: some read lists of further files.
+# Demuxers by the beginnings of files. No other is tried: some read lists of further files.
 _MATROSKA: Final = b"\x1aE\xdf\xa3"
 _TURNS: Final = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -40,10 +40,10 @@ _NICENESS: Final = 10  # the event loop of the ingress goes before
 _MAX_SCANS: Final = 64
 _MAX_SEGMENTS: Final = 4096  # of a JPEG: 64 KiB each
 _MAX_CHUNKS: Final = 2**16  # of a PNG or WebP, with those that have the pixels
-_MAX_EXTRAS: Final = 64  # chunks beside these, which may be compressed
-_PIXELS: Final = frozenset({b"IDAT", b"fcTL", b"fdAT", b"ANMF"})  # of animations, all but the first are passed over
-_BASE_BYTES: Final = 2**26  # that a job may take beside what its pixels and its file need
-_VIDEO_BYTES: Final = 2**28  # that codecs of videos have beside their frames
+_MAX_EXTRAS: Final = 64  # further chunks, which may be compressed
+_PIXELS: Final = frozenset({b"IDAT", b"fcTL", b"fdAT", b"ANMF"})  # of animations, all but the first are skipped
+_BASE_BYTES: Final = 2**26  # of a job beside its pixels and its file
+_VIDEO_BYTES: Final = 2**28  # of video codecs beside their frames
 _BYTES_PER_PIXEL: Final = 32  # coefficients, planes and copies of the costliest decoder, libwebp's with alpha
 PIXELS_OF_CPU_S: Final = 5e6
 _NEXT_MARKER: Final = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")  # in entropy-coded data
@@ -63,8 +63,8 @@ def _decode_frames(
 ) -> tuple[int, int, int, bytes]:
     """Return number, height and width of a video's frames, and the frames as RGB, turned upright.
 
-    `bound_time` is told how many pixels may be decoded before any is. Raises ValueError for more than `max_frames`
-    frames, more than `max_pixels` of one or more than `max_all_pixels` of all, and what PyAV raises for a damaged file.
+    `bound_time` gets the number of pixels before any is decoded. Raises ValueError for more than `max_frames`
+    frames, more than `max_pixels` of one or more than `max_all_pixels` of all, and PyAV's errors for a damaged file.
     """
     import av  # an extra
 
@@ -108,7 +108,7 @@ class DecodeJob(NamedTuple):
     """A file of `num_bytes`, which may be in base64, with at most `max_pixels`; scaled down if it has more than
     `max_result_pixels`. It may take `cpu_s` of processor time, and as much again for every `PIXELS_OF_CPU_S`.
 
-    It may be a video where `max_frames` is not 0, of frames of at most `max_result_pixels` and `max_video_pixels` in
+    If `max_frames` is not 0 it may be a video, of frames of at most `max_result_pixels` and `max_video_pixels` in
     all.
     """
 
@@ -122,9 +122,9 @@ class DecodeJob(NamedTuple):
 
 
 class DecodeReply(NamedTuple):
-    """The form of the pixels that come next, uint8 (height, width, channels), or why there are none.
+    """The form of the following pixels, uint8 (height, width, channels), or the error.
 
-    `file_size` is the width and height that the upright image has in its file. Of a video there are as many `frames`.
+    `file_size` is the width and height of the upright image in its file. A video has this many `frames`.
     """
 
     problem: str = ""
@@ -146,7 +146,7 @@ def _check_container(data: bytes) -> None:
 
 
 def _check_jpeg(data: bytes) -> None:
-    """Count the segments, and the scans: each goes over all pixels of a progressive file once more."""
+    """Count the segments and the scans: each scan passes over all pixels of a progressive file."""
     place, num_scans = 2, 0
     for num_segments in itertools.count():
         found = _NEXT_MARKER.search(data, place)
@@ -163,7 +163,7 @@ def _check_jpeg(data: bytes) -> None:
 
 
 def _check_chunks(data: bytes, place: int, *, length_first: bool, order: str) -> None:
-    """Count the chunks of a PNG or RIFF file, and those that are no pixels."""
+    """Count the chunks of a PNG or RIFF file, and those without pixels."""
     num_extras = 0
     for num_chunks in itertools.count():
         head = data[place : place + 8]
@@ -205,7 +205,7 @@ def _decode(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
         return DecodeReply(f"{len(data)} bytes that are no PNG, JPEG or WebP image"), b""
     except MemoryError:
         return DecodeReply("the image cannot be read: it takes more memory than its pixels need"), b""
-    except Exception as error:  # the process has read a hostile file: whatever its reader raises is its problem
+    except Exception as error:  # the file may be hostile: any error of its reader is the file's problem
         return DecodeReply(f"the image cannot be read: {str(error)[:200] or type(error).__name__}"), b""
 
 
@@ -214,7 +214,7 @@ def _decode_video(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
         import av as av  # an extra
     except ImportError:
         return DecodeReply("a video, which needs av on the server (pip install 'atelier-serve[video]')"), b""
-    _bound_memory(job, _VIDEO_BYTES + 3 * 3 * job.max_video_pixels)  # what grows is copied, and sent as one piece
+    _bound_memory(job, _VIDEO_BYTES + 3 * 3 * job.max_video_pixels)  # growing buffers are copied, and sent as one piece
     bounds = job.max_frames, job.max_result_pixels, job.max_video_pixels
     frames, height, width, pixels = _decode_frames(data, *bounds, lambda num_pixels: _bound_time(job, num_pixels))
     return DecodeReply("", height, width, 3, (width, height), frames), pixels
@@ -238,22 +238,22 @@ def _scaled_down(image: Image.Image, max_pixels: int) -> Image.Image:
 
 
 def _bound_time(job: DecodeJob, num_pixels: int = 0) -> None:
-    """Let the job take so much processor time from now on.
+    """Limit the job to so much processor time from now on.
 
-    Nobody handles SIGPROF: when the time is over, it ends the process, in the midst of a decoder too.
+    SIGPROF has no handler: when the time is over, it ends the process, even within a decoder.
     """
     signal.setitimer(signal.ITIMER_PROF, job.cpu_s * (1 + num_pixels / PIXELS_OF_CPU_S))
 
 
 def _bound_memory(job: DecodeJob, more: int = 0) -> None:
-    """Let this process take as much private memory as a sound file needs: what asks for more gets a MemoryError."""
+    """Limit the private memory of this process to the need of a sound file: more raises a MemoryError."""
     most = _BASE_BYTES + 4 * job.num_bytes + _BYTES_PER_PIXEL * job.max_pixels + more
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _serve_jobs(connection: Connection) -> None:
-    """Do jobs until none comes for a while, or whoever sends them has ended."""
+    """Do jobs until none comes for a while, or their sender has ended."""
     while connection.poll(IDLE_S):
         try:
             job = DecodeJob(*json.loads(connection.recv_bytes()))
@@ -274,8 +274,8 @@ def _main(descriptor: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is for the parent
     os.nice(_NICENESS)
-    warnings.simplefilter("ignore")  # of files that are odd
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for the answer any more
+    warnings.simplefilter("ignore")  # about odd files
+    with contextlib.suppress(BrokenPipeError):  # the sender has gone
         _serve_jobs(Connection(descriptor))
 
 

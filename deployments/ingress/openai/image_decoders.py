@@ -19,13 +19,13 @@ from deployments.ingress.openai.image_decoder import MODULE, PIXELS_OF_CPU_S, De
 from deployments.records.errors import InvalidRequest, Overloaded, QueueFull
 
 MAX_READERS: Final = 2  # processes that decode at once; they have a low priority
-MAX_WAITING: Final = 64  # requests whose images nobody reads yet: their bodies take memory
+MAX_WAITING: Final = 64  # requests whose images are not read yet: their bodies take memory
 _CPU_S: Final = 2.0  # a sound file takes a fifth of that
 _PATIENCE: Final = 20.0  # wall-clock time for a processor second: a machine may be busy
 _START_S: Final = 60.0  # wall-clock time for a process to start, likewise
 _END_S: Final = 5.0
 _MAX_REPLY_BYTES: Final = 2**16
-_STARTS: Final = 2  # a process that has gone idle may end just when it is asked
+_STARTS: Final = 2  # an idle process may end just when it gets a job
 ResultT = TypeVar("ResultT")
 
 
@@ -50,10 +50,10 @@ class DecoderProcesses:
     ) -> tuple[DecodeReply, bytes]:
         """Return form and pixels of a file, or of one in base64, with at most `max_pixels`.
 
-        An image of more than `max_result_pixels` is scaled down to these. With `max_frames` it may be a video, of so
-        many and of `max_video_pixels` in all. Raises InvalidRequest naming `field` for what
-        is no image that can be read with the processor time and the memory that its pixels need; Overloaded where no
-        process starts, or none answers.
+        An image of more than `max_result_pixels` is scaled down to them. With `max_frames` it may be a video, of so
+        many frames and of `max_video_pixels` in all. Raises InvalidRequest naming `field` for a file that
+        cannot be read with the processor time and the memory that its pixels need; Overloaded when no
+        process starts, or answers.
         """
         video = max_frames, max_video_pixels
         job = DecodeJob(len(data), is_base64, max_pixels, max_result_pixels, self._cpu_s, *video)
@@ -65,7 +65,7 @@ class DecoderProcesses:
                 except TimeoutError:
                     process.kill()
                     raise Overloaded("images cannot be read now: the machine is too busy; try again") from None
-                except (EOFError, OSError, ValueError, TypeError):  # the last two: it answers something else
+                except (EOFError, OSError, ValueError, TypeError):  # the last two: another answer than expected
                     _explain_end(process.wait(), field)
                     continue
                 self._idle.append(process)
@@ -89,7 +89,7 @@ class DecoderProcesses:
 
 
 class _DecoderProcess:
-    """One process, which does one job at a time. It ends when it has had none for a while, and with this process."""
+    """One process, which does one job at a time. It ends after a while without a job, and with this process."""
 
     def __init__(self) -> None:
         self._process, self._connection = start_connected(MODULE)
@@ -106,7 +106,7 @@ class _DecoderProcess:
         num_pixels = max(job.max_pixels, job.max_video_pixels)
         if not connection.poll(_START_S + _PATIENCE * job.cpu_s * (1 + num_pixels / PIXELS_OF_CPU_S)):
             raise TimeoutError
-        # The process has read a hostile file: what it says is believed only where it fits.
+        # The process may have read a hostile file: its answer is checked.
         reply = DecodeReply(*json.loads(connection.recv_bytes(_MAX_REPLY_BYTES)))
         pixels = connection.recv_bytes(max(4 * job.max_result_pixels, 3 * job.max_video_pixels))
         width, height = reply.file_size
@@ -116,7 +116,7 @@ class _DecoderProcess:
         return reply._replace(file_size=(width, height)), pixels
 
     def wait(self) -> int:
-        """Return the exit code of a process that has ended, or does now because nobody speaks with it any more."""
+        """Return the exit code of a process that has ended, or ends now since its socket is closed."""
         self._connection.close()
         try:
             return self._process.wait(_END_S)
@@ -130,7 +130,7 @@ class _DecoderProcess:
 
 
 def _explain_end(exit_code: int, field: str) -> None:
-    """Raise InvalidRequest where the file ended the process; do nothing for one that was idle, or did not start."""
+    """Raise InvalidRequest if the file ended the process; do nothing for one that was idle or did not start."""
     if exit_code == -signal.SIGPROF:
         raise InvalidRequest(f"{field}: the image takes longer to decode than its pixels need", field)
     if exit_code < 0:
@@ -142,7 +142,7 @@ DECODERS: Final = DecoderProcesses()
 
 
 class ImageReaders:
-    """The slots of requests whose images are read. Few have one; tenants take turns. Lives on one event loop."""
+    """The few slots of requests whose images are read; tenants take turns. Lives on one event loop."""
 
     def __init__(self, max_readers: int = MAX_READERS, max_waiting: int = MAX_WAITING) -> None:
         self._threads = ThreadPoolExecutor(max_readers, "images")
@@ -151,9 +151,9 @@ class ImageReaders:
     async def read(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Call a function that decodes images, in a thread, and return its result.
 
-        The request's read slot is released first. A caller who is cancelled keeps the place until the thread is done.
+        The request's read slot is released first. A cancelled caller keeps the place until the thread is done.
 
-        Raises QueueFull where too many wait already, DeadlineExceeded when the request's time is over.
+        Raises QueueFull when too many wait already, DeadlineExceeded when the request's time is over.
         """
         async with within_request_time("its images were read"):
             try:

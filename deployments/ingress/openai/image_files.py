@@ -1,7 +1,7 @@
-"""Image files of answers: format, compression, how the image was made, written into the file itself; and links to them.
+"""Image files of answers: format, compression and the image's description within the file; and links to them.
 
-Links are for `response_format: url`: files in a folder, under names that nobody can guess, for a while. Whoever has one
-can open it until it ends, without a key, as with any signed link. All ingress replicas that share the folder serve
+Links are for `response_format: url`: files in a folder, under names that cannot be guessed, for a while. Its holder
+can open it until it expires, without a key, as with any signed link. All ingress replicas that share the folder serve
 every link; on several nodes it has to be a shared one.
 """
 
@@ -38,7 +38,10 @@ _SOFTWARE: Final = "Atelier"
 SAMPLER_NAMES: Final = {  # the WebUI's names of diffusers' classes
     "DDIMScheduler": "DDIM",
     "DDPMScheduler": "DDPM",
+    "DPMSolver2SAncestralScheduler": "DPM++ 2S a",
+    "DPMSolver3MSDEScheduler": "DPM++ 3M SDE",
     "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "DPMSolverSDEScheduler": "DPM++ SDE",
     "DPMSolverSinglestepScheduler": "DPM++ 2S",
     "EulerAncestralDiscreteScheduler": "Euler a",
     "EulerDiscreteScheduler": "Euler",
@@ -58,7 +61,7 @@ _SWEEP_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ImageDescription:
-    """The making of an image: as facts by name, and as the text of the Stable Diffusion WebUI."""
+    """The description of an image: facts by name, and the text of the Stable Diffusion WebUI."""
 
     facts: dict[str, Any]
     parameters: str
@@ -89,7 +92,7 @@ def encode_image(
 
 
 def describe_image(request: ImageRequest, result: ImageResult, index: int) -> ImageDescription:
-    """Return how image `index` of a result was made: what one needs to make it again."""
+    """Return the description of image `index` of a result: all that is needed to make it again."""
     return ImageDescription(_facts_of(request, result, index), _parameters_of(request, result, index))
 
 
@@ -166,7 +169,7 @@ def _written_description(format_: ImageFormat, description: ImageDescription) ->
 
 
 class ImageLinks:
-    """A folder of image files that end by age, and by the folder's size, the oldest first. Called in threads."""
+    """A folder of image files that expire by age and by the folder's size, oldest first. Called in threads."""
 
     def __init__(self, config: ImageLinksConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
         self._folder = config.folder or temporary_folder() / f"images-{cluster}"
@@ -175,7 +178,7 @@ class ImageLinks:
         self._next_sweep = 0.0
 
     def keep_file(self, data: bytes, format_: ImageFormat, server_url: str) -> str:
-        """Keep a file, and return its link, below the config's `base_url` or else `server_url`, as the client knows it.
+        """Keep a file, and return its link, below the config's `base_url` or else the client's `server_url`.
 
         Raises Overloaded when the file cannot be written.
         """
@@ -194,7 +197,7 @@ class ImageLinks:
         return (self._config.base_url or server_url).rstrip("/") + PATH + name
 
     def find(self, name: str) -> tuple[Path, float] | None:
-        """Return a file and the seconds that its link still lasts; None when it has ended or never was."""
+        """Return a file and the remaining seconds of its link; None for an expired or unknown one."""
         if not _NAME.fullmatch(name):
             return None
         path = self._folder / name
@@ -205,7 +208,7 @@ class ImageLinks:
         return (path, left_s) if left_s > 0 else None
 
     def _sweep(self) -> None:
-        """Remove what has ended. HAZARD: other ingress replicas sweep the same folder."""
+        """Remove expired files. HAZARD: other ingress replicas sweep the same folder."""
         now = self._clock()
         if now < self._next_sweep:
             return

@@ -1,8 +1,8 @@
-"""Server-sent events of an image on its way: OpenAI's partial and completed images, progress on request.
+"""Server-sent events of an image in progress: OpenAI's partial and completed images, progress on request.
 
-A stream outlives its connection: the image is made on, and who comes back gets the events that follow.
-As a browser's EventSource has it (HTML, section 9.2): every event has an id, a client that reconnects sends the last
-one as `Last-Event-ID`, 204 tells it that there is nothing more, and any other status but 200 not to ask again.
+A stream outlives its connection: the image goes on, and a client that comes back gets the following events.
+As for a browser's EventSource (HTML, section 9.2): every event has an id, a client that reconnects sends the last
+one as `Last-Event-ID`, 204 tells it that the stream has ended, and any other status but 200 not to try again.
 A stream lives in the process of one ingress replica, and ends with it.
 """
 
@@ -57,7 +57,7 @@ _STATUSES: Final = documented(_404="no such stream: it was forgotten, or the ing
 
 
 class ImageOrigin(Answer):
-    """The origin of images: model, seed, steps and times. Pipelines know no `seed`, `switch` and step count."""
+    """The origin of images: model, seed, steps and times. Pipelines have no `seed`, `switch` and step count."""
 
     model: str
     seed: int | None
@@ -94,7 +94,7 @@ class _ImageEvent(Answer):
 
 
 class _PartialImage(_ImageEvent):
-    """An image as the step that it follows expects it at the end."""
+    """The final image as a step expects it."""
 
     partial_image_index: int
     step: int
@@ -111,13 +111,13 @@ class _TokenUsage(Answer):
 
 
 class _CompletedImage(ImageOrigin, _ImageEvent):
-    """The image itself, and how it was made."""
+    """The image itself, and its origin."""
 
     usage: _TokenUsage
 
 
 class _Progress(Answer):
-    """The steps that are done. `eta_s` is the time that the others take at the pace so far; None after the first."""
+    """The done steps. `eta_s` is the time of the others at the pace so far; None after the first."""
 
     type: str
     step: int
@@ -135,7 +135,7 @@ class ImageEvents:
         self._body = body
         self._record = record
         self._clock = clock
-        self._first: tuple[int, float] | None = None  # the first step that was reported, and when
+        self._first: tuple[int, float] | None = None  # the first reported step, and its time
 
     async def events_of(self, pieces: AsyncIterator[ImageProgress | ImageResult]) -> AsyncIterator[str]:
         """Yield the events of all pieces."""
@@ -198,7 +198,7 @@ def _encoded(image: npt.NDArray[np.uint8], body: ImagesBody, description: ImageD
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """One stream. `num_gone` events went before those that are kept; `readers` has by reader how many it has got."""
+    """One stream. `num_gone` events went before the kept ones; `readers` counts the events read by each."""
 
     name: str
     tenant: str
@@ -217,13 +217,13 @@ class _Stream:
         return self.num_gone + len(self.kept)
 
     def tell(self) -> None:
-        """Wake all who wait for a change."""
+        """Wake all waiting readers."""
         self.changed.set()
         self.changed = asyncio.Event()
 
 
 class ResumableStreams:
-    """The streams of one ingress replica, bounded by their number, their bytes and the time that nobody reads them.
+    """The streams of one ingress replica, bounded by their number, their bytes and their time without readers.
 
     Lives on one event loop. Only its own tenant finds a stream.
     """
@@ -237,8 +237,8 @@ class ResumableStreams:
     async def begin(self, pieces: ImagePieces, events: ImageEvents) -> Response:
         """Answer with a new stream, once its first piece is there. Until then it ends with its caller.
 
-        Raises what `pieces` raises before that; Overloaded when there are as many streams as may be; InvalidRequest
-        where another ingress replica may be asked for the rest.
+        Raises errors of `pieces` before that; Overloaded when there are too many streams; InvalidRequest
+        if another ingress replica may get the request for the rest.
         """
         if self._num_replicas > 1:
             raise InvalidRequest(
@@ -264,9 +264,9 @@ class ResumableStreams:
         return self._answer(stream, 0)
 
     def resume(self, last_id: str, name: str = "") -> Response:
-        """Answer with the events after the one of that id, "" for all. With a `name` it is that stream's.
+        """Answer with the events after the one of that id, "" for all. With a `name` the event must be that stream's.
 
-        204 when the stream has ended with that event, 404 for a stream or an event that is not here.
+        204 when the stream has ended with that event, 404 for an unknown stream or event.
         """
         release_read_slot()  # nothing is computed for it
         found, _, number = last_id.rpartition(".")
@@ -281,7 +281,7 @@ class ResumableStreams:
         return self._answer(stream, position)
 
     def end_stream(self, name: str) -> Response:
-        """Forget a stream, and make its image no further."""
+        """Forget a stream, and stop its image."""
         if (stream := self._find(name)) is None:
             return _unknown(name)
         self._forget(stream)
@@ -322,13 +322,13 @@ class ResumableStreams:
             pass
 
     async def _read(self, stream: _Stream, position: int) -> AsyncGenerator[str]:
-        """Yield the events after the first `position` ones, those that are not made yet too."""
+        """Yield the events after the first `position` ones, future ones included."""
         with self._reading(stream, position) as reader:
             while True:
                 while stream.readers[reader] < stream.num_events:
                     event = stream.kept[stream.readers[reader] - stream.num_gone]
                     yield event
-                    stream.readers[reader] += 1  # only now: the client may have left before it got it
+                    stream.readers[reader] += 1  # only now: the client may have left before it got the event
                 if stream.has_ended:
                     return
                 await stream.changed.wait()
@@ -346,7 +346,7 @@ class ResumableStreams:
             self._expire_unread(stream)
 
     def _expire_unread(self, stream: _Stream) -> None:
-        """Forget the stream in a while, if nobody reads it then."""
+        """Forget the stream after a while, if it has no readers then."""
         if stream.expiry:
             stream.expiry.cancel()
         if not stream.readers and stream.name in self._streams:
@@ -354,7 +354,7 @@ class ResumableStreams:
             stream.expiry = loop.call_later(self._config.keep_s, self._forget, stream)
 
     def _forget_unread(self, *, only_ended: bool = False) -> bool:
-        """Forget a stream that nobody reads: the oldest of those that have ended, or else of all."""
+        """Forget a stream without readers: the oldest ended one, or else the oldest of all."""
         unread = [stream for stream in self._streams.values() if not stream.readers]
         ended = [stream for stream in unread if stream.has_ended]
         for stream in ended or ([] if only_ended else unread):
@@ -363,7 +363,7 @@ class ResumableStreams:
         return False
 
     def _forget_read_event(self) -> bool:
-        """Forget the first event of the oldest stream whose readers all have it, and none that a reader has not got."""
+        """Forget the first event of the oldest stream whose readers all have read it; never an unread one."""
         for stream in self._streams.values():
             if stream.kept and stream.readers and min(stream.readers.values()) > stream.num_gone:
                 self.num_bytes -= len(stream.kept.popleft())
@@ -382,7 +382,7 @@ class ResumableStreams:
 
 
 def create_streams_router(streams: ResumableStreams) -> APIRouter:
-    """Return the routes of streams that have begun."""
+    """Return the routes of begun streams."""
     router = APIRouter(tags=["images"])
     nothing = {204: {"description": "there are no more events"}}
 
@@ -392,12 +392,12 @@ def create_streams_router(streams: ResumableStreams) -> APIRouter:
         responses=_STATUSES | nothing | {200: {"content": {"text/event-stream": {}}}},
     )
     async def read(name: str, last_event_id: Annotated[str, Header()] = "") -> Response:
-        """Events of a stream that was asked for with `resumable`: all, or those after the one of `Last-Event-ID`."""
+        """Events of a `resumable` stream: all, or those after the one of `Last-Event-ID`."""
         return streams.resume(last_event_id, name)
 
     @router.delete(PATH + "{name}", status_code=204, responses=_STATUSES)
     async def end(name: str) -> Response:
-        """End a stream and the making of its image."""
+        """End a stream and its image."""
         return streams.end_stream(name)
 
     return router

@@ -58,7 +58,7 @@ class ImageData(TypedDict, total=False):
 
 
 class ImagesAnswer(ImageOrigin):
-    """The images of one request, and how they were made."""
+    """The images of one request, and their origin."""
 
     created: int
     data: list[ImageData]
@@ -110,7 +110,7 @@ def create_images_router(
         "/v1/images/edits", response_model=ImagesAnswer, responses=_RESPONSES, openapi_extra=_form_of(EditBody)
     )
     async def edit(request: Request) -> Response:
-        """Paint an image anew where it is masked or transparent, else the whole of it, by a prompt."""
+        """Paint the masked or transparent part of an image anew by a prompt, or all of it without such a part."""
         body, files = await _read(EditBody, request, limits)
         return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
@@ -121,7 +121,7 @@ def create_images_router(
         openapi_extra=_form_of(VariationBody),
     )
     async def vary(request: Request) -> Response:
-        """Make images that are like an image."""
+        """Make images like a given image."""
         body, files = await _read(VariationBody, request, limits)
         return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
@@ -144,13 +144,13 @@ def _write_image(
 
 
 async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) -> tuple[_FormT, dict[str, list[bytes]]]:
-    """Return the fields and files of a form. Raises what FastAPI raises for a field that is wrong."""
+    """Return the fields and files of a form. Raises FastAPI's error for a wrong field."""
     fields, files = await read_form(request, limits.max_upload_bytes)
     return await validated(class_, fields, sum(map(len, fields.values()))), files
 
 
 def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
-    """Return what the OpenAPI page says of a form's body."""
+    """Return the OpenAPI schema of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     for name in JSON_FIELDS:

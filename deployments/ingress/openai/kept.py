@@ -1,11 +1,11 @@
 """Responses and videos that outlive their requests: rows in files that ingress replicas share, and videos' own files.
 
-Responses are kept for `previous_response_id`, for references to their items, and to be read again: what their file
-loses costs a client its short way to say what was said before, no more.
+Responses are kept for `previous_response_id`, for references to their items, and for later reading. One that their
+file loses costs a client only its short way to repeat the conversation.
 
-The replica that makes a video says every moment that it still does. A video that it says nothing new of, while another
-replica looks for a while, has failed: its replica has ended, and nobody else makes it. The looks are timed by a clock
-that nobody sets: when the machine's clock steps, all beats are old at once.
+The replica that makes a video writes a heartbeat. A video without a new one, while another
+replica looks for a while, has failed: its replica has ended, and no other makes it. The looks are timed by a clock
+that is never set: when the machine's clock steps, all beats are old at once.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ DELETE FROM responses WHERE id IN (
 )
 """
 Status = Literal["queued", "in_progress", "completed", "failed"]
-LOST_S: Final = 20.0  # without a word of its replica
+LOST_S: Final = 20.0  # without a heartbeat of its replica
 _VIDEOS_FILE: Final = "videos.sqlite"
 _NAME: Final = re.compile(r"\.?(video_[0-9a-f]{32})\.(mp4|webm)(\.[0-9a-f]{32})?")  # 128 random bits; or staged
-_OLD_FILE_S: Final = 3600.0  # of one that no row is of
+_OLD_FILE_S: Final = 3600.0  # of a file without a row
 _VIDEOS_SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS videos (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created_s REAL NOT NULL, beat_s REAL NOT NULL, status TEXT NOT NULL,
@@ -134,7 +134,7 @@ class _SharedFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response: the items of its own request, and the answer, as JSON; the response that they follow on."""
+    """A response: the items of its own request and the answer as JSON, and the previous response."""
 
     id: str
     previous_id: str | None
@@ -145,7 +145,7 @@ class StoredResponse:
 class StoredResponses:
     """The kept responses, bounded by age and by bytes; the oldest of the tenants with the most go first.
 
-    Only its own tenant finds a response. Thread-safe; calls block for a moment. Where the file cannot be used, nothing
+    Only its own tenant finds a response. Thread-safe; calls block for a moment. If the file cannot be used, nothing
     is found, and `keep` raises OSError.
     """
 
@@ -154,10 +154,10 @@ class StoredResponses:
         self._file = _SharedFile(config.folder, f"responses-{cluster}", _RESPONSES_FILE, _RESPONSES_SCHEMA)
         self._clock = clock
         self._lock = threading.Lock()
-        self._unswept_bytes = config.max_bytes  # what others have left there
+        self._unswept_bytes = config.max_bytes  # left there by others
 
     def keep(self, tenant: str, response: StoredResponse) -> None:
-        """Keep a response. Raises OSError where that cannot be done."""
+        """Keep a response. Raises OSError if the file cannot be used."""
         nbytes = len(response.input) + len(response.answer)
         row = (response.id, tenant, self._clock(), nbytes, response.previous_id, response.input, response.answer)
         with self._lock:
@@ -168,7 +168,7 @@ class StoredResponses:
                 self._sweep()
 
     def find(self, tenant: str, id_: str) -> StoredResponse | None:
-        """Return a response, which is as good as new from now on; None when it has ended or never was."""
+        """Return a response, and renew its age; None for an expired or unknown one."""
         now = self._clock()
         with self._lock, contextlib.suppress(OSError):
             rows = self._file.run(_USED, (now, id_, tenant, now - self._config.ttl_s))
@@ -182,7 +182,7 @@ class StoredResponses:
         return False
 
     def _sweep(self) -> None:
-        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same file."""
+        """Remove expired responses, and those above the limit. HAZARD: other ingress replicas sweep the same file."""
         self._file.run(_EXPIRED, (self._clock() - self._config.ttl_s,))
         sizes = self._file.run(_SIZES, ())
         surplus = sum(nbytes for _, nbytes in sizes) - self._config.max_bytes
@@ -196,7 +196,7 @@ class StoredResponses:
 
 @dataclass(frozen=True, slots=True)
 class KeptVideo:
-    """A video. `facts` are what its answer says of it, `error` why it failed, `ended_s` when it came to its end."""
+    """A video. `facts` are for its answer, `error` is why it failed, `ended_s` the time of its end."""
 
     id: str
     created_s: float
@@ -225,10 +225,10 @@ class KeptVideos:
         self._file = _SharedFile(config.folder, f"videos-{cluster}", _VIDEOS_FILE, _VIDEOS_SCHEMA)
         self._clock, self._monotonic = clock, monotonic
         self._lock = threading.Lock()
-        self._beats: dict[str, tuple[float, float]] = {}  # of unfinished videos: the last one, and when it was new here
+        self._beats: dict[str, tuple[float, float]] = {}  # of unfinished videos: the last one, and its first sight
 
     def add(self, tenant: str, facts: Mapping[str, Any], most_unfinished: int) -> KeptVideo:
-        """Add a video that is queued. Raises QueueFull when the tenant has as many unfinished ones as it may."""
+        """Add a queued video. Raises QueueFull when the tenant has too many unfinished ones."""
         now, id_ = self._clock(), f"video_{secrets.token_hex(16)}"
         self._fail_lost()
         values = (id_, tenant, now, now, json.dumps(facts), tenant, most_unfinished)
@@ -239,7 +239,7 @@ class KeptVideos:
         return self._video_of(rows[0])
 
     def note_progress(self, id_: str, progress: int, *, has_begun: bool) -> bool:
-        """Note that a video is still being made, and return whether anybody wants it."""
+        """Write a video's heartbeat, and return whether the video is still wanted."""
         status = "in_progress" if has_begun else "queued"
         statement = (
             "UPDATE videos SET beat_s = ?, progress = ?, status = ? WHERE id = ? AND ended_s IS NULL RETURNING id"
@@ -247,7 +247,7 @@ class KeptVideos:
         return bool(self._file.run(statement, (self._clock(), progress, status, id_)))
 
     def complete(self, id_: str, file: bytes, suffix: str, facts: Mapping[str, Any]) -> None:
-        """Keep the file of a video, if anybody still wants it."""
+        """Keep the file of a video, if it is still wanted."""
         path = self._file.folder / f"{id_}.{suffix}"
         with replaced(path) as staged:
             staged.write_bytes(file)
@@ -261,14 +261,14 @@ class KeptVideos:
         self._file.run(statement, (self._clock(), json.dumps({"code": code, "message": message}), id_))
 
     def find(self, tenant: str, id_: str) -> KeptVideo | None:
-        """Return a video; None when it has ended or never was."""
+        """Return a video; None for an expired or unknown one."""
         self._fail_lost()
         rows = self._file.run("SELECT * FROM videos WHERE id = ? AND tenant = ?", (id_, tenant))
         video = self._video_of(rows[0]) if rows else None
         return None if video is None or self._is_old(video) else video
 
     def page(self, tenant: str, after: str | None, limit: int, order: Literal["asc", "desc"]) -> list[KeptVideo] | None:
-        """Return up to `limit` videos by their age, those that come after one of them; None where that is not there."""
+        """Return up to `limit` videos by age, after the given one; None if that is unknown."""
         place = [_ENDS[order]]
         if after is not None:
             place = self._file.run("SELECT created_s, id FROM videos WHERE id = ? AND tenant = ?", (after, tenant))
@@ -279,12 +279,12 @@ class KeptVideos:
         return [self._video_of(row) for row in self._file.run(_PAGES[order], values)]
 
     def file_of(self, video: KeptVideo) -> Path | None:
-        """Return the file of a video; None where there is none."""
+        """Return the file of a video; None if there is none."""
         paths = (self._file.folder / f"{video.id}.{suffix}" for suffix in ("mp4", "webm"))
         return next((path for path in paths if path.is_file()), None)
 
     def forget(self, tenant: str, id_: str) -> bool:
-        """Forget a video, which is made no further, and return whether there was one."""
+        """Forget a video and stop its making. Return whether there was one."""
         if not self._file.run("DELETE FROM videos WHERE id = ? AND tenant = ? RETURNING id", (id_, tenant)):
             return False
         self._remove_files([id_])
@@ -296,7 +296,7 @@ class KeptVideos:
         return KeptVideo(id_, created_s, status, progress, ended_s, json.loads(facts), found)
 
     def _fail_lost(self) -> None:
-        """Note the failure of videos that have had the same beat since a look some time ago."""
+        """Note the failure of videos whose heartbeat has not changed since a look some time ago."""
         now_s = self._monotonic()
         with self._lock:
             found = dict(self._file.run("SELECT id, beat_s FROM videos WHERE ended_s IS NULL"))
@@ -313,7 +313,7 @@ class KeptVideos:
         return video.ended_s is not None and video.ended_s < self._clock() - self._config.ttl_s
 
     def _sweep(self) -> None:
-        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same folder."""
+        """Remove expired videos, and those above the limits. HAZARD: other ingress replicas sweep the same folder."""
         now = self._clock()
         old = self._file.run("DELETE FROM videos WHERE ended_s < ? RETURNING id", (now - self._config.ttl_s,))
         rows = self._file.run("SELECT id, tenant, nbytes, ended_s FROM videos ORDER BY created_s, id")
@@ -336,7 +336,7 @@ class KeptVideos:
 
 
 def _surplus(rows: list[tuple[Any, ...]], max_bytes: int, max_videos: int) -> list[str]:
-    """Return the ids of ended videos that are too many or too large: the oldest of who has the most bytes, or videos.
+    """Return the ids of surplus ended videos: the oldest of the tenant with the most bytes or videos.
 
     `rows` have id, tenant, bytes and end, the oldest first.
     """

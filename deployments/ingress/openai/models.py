@@ -1,4 +1,4 @@
-"""GET /v1/models: what can be asked under /v1, and where; with `all`, adapters and other models as well."""
+"""GET /v1/models: the models usable under /v1, with their endpoints; with `all`, adapters and other models as well."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class ModelsAnswer(Answer):
 
 
 def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[Mapping[str, Nearness]]]) -> APIRouter:
-    """Return the routes. `ask_nearness` tells how near each model is."""
+    """Return the routes. `ask_nearness` returns the nearness of each model."""
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", response_model=ModelsAnswer, responses=documented(400, 503))
     async def models(all: _All = False, nearness: _Near = False) -> Response:  # their names in the query
-        """Every model and pipeline that can be asked here, or could if it were there, with its state."""
+        """Every model and pipeline usable here, or that would be if it were available, with its state."""
         cards = [card for card in await service.listing.models() if all or card.endpoint or _is_away(card)]
         near = await ask_nearness() if nearness else {}
         answers = [ModelAnswer.of(card, None if card.state == "does_not_fit" else near.get(card.id)) for card in cards]
@@ -49,5 +49,5 @@ def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[
 
 
 def _is_away(card: ModelCard) -> bool:
-    """Return whether it is a model or pipeline that might be asked if it were not unavailable, or just registered."""
+    """Return whether this is a model or pipeline that is only unavailable, or just being registered."""
     return not card.base and (card.kind is None or (card.kind == "pipeline" and card.state == "unavailable"))

@@ -1,4 +1,4 @@
-"""GET /v1/pipelines, and POST /v1/pipelines/{pipeline}/runs: what a pipeline is made of, and its stages as they run."""
+"""GET /v1/pipelines, and POST /v1/pipelines/{pipeline}/runs: a pipeline's parts, and its stages as they run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class InputAnswer(TypedDict):
 
 
 class PipelineAnswer(Answer):
-    """A pipeline. `outputs` have the references of the config by name; `problem` is why it cannot run now."""
+    """A pipeline. `outputs` are the config's references by name; `problem` is why it cannot run now."""
 
     id: str
     description: str
@@ -183,7 +183,7 @@ def _shown(value: TensorValue) -> Any:
 def _tensors(
     inputs: Mapping[str, Any], specs: Mapping[str, TensorSpec], limits: LimitsConfig
 ) -> dict[str, TensorValue]:
-    """Return tensors of one item. Names that are not known are left to the pipeline. Raises InvalidRequest. Blocks."""
+    """Return tensors of one item. The pipeline checks unknown names. Raises InvalidRequest. Blocks."""
     given = {name: value for name, value in inputs.items() if value is not None}
     return {name: _tensor(name, value, specs.get(name), limits) for name, value in given.items()}
 

@@ -48,7 +48,7 @@ class ReasoningText(Answer):
 
 
 class OutputReasoning(Answer):
-    """What the model thought. There is no summary of it."""
+    """A model's reasoning. There is no summary of it."""
 
     type: Literal["reasoning"]
     id: str
@@ -83,7 +83,7 @@ class ResponseUsage(Answer):
             input_tokens=result.num_prompt_tokens,
             input_tokens_details=InputDetails(cached_tokens=result.num_cached_tokens, cache_write_tokens=0),
             output_tokens=result.num_completion_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            output_tokens_details=OutputDetails(reasoning_tokens=result.num_reasoning_tokens),
             total_tokens=result.num_prompt_tokens + result.num_completion_tokens,
         )
 
@@ -93,7 +93,7 @@ class WhyIncomplete(Answer):
 
 
 class ResponseAnswer(Answer):
-    """A response: what was asked for, and the thoughts, messages and tool calls of the model."""
+    """A response: the request's options, and the thoughts, messages and tool calls of the model."""
 
     id: str
     object: Literal["response"]
@@ -119,7 +119,7 @@ class ResponseAnswer(Answer):
 
 
 class ResponseForm:
-    """One response as it comes. `asked` are the members of the answer that repeat the request.
+    """One response in progress. `asked` are the members of the answer that repeat the request.
 
     Ids of its items have that of the response in them: `response_id_of` finds it.
     """
@@ -151,7 +151,7 @@ class ResponseForm:
             yield self._event(f"response.{name}", response=answer.model_dump(exclude_unset=True))
 
     def events(self, chunk: TextChunk) -> Iterator[str]:
-        """Yield the events of a piece; those of the last one, but for that of `ending`."""
+        """Yield the events of a piece; the last event of the stream is left to `ending`."""
         for part in self._parts.of(chunk):
             if part.begins:
                 yield from self._close("completed")
@@ -183,7 +183,7 @@ class ResponseForm:
         )
 
     def _begin(self, part: AnswerPart) -> Iterator[str]:
-        """Yield the events of an item that begins."""
+        """Yield the events of a new item."""
         item: OutputItem
         content: OutputText | ReasoningText
         if part.call is not None:
@@ -209,7 +209,7 @@ class ResponseForm:
         yield self._item_event("response.content_part.added", content_index=0, part=content.model_dump())
 
     def _add(self, part: AnswerPart) -> Iterator[str]:
-        """Yield the event of what is added to the last item."""
+        """Yield the event of an addition to the last item."""
         item = self._items[-1]
         if part.kind == "call":
             if isinstance(item, OutputCall) and part.text:
@@ -256,6 +256,6 @@ class ResponseForm:
 
 
 def response_id_of(item_id: str) -> str | None:
-    """Return the id of the response that an item belongs to; None for an id that is none of ours."""
+    """Return the id of the response that an item belongs to; None for a foreign id."""
     found = _ITEM_ID.fullmatch(item_id)
     return found and f"resp_{found[1]}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, StrictInt, field_validator
+from pydantic import BeforeValidator, Field, StrictInt, field_validator
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
@@ -17,10 +17,10 @@ from deployments.engines.llm.chat import (
     Function,
     FunctionCall,
     FunctionChoice,
+    NamedTool,
     ReasoningEffort,
     ResponseFormat,
     Tool,
-    ToolCall,
     ToolChoice,
 )
 from deployments.ingress.messages.bodies import (
@@ -32,6 +32,7 @@ from deployments.ingress.messages.bodies import (
     TopP,
     warning_header,
 )
+from deployments.ingress.messages.call_ids import WaitingCalls
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
     documented,
@@ -75,14 +76,21 @@ class StreamOptions(ClientPart):
 
 
 class TextPart(ClientPart):
-    """A part of a message."""
+    """A part of a message. The newer two types are those of /v1/responses, which some clients send to chats too."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
+class ThoughtPart(ClientPart):
+    """What the assistant thought, as part of its message."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
 class RefusalPart(ClientPart):
-    """What the assistant refused with."""
+    """The assistant's refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -102,63 +110,98 @@ class ImagePart(ClientPart):
     """An image of a message."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: Annotated[ImageUrl, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
+
+
+class ChatCall(ClientPart):
+    """A call of an earlier answer. Some clients leave out its id."""
+
+    id: Name | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+ContentPart = Annotated[TextPart | ImagePart | RefusalPart | ThoughtPart, Field(discriminator="type")]
 
 
 class ChatMessage(ClientPart):
     """One turn of a chat. A content in parts has texts, and images where the model sees.
 
-    `function_call`, and a result of the role `function`, are what came before `tool_calls` and the role `tool`.
+    `function_call`, and a result of the role `function`, are the old form of `tool_calls` and the role `tool`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]] | None = None
+    content: str | list[ContentPart] | None = None
     name: Name | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
+    tool_calls: list[ChatCall] | None = Field(None, max_length=128)
     tool_call_id: Name | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = None
     reasoning_content: str | None = Field(None, description="what the assistant thought before this answer")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
 
-    def to_message(self, number: int) -> dict[str, Any]:
+    def to_message(self, number: int, waiting: WaitingCalls) -> dict[str, Any]:
         """Return turn `number` as a mapping of the record's fields, with its parts joined unless some are images."""
         message: dict[str, Any] = {
             "role": self.role,
-            "tool_calls": self.tool_calls or (),
             "tool_call_id": self.tool_call_id,
             "name": self.name,
             "reasoning": self.reasoning_content or self.reasoning,
         }
         if self.role == "function":
             message |= {"role": "tool", "tool_call_id": _id_of_function(self.name or "")}
-        if self.function_call is not None and not self.tool_calls:
+        elif self.role == "tool" and (answered := waiting.answered(self.tool_call_id, self.name)):
+            message["tool_call_id"] = answered.id
+        if self.tool_calls:
+            ids = waiting.called(number, ((call.id, call.function.name) for call in self.tool_calls))
+            calls = zip(ids, self.tool_calls, strict=True)
+            message["tool_calls"] = [{"id": id_, "function": call.function} for id_, call in calls]
+        elif self.function_call is not None:
             message["tool_calls"] = ({"id": _id_of_function(self.function_call.name), "function": self.function_call},)
         if isinstance(self.content, list):
-            message["content"] = content_of(
-                [
-                    part.text
-                    if isinstance(part, TextPart)
-                    else part.refusal
-                    if isinstance(part, RefusalPart)
-                    else ImageSource(f"messages.{number}.content.{place}", part.image_url.url, part.image_url.detail)
-                    for place, part in enumerate(self.content)
-                ]
-            )
+            thoughts = [part.thinking for part in self.content if isinstance(part, ThoughtPart)]
+            message["reasoning"] = message["reasoning"] or "".join(thoughts) or None
+            message["content"] = content_of(self._shown(self.content, number))
         elif self.content is not None:
             message["content"] = self.content
-        elif self.role == "assistant":
-            message["content"] = ""  # an answer that was cut, or refused
+        elif self.role in ("assistant", "tool"):
+            message["content"] = ""  # an answer that was cut or refused, a tool that said nothing
         return message
+
+    @staticmethod
+    def _shown(parts: Sequence[ContentPart], number: int) -> list[str | ImageSource]:
+        found: list[str | ImageSource] = []
+        for place, part in enumerate(parts):
+            if isinstance(part, ImagePart):
+                where = f"messages.{number}.content.{place}"
+                found.append(ImageSource(where, part.image_url.url, part.image_url.detail))
+            elif not isinstance(part, ThoughtPart):
+                found.append(part.refusal if isinstance(part, RefusalPart) else part.text)
+        return found
+
+
+def messages_of(turns: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return the turns of a chat as mappings of the record's fields. Raises InvalidRequest."""
+    waiting = WaitingCalls()
+    for number, turn in enumerate(turns):
+        if turn.content is None and turn.role not in ("assistant", "tool"):
+            name = f"messages.{number}.content"
+            raise InvalidRequest(f"{name}: a message of the role {turn.role!r} needs one", name)
+    messages = [turn.to_message(number, waiting) for number, turn in enumerate(turns)]
+    for number, message in enumerate(messages):
+        if message["role"] == "tool" and not message["tool_call_id"]:
+            name = f"messages.{number}.tool_call_id"
+            raise InvalidRequest(f"{name}: no call waits for a result, so that it must be said", name)
+    return messages
 
 
 def _id_of_function(name: str) -> str:
-    """Return the id of a call by its name alone, as it was before there were several in an answer."""
+    """Return the id of a call in the old form, which has one call an answer and its name only."""
     return f"call_{name}"
 
 
 class StructuredOutputs(ClientPart):
-    """The form of an answer in vLLM's words; one of them."""
+    """The form of an answer in vLLM's fields, one of which is set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = None
@@ -168,7 +211,7 @@ class StructuredOutputs(ClientPart):
     structural_tag: dict[str, Any] | str | None = Field(None, description="text with parts of given forms")
 
     def to_record(self) -> dict[str, Any] | None:
-        """Return the record's form of the answer; None where nothing is said. Raises InvalidRequest."""
+        """Return the record's form of the answer; None if none is set. Raises InvalidRequest."""
         schema = _object_of(self.json_, "json")
         if schema is None and self.json_object:
             schema = {"type": "object"}
@@ -180,7 +223,7 @@ class StructuredOutputs(ClientPart):
 
 
 def _object_of(given: Any, field: str) -> Any:
-    """Return what may come as the text of JSON too. Raises InvalidRequest."""
+    """Return a value that may come as JSON text too. Raises InvalidRequest."""
     if not isinstance(given, str):
         return given
     try:
@@ -195,7 +238,7 @@ class AnswerFormat(ResponseFormat, extra="allow"):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]  # type: ignore[assignment]
 
     def to_record(self) -> ResponseFormat | None:
-        """Return the record's form, None of one in parts."""
+        """Return the record's form, None for one in parts."""
         if self.type == "structural_tag":
             return None
         return ResponseFormat(type=self.type, json_schema=self.json_schema, schema=self.schema_)
@@ -250,7 +293,7 @@ class TextBody(ClientPart, SamplingOptions):
 
 
 class ReasoningOptions(ClientPart, extra="ignore"):
-    """How much is thought, as gateways say it."""
+    """The amount of reasoning, under the names that gateways use."""
 
     enabled: bool | None = None
     effort: ReasoningEffort | None = None
@@ -276,6 +319,28 @@ _ABOUT_PROMPT: Final = (
 )
 
 
+class AllowedFunctions(ClientPart):
+    """Some of the tools: an answer may call one of them, or must."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class AllowedTools(ClientPart):
+    """The choice of some of the tools. The others are not shown to the model."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+def allowed_names(names: Iterable[str], known: Collection[str]) -> frozenset[str]:
+    """Return the names of tools that may be called. Raises InvalidRequest for one that is not known."""
+    found = frozenset(names)
+    for name in sorted(found - {*known}):
+        raise InvalidRequest(f"tool_choice: no tool {name!r} (tools: {', '.join(known)})", "tool_choice")
+    return found
+
+
 class ChatBody(TextBody):
     """OpenAI's chat request."""
 
@@ -286,7 +351,7 @@ class ChatBody(TextBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: AnswerFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer is the only one")
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="how much is thought, where the model knows that"
@@ -315,18 +380,18 @@ class ChatBody(TextBody):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Return whether the answer has what was thought."""
+        """Return whether the answer shows the reasoning."""
         return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
     def echoed(self) -> str:
-        """Return the text of the last message, where the answer begins with it."""
+        """Return the text of the last message, if the answer begins with it."""
         content = self.messages[-1].content if self.echo and self.continue_final_message else ""
         return content if isinstance(content, str) else ""
 
     @property
     def has_functions(self) -> bool:
-        """Return whether functions are said, and answered, in the way before there were tools."""
+        """Return whether the request has functions in the old form, so that the answer does, too."""
         return self.functions is not None and self.tools is None
 
     def to_fields(self) -> dict[str, Any]:
@@ -337,10 +402,6 @@ class ChatBody(TextBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs: true", "top_logprobs")
         options["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        for number, message in enumerate(self.messages):
-            if message.content is None and message.role != "assistant":
-                name = f"messages.{number}.content"
-                raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
         form = self.response_format
         if form is not None and form.type == "structural_tag":
             if options["answer_grammar"] is not None:
@@ -353,7 +414,12 @@ class ChatBody(TextBody):
             del said["thinking_token_budget"]
         options |= said
         options["parallel_tool_calls"] = self.calls == "any"
-        if self.tool_choice is not None:
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed, tools = self.tool_choice.allowed_tools, self.tools or ()
+            names = allowed_names((one.function.name for one in allowed.tools), [one.function.name for one in tools])
+            options["tools"] = tuple(one for one in tools if one.function.name in names)
+            options["tool_choice"] = allowed.mode
+        elif self.tool_choice is not None:
             options["tool_choice"] = self.tool_choice
         if self.has_functions:
             options["tools"] = [{"type": "function", "function": function} for function in self.functions or ()]
@@ -362,8 +428,7 @@ class ChatBody(TextBody):
                 options["tool_choice"] = {"type": "function", "function": choice}
             elif choice is not None:
                 options["tool_choice"] = choice
-        messages = [message.to_message(number) for number, message in enumerate(self.messages)]
-        return {"messages": messages, **options}
+        return {"messages": messages_of(self.messages), **options}
 
 
 class CompletionBody(TextBody):
@@ -374,7 +439,7 @@ class CompletionBody(TextBody):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: Count | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = Field(None, description="no model here fills a gap in a text")
 
     def to_record(self) -> CompletionRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""

@@ -16,14 +16,20 @@ from deployments.ingress.messages.responses import Answer, TimesMs, rounded
 from deployments.records import TextChoice, TextChunk, TextResult, TokenText
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
-# The tool calls of an answer: all that the model makes, the first, or the first as it was before there were several.
+# The tool calls of an answer: all of the model's, the first, or the first in the old form.
 Calls = Literal["any", "one", "function_call"]
 
 
 class PromptTokensDetails(Answer):
-    """The tokens of the prompts that were in the KV cache already."""
+    """The prompt tokens found in the KV cache."""
 
     cached_tokens: int
+
+
+class CompletionTokensDetails(Answer):
+    """The tokens of the texts that were thoughts."""
+
+    reasoning_tokens: int
 
 
 class TextUsage(Answer):
@@ -31,6 +37,7 @@ class TextUsage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
     @classmethod
     def of(cls, result: TextResult | TextChunk) -> TextUsage:
@@ -41,6 +48,7 @@ class TextUsage(Answer):
             completion_tokens=num_completion_tokens,
             total_tokens=num_prompt_tokens + num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=result.num_cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=result.num_reasoning_tokens),
         )
 
 
@@ -62,7 +70,7 @@ class ChatLogprobs(Answer):
 
     @classmethod
     def of(cls, tokens: Sequence[TokenText]) -> ChatLogprobs | None:
-        """Return the log probabilities in the form of chats; None where none were asked for."""
+        """Return the log probabilities in the form of chats; None if not requested."""
         return cls(content=chat_tokens(tokens), refusal=None) if tokens else None
 
 
@@ -79,19 +87,19 @@ def _best_token(token: TokenText) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float:
-    """Return a number that JSON has: OpenAI's own for what is as good as impossible."""
+    """Return a number that JSON has: OpenAI's own value for minus infinity."""
     return -9999.0 if logprob is None else max(logprob, -9999.0)
 
 
 class TextOffset:
-    """Where in a text its next token begins. A character may be several tokens: it counts with the last of them."""
+    """The offset of a text's next token in characters. A character of several tokens counts with the last of them."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         self._num_characters = 0
 
     def before(self, token: TokenText) -> int:
-        """Return where the next token begins, which is this one."""
+        """Return the offset of this token, and move on behind it."""
         offset = self._num_characters
         self._num_characters += len(self._decoder.decode(token.data))
         return offset
@@ -107,7 +115,7 @@ class CompletionLogprobs(Answer):
 
     @classmethod
     def of(cls, tokens: Sequence[TokenText], offset: TextOffset) -> CompletionLogprobs | None:
-        """Return the log probabilities of a text's next tokens; None where none were asked for."""
+        """Return the log probabilities of a text's next tokens; None if not requested."""
         if not tokens:
             return None
         return cls(
@@ -149,7 +157,7 @@ class CalledToolDelta(Answer):
 
 
 class MessageBody(Answer):
-    """The message; its content is null where it is nothing but tool calls."""
+    """The message; its content is null if it has only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -174,8 +182,11 @@ class MessageBody(Answer):
 
 
 class ChatChoice(Answer):
+    """One of the texts. `stop_reason` is what ended it of the request's `stop` and `stop_token_ids`, as vLLM has it."""
+
     index: int
     finish_reason: FinishReason
+    stop_reason: str | int | None
     logprobs: ChatLogprobs | None
     message: MessageBody
 
@@ -183,6 +194,7 @@ class ChatChoice(Answer):
 class CompletionChoice(Answer):
     index: int
     finish_reason: FinishReason
+    stop_reason: str | int | None
     logprobs: CompletionLogprobs | None
     text: str
 
@@ -223,6 +235,7 @@ class MessageDelta(Answer):
 class ChatChunkChoice(Answer):
     index: int
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
     logprobs: ChatLogprobs | None
     delta: MessageDelta
 
@@ -230,12 +243,13 @@ class ChatChunkChoice(Answer):
 class CompletionChunkChoice(Answer):
     index: int
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
     logprobs: CompletionLogprobs | None
     text: str
 
 
 class _TextChunk(Answer):
-    """A piece of a stream. The last one has times and warnings; token counts come in one of their own, without text."""
+    """A piece of a stream. The last one has times and warnings; token counts come in a piece without text."""
 
     id: str
     created: int
@@ -274,7 +288,7 @@ class TextForm(ABC):
 
     @abstractmethod
     def opening(self, num_choices: int) -> list[Answer]:
-        """Return the pieces of a stream that come before any text."""
+        """Return the pieces of a stream before any text."""
 
     @abstractmethod
     def piece(self, chunk: TextChunk) -> Answer:
@@ -313,6 +327,7 @@ class ChatForm(TextForm):
             ChatChoice(
                 index=index,
                 finish_reason=self._reason(choice.finish_reason),
+                stop_reason=choice.stopped_by,
                 logprobs=ChatLogprobs.of(choice.logprobs),
                 message=MessageBody.of(
                     replace(choice, text=self._echo + choice.text),
@@ -346,7 +361,8 @@ class ChatForm(TextForm):
         delta = MessageDelta(**given)
         reason = None if chunk.finish_reason is None else self._reason(chunk.finish_reason)
         logprobs = ChatLogprobs.of(chunk.logprobs)
-        choice = ChatChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, delta=delta)
+        ended = {} if reason is None else {"stop_reason": chunk.stopped_by}
+        choice = ChatChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, delta=delta, **ended)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._piece_fields(chunk))
 
     def _reason(self, reason: str) -> FinishReason:
@@ -374,6 +390,7 @@ class CompletionForm(TextForm):
             CompletionChoice(
                 index=index,
                 finish_reason=cast("FinishReason", choice.finish_reason),
+                stop_reason=choice.stopped_by,
                 logprobs=CompletionLogprobs.of(choice.logprobs, TextOffset()),
                 text=choice.text,
             )
@@ -387,7 +404,10 @@ class CompletionForm(TextForm):
     def piece(self, chunk: TextChunk) -> CompletionChunk:
         reason = cast("FinishReason | None", chunk.finish_reason)
         logprobs = CompletionLogprobs.of(chunk.logprobs, self._offsets[chunk.index])
-        choice = CompletionChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, text=chunk.text)
+        ended = {} if reason is None else {"stop_reason": chunk.stopped_by}
+        choice = CompletionChunkChoice(
+            index=chunk.index, finish_reason=reason, logprobs=logprobs, text=chunk.text, **ended
+        )
         return CompletionChunk(object="text_completion", choices=[choice], **self._piece_fields(chunk))
 
     def usage(self, last: TextChunk) -> CompletionChunk:

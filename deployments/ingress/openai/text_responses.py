@@ -1,6 +1,6 @@
 """POST /v1/responses for text, whole or as server-sent events; and the responses that are kept, by their ids.
 
-Items of a request's input are messages, tool calls and their results, and references to what was answered before.
+Items of a request's input are messages, tool calls and their results, and references to earlier answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES, LimitsConfig
-from deployments.engines.llm.chat import FunctionName, ReasoningEffort
+from deployments.engines.llm.chat import CalledName, FunctionName, ReasoningEffort
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.messages.bodies import ClientPart, JsonRoute, LeftOut, TopP, warning_header
 from deployments.ingress.messages.responses import (
@@ -34,6 +34,7 @@ from deployments.ingress.messages.responses import (
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
 from deployments.ingress.openai.kept import StoredResponse, StoredResponses
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm, response_id_of
+from deployments.ingress.openai.text import allowed_names
 from deployments.ingress.service.service import Service
 from deployments.records import MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, UserName
 from deployments.records.errors import InvalidRequest, RequestTooLarge
@@ -49,7 +50,7 @@ class InputText(ClientPart, extra="ignore"):
 
 
 class InputImage(ClientPart, extra="ignore"):
-    """An image of a message, as in chats. Files that are kept by their ids are not here."""
+    """An image of a message, as in chats. Stored files with ids are not supported."""
 
     type: Literal["input_image"]
     image_url: str
@@ -69,7 +70,7 @@ class InputCall(ClientPart, extra="ignore"):
 
     type: Literal["function_call"]
     call_id: Name
-    name: FunctionName
+    name: CalledName
     arguments: str
 
 
@@ -78,7 +79,7 @@ class InputCustomCall(ClientPart, extra="ignore"):
 
     type: Literal["custom_tool_call"]
     call_id: Name
-    name: FunctionName
+    name: CalledName
     input: str
 
     @property
@@ -96,17 +97,23 @@ class InputCallOutput(ClientPart, extra="ignore"):
 
 
 class ReasoningPart(ClientPart, extra="ignore"):
-    """A piece of a thought."""
+    """A piece of a thought, or of its summary."""
 
     type: str = "reasoning_text"
     text: str = ""
 
 
 class InputReasoning(ClientPart, extra="ignore"):
-    """What the model thought before an earlier answer. What only its server can read is left out."""
+    """What the model thought before an earlier answer, or a summary. What only its server can read is left out."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
+    summary: list[ReasoningPart] | None = None
+
+    @property
+    def text(self) -> str:
+        """The thought, or else its summary."""
+        return "".join(part.text for part in self.content or self.summary or ())
 
 
 class ItemReference(ClientPart, extra="ignore"):
@@ -133,7 +140,7 @@ _KINDS: Final = {
 
 
 def _kind_of(item: Any) -> str:
-    """Return the tag of an item, which messages and references need not say."""
+    """Return the tag of an item, which messages and references may omit."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
         has_role = "role" in item if isinstance(item, dict) else hasattr(item, "role")
@@ -167,17 +174,17 @@ _ITEMS: Final[TypeAdapter[list[Item]]] = TypeAdapter(list[Item])
 
 
 class KeptItems:
-    """The items that one tenant can say by the ids of responses. Calls block; all in all they read `max_bytes`."""
+    """The items that one tenant may name by the ids of responses. Calls block, and read at most `max_bytes` in all."""
 
     def __init__(self, stored: StoredResponses | None, tenant: str, max_bytes: int) -> None:
         self._stored = stored
         self._tenant = tenant
         self._left_bytes = self._max_bytes = max_bytes
         self._found: dict[str, StoredResponse] = {}
-        self._outputs: dict[str, dict[str, Item]] = {}  # of what was found, by their ids
+        self._outputs: dict[str, dict[str, Item]] = {}  # of found responses, by id
 
     def before(self, previous_id: str) -> list[Item]:
-        """Return what was asked and answered up to a response. Raises InvalidRequest, RequestTooLarge."""
+        """Return the items of the conversation up to a response. Raises InvalidRequest, RequestTooLarge."""
         chain: list[StoredResponse] = []
         next_: str | None = previous_id
         while next_ is not None:
@@ -188,7 +195,7 @@ class KeptItems:
         return [item for response in reversed(chain) for item in _items_of(response)]
 
     def resolved(self, items: Sequence[InputItem]) -> list[Item]:
-        """Return the items with those that are meant by references. Raises InvalidRequest, RequestTooLarge."""
+        """Return the items with references resolved. Raises InvalidRequest, RequestTooLarge."""
         found: list[Item] = []
         for place, item in enumerate(items):
             if not isinstance(item, ItemReference):
@@ -202,7 +209,7 @@ class KeptItems:
         return found
 
     def _outputs_of(self, response: StoredResponse) -> Mapping[str, Item]:
-        """Return the items of an answer by their ids, read once: what is meant a thousand times is one object."""
+        """Return the items of an answer by id, read once: an item referenced a thousand times is one object."""
         if response.id not in self._outputs:
             outputs = json.loads(response.answer)["output"]
             items = _ITEMS.validate_python(outputs)
@@ -236,7 +243,7 @@ def _items_of(response: StoredResponse) -> list[Item]:
 
 
 def _as_stored(answer: ResponseAnswer, items: Sequence[Item]) -> StoredResponse:
-    """Return a response as it is kept, with the items of its own request."""
+    """Return a response in its stored form, with the items of its own request."""
     given = to_json([item.model_dump() for item in items])
     content = answer.model_dump_json(exclude_unset=True).encode()
     return StoredResponse(answer.id, answer.previous_response_id, given, content)
@@ -245,13 +252,13 @@ def _as_stored(answer: ResponseAnswer, items: Sequence[Item]) -> StoredResponse:
 def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat that items are, as `ChatImages` takes them: calls of one answer are one message."""
     open_: dict[str, Any] | None = None  # the assistant's, which may have calls
-    thought = ""  # of the next message of the assistant
+    thought = ""  # of the assistant's next message
     for number, item in enumerate(items):
         if isinstance(item, InputReasoning):
             if open_ is not None:
                 yield open_
                 open_ = None
-            thought += "".join(part.text for part in item.content or ())
+            thought += item.text
             continue
         if isinstance(item, OtherItem):
             continue
@@ -289,7 +296,7 @@ def _joined(content: str | Sequence[InputText | InputImage], number: int) -> str
 
 
 class OtherTool(LeftOut, extra="ignore"):
-    """A tool that OpenAI's servers run, and nobody here."""
+    """A tool that only OpenAI's servers run."""
 
 
 class FunctionTool(ClientPart):
@@ -331,6 +338,21 @@ class NamedFunction(RequestModel):
     name: FunctionName
 
 
+class AllowedTool(RequestModel, extra="ignore"):
+    """One of the tools that may be called; those of OpenAI's servers are not there."""
+
+    type: str
+    name: Name = ""
+
+
+class AllowedTools(RequestModel):
+    """The choice of some of the tools: an answer may call one of them, or must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
 class TextFormat(ClientPart):
     """The form of the answer."""
 
@@ -348,7 +370,7 @@ class TextSettings(ClientPart):
 
 
 class ReasoningSettings(ClientPart, extra="ignore"):
-    """How much is thought. There are no summaries."""
+    """The amount of reasoning. There are no summaries."""
 
     effort: ReasoningEffort | None = None
     max_tokens: Count | None = None
@@ -367,7 +389,7 @@ class ResponsesBody(ClientPart):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     lora: Loras | None = None
     parallel_tool_calls: bool = Field(True, description="false: the first call of an answer is the only one")
@@ -390,11 +412,11 @@ class ResponsesBody(ClientPart):
 
     @property
     def means_kept_items(self) -> bool:
-        """Return whether some of what was said is meant by ids."""
+        """Return whether the request names earlier items or a response by id."""
         return self.previous_response_id is not None or any(isinstance(item, ItemReference) for item in self.items)
 
     def to_fields(self, items: Sequence[Item]) -> dict[str, Any]:
-        """Return the fields of the record, with all that was said, as `ChatImages` takes them."""
+        """Return the fields of the record with the whole conversation, for `ChatImages`."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         given: dict[str, Any] = {"model": self.model, "messages": [*messages, *_messages_of(items)]}
         given |= {
@@ -417,6 +439,11 @@ class ResponsesBody(ClientPart):
         ]
         if isinstance(self.tool_choice, NamedFunction):
             given["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        elif isinstance(self.tool_choice, AllowedTools):
+            functions = (tool.name for tool in self.tool_choice.tools if tool.type == "function")
+            names = allowed_names(functions, [tool.name for tool in self.functions])
+            given["tools"] = [tool for tool in given["tools"] if tool["function"]["name"] in names]
+            given["tool_choice"] = self.tool_choice.mode
         elif self.tool_choice is not None:
             given["tool_choice"] = self.tool_choice
         return given
@@ -430,7 +457,7 @@ class ResponsesBody(ClientPart):
                 "store": is_stored,
                 "metadata": self.metadata or {},
                 "tools": [tool.model_dump(include={"type", *_FUNCTION_FIELDS}) for tool in self.functions],
-                "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+                "tool_choice": choice.model_dump() if isinstance(choice, RequestModel) else choice or "auto",
             }
         )
 
@@ -443,7 +470,7 @@ _GONE: Final = {"_404": "no such response: it has ended, was not kept, or is ano
 
 
 class ResponseDeleted(Answer):
-    """The end of a response that was kept."""
+    """The deletion of a kept response."""
 
     id: str
     object: Literal["response"]
@@ -474,7 +501,7 @@ def create_responses_router(
             async for chunk in chunks:
                 for event in form.events(chunk):
                     yield event
-            # Kept first: who has the last event may follow on it.
+            # Kept first: a client with the last event may follow on it.
             yield form.ending(await keeping.keep(form.answer(chunk, warnings)))
 
         return await stream_events(service.texts.stream_text(record), events_of, form.failure, headers=headers)
@@ -488,7 +515,7 @@ def create_responses_router(
 
     @router.delete("/v1/responses/{response_id}", response_model=ResponseDeleted, responses=documented(**_GONE))
     async def delete(response_id: str) -> Response:
-        """Forget a response. What follows on it cannot be followed on any more."""
+        """Forget a response. Later responses that follow on it can no longer be continued."""
         if stored is None or not await asyncio.to_thread(stored.forget, current_tenant.get(), response_id):
             return _not_found(response_id)
         return json_response(ResponseDeleted(id=response_id, object="response", deleted=True))
@@ -497,7 +524,7 @@ def create_responses_router(
 
 
 async def _said(body: ResponsesBody, kept: KeptItems) -> tuple[list[Item], list[Item]]:
-    """Return what was said before a request, and its own items. Raises InvalidRequest, RequestTooLarge."""
+    """Return the items of the conversation before a request, and its own. Raises InvalidRequest, RequestTooLarge."""
 
     def find() -> tuple[list[Item], list[Item]]:
         before = kept.before(body.previous_response_id) if body.previous_response_id is not None else []
@@ -508,14 +535,14 @@ async def _said(body: ResponsesBody, kept: KeptItems) -> tuple[list[Item], list[
 
 @dataclass(frozen=True, slots=True)
 class _Keeping:
-    """The store that a response goes to, for which tenant, and the items of its request."""
+    """The store of a response, its tenant, and the items of its request."""
 
     stored: StoredResponses | None
     tenant: str
     items: Sequence[Item]
 
     async def keep(self, answer: ResponseAnswer) -> ResponseAnswer:
-        """Keep an answer, and return it. Where that cannot be done, it says so."""
+        """Keep an answer, and return it. If it cannot be kept, the answer says so."""
         if self.stored is None:
             return answer
         try:

@@ -1,4 +1,4 @@
-"""Images and audio that come with a request: files of a form, or base64 in JSON, checked before they are decoded.
+"""Images and audio of a request: files of a form, or base64 in JSON, checked before they are decoded.
 
 Audio is WAV, bounded before a sample of it is read.
 """
@@ -38,11 +38,11 @@ Pictures = npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...]
 NamedFiles = str | bytes | Sequence[str | bytes]
 _DATA_URL: Final = "data:audio/"
 _SPACES: Final = ("\n", "\r", "\t", " ")  # between characters of base64
-_PIECE: Final = 2**20  # of base64: between two of them others have Python's lock
+_PIECE: Final = 2**20  # of base64: between two pieces other threads get Python's lock
 _MAX_CHUNKS: Final = 1024
 _HEAD: Final = 12
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-_OPEN_END: Final = (0, 0xFFFFFFFF)  # sizes that a program writes that cannot go back to say how much came
+_OPEN_END: Final = (0, 0xFFFFFFFF)  # sizes written by a program that could not go back to set them
 _DTYPES: Final[Mapping[tuple[int, int], str]] = {  # by format and bits; 24 bits are read as 32
     (_PCM, 8): "u1",
     (_PCM, 16): "<i2",
@@ -72,7 +72,7 @@ class DecodedImage:
 
     @property
     def to_repaint(self) -> npt.NDArray[np.uint8] | None:
-        """Return 255 where the image is wholly transparent, else 0; None where nothing is. OpenAI's rule for masks."""
+        """Return 255 where the image is fully transparent, else 0; None if it nowhere is. OpenAI's rule for masks."""
         if self.alpha is None or self.alpha.all():
             return None
         return np.where(self.alpha == 0, np.uint8(_OPAQUE), np.uint8(0))
@@ -80,8 +80,8 @@ class DecodedImage:
     def as_mask(self) -> npt.NDArray[np.uint8]:
         """Return a mask file as (height, width): 255 is painted anew.
 
-        Those are the transparent parts of a file that has any, as OpenAI has it; else the white parts, as diffusers
-        and its user interfaces have it.
+        These are the transparent parts of a file that has any, as OpenAI does it; else the white parts, as diffusers
+        and its user interfaces do it.
         """
         transparent = self.to_repaint
         return np.asarray(Image.fromarray(self.pixels).convert("L")) if transparent is None else transparent
@@ -90,7 +90,7 @@ class DecodedImage:
 def decode_image(data: bytes, field: str, max_pixels: int, max_file_pixels: int | None = None) -> DecodedImage:
     """Decode a PNG, JPEG or WebP file, turned upright as its camera noted; of an animation, the first image.
 
-    One of more than `max_pixels` is scaled down to them; of more than `max_file_pixels` (None: the same), it is
+    An image of more than `max_pixels` is scaled down to them; one of more than `max_file_pixels` (None: the same) is
     refused. Blocks while a decoder process works, for a bounded time. Raises InvalidRequest naming `field`, Overloaded.
     """
     return _decoded(*DECODERS.decode(data, field, max_file_pixels or max_pixels, max_pixels))
@@ -110,7 +110,7 @@ def decode_base64_within(text: str, field: str, limits: LimitsConfig) -> Decoded
 
 
 def decode_named(given: Mapping[str, NamedFiles], limits: LimitsConfig) -> dict[str, Pictures]:
-    """Decode what goes to parameters of a pipeline's class, by field: an image, several, or the frames of a video.
+    """Decode the images for parameters of a pipeline's class, by field: an image, several, or the frames of a video.
 
     Texts are base64, or data URLs of it. Blocks. Raises as `decode_image` does, and InvalidRequest for too many files,
     or too many pixels in all.
@@ -174,7 +174,7 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, An
                     raise InvalidRequest(f"{name}: given more than once", name)
                 else:
                     fields[name] = value
-    except HTTPException as error:  # how Starlette says what python-multipart found
+    except HTTPException as error:  # Starlette's form of python-multipart's errors
         raise InvalidRequest(f"the form cannot be read: {error.detail}") from None
     for name, members in lists.items():
         if name in fields:
@@ -184,7 +184,7 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, An
 
 
 def _objects_of(name: str, members: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """Return the objects whose members came by name. Raises InvalidRequest where it is not sure whose a member is."""
+    """Return the objects whose members came by name. Raises InvalidRequest if a member's object is ambiguous."""
     (first, values), *others = members.items()
     for member, given in others:
         if len(given) != len(values):
@@ -197,7 +197,7 @@ def _objects_of(name: str, members: Mapping[str, Sequence[str]]) -> list[dict[st
 
 
 async def validated(class_: type[BodyT], fields: Any, num_bytes: int) -> BodyT:
-    """Return the body that fields make. Raises what FastAPI raises for one that is wrong."""
+    """Return the body made of fields. Raises FastAPI's error for a wrong one."""
     try:
         return await call_aside(num_bytes, class_.model_validate, fields)
     except ValidationError as error:
@@ -214,7 +214,7 @@ def _decoded(reply: DecodeReply, data: bytes) -> DecodedImage:
 
 
 class AudioFile(NamedTuple):
-    """A file, or its base64, and the name of the request's field that it came in."""
+    """A file, or its base64, and the name of its field in the request."""
 
     field: str
     data: str | bytes
@@ -226,7 +226,7 @@ def is_wav(data: bytes) -> bool:
 
 
 def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, AudioFile]]:
-    """Return what is in `extra`, and apart from it the data URLs of audio there."""
+    """Split `extra`: return it without data URLs of audio, and those."""
     found = {
         name: AudioFile(f"extra.{name}", value)
         for name, value in extra.items()
@@ -236,9 +236,9 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Aud
 
 
 def decode_audio(files: Mapping[str, AudioFile], limits: LimitsConfig) -> dict[str, Sound]:
-    """Return the audio of files by the names of the parameters that it goes to. Blocks.
+    """Return the audio of files by the names of their parameters. Blocks.
 
-    Raises InvalidRequest naming the field for what is no WAV file, too long in all, or of another form than is taken.
+    Raises InvalidRequest naming the field for a file that is no WAV, too long in all, or of an unsupported form.
     """
     left_s, found = limits.max_audio_s, dict[str, Sound]()
     for name, file in files.items():
@@ -267,7 +267,7 @@ def _bytes_of(data: str | bytes) -> bytes:
 
 
 def _read_wav(data: bytes, max_s: float, left_s: float) -> Sound:
-    """Return the samples of a WAV file of at most `left_s` seconds, what is left of `max_s`. Raises ValueError."""
+    """Return the samples of a WAV file of at most `left_s` seconds, the rest of `max_s`. Raises ValueError."""
     if not is_wav(data):
         raise ValueError(f"{len(data)} bytes that are no WAV file")
     chunks = _chunks_of(data)
@@ -290,7 +290,7 @@ def _read_wav(data: bytes, max_s: float, left_s: float) -> Sound:
 
 
 def _chunks_of(data: bytes) -> dict[bytes, memoryview]:
-    """Return the first chunk of each name. Raises ValueError for a file that is cut off, or has too many."""
+    """Return the first chunk of each name. Raises ValueError for a file that is cut off or has too many chunks."""
     found: dict[bytes, memoryview] = {}
     view, place = memoryview(data), _HEAD
     for count in itertools.count():
@@ -310,7 +310,7 @@ def _chunks_of(data: bytes) -> dict[bytes, memoryview]:
 
 
 def _values_of(data: memoryview, dtype: str, bits: int) -> npt.NDArray[np.float32]:
-    """Return samples from -1 to 1, as they lie in the file."""
+    """Return samples from -1 to 1, in the file's order."""
     if bits == 24:  # to the upper bytes of 32
         wide = np.zeros((len(data) // 3, 4), np.uint8)
         wide[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""/v1/videos: jobs, begun by one request and fetched by others. POST /v1/audio/generations answers at once."""
+"""/v1/videos: jobs that one request begins and others fetch. POST /v1/audio/generations answers at once."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ logger = logging.getLogger("atelier.ingress")
 
 
 class ReferenceBody(ClientPart):
-    """An image or a video by OpenAI's form. It is in the request: nothing is fetched."""
+    """An image or a video in OpenAI's form. It is in the request: nothing is fetched."""
 
     image_url: str = Field(description="a data URL of a PNG, JPEG or WebP file, or of a video")
 
 
 class _ClipBody(ClipOptions, ClientPart):
-    """The fields that videos and audio have in common. In a form, `extra`, `lora` and `scheduler_options` are JSON."""
+    """The common fields of videos and audio. In a form, `extra`, `lora` and `scheduler_options` are JSON."""
 
     seed: Seed = None
     audio: NamedAudio = Field({}, description=_AUDIO)
@@ -113,7 +113,7 @@ class _ClipBody(ClipOptions, ClientPart):
 class VideoBody(VideoOptions, _ClipBody):
     """OpenAI's request for a video and more. In a form, `extra`, `lora` and `scheduler_options` are JSON.
 
-    `input_reference` is the image that the video begins with or follows, or the video that it is made of: a file in a
+    `input_reference` is the first or guiding image of the video, or the video that it is made from: a file in a
     form. It goes to the parameter `image` or `video` of the class.
     """
 
@@ -143,7 +143,7 @@ class VideoBody(VideoOptions, _ClipBody):
 
 
 class AudioBody(_ClipBody):
-    """A request for audio: music and sounds by a prompt, or made of other audio."""
+    """A request for audio: music and sounds by a prompt, or from other audio."""
 
     def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ClipRequest:
         """Return the request with the files of its form. Blocks: it reads WAV files. Raises InvalidRequest."""
@@ -152,14 +152,14 @@ class AudioBody(_ClipBody):
 
 
 class VideoError(Answer):
-    """The reason why a video could not be made."""
+    """The reason of a video's failure."""
 
     code: str
     message: str
 
 
 class VideoAnswer(Answer):
-    """A video as OpenAI has it, and what it was made with once it is completed."""
+    """A video in OpenAI's form, with its facts once it is completed."""
 
     id: str
     object: Literal["video"]
@@ -193,7 +193,7 @@ class VideosAnswer(Answer):
 
 
 class VideoDeleted(Answer):
-    """The end of a video."""
+    """The deletion of a video."""
 
     id: str
     object: Literal["video.deleted"]
@@ -240,7 +240,7 @@ def create_videos_router(
 
     @router.get("/v1/videos/{video_id}", response_model=VideoAnswer, responses=documented(**_GONE))
     async def retrieve(video_id: str) -> Response:
-        """A video: how far it is, and what became of it."""
+        """A video's progress, and its result or error."""
         video = await _asked(kept.find, current_tenant.get(), video_id)
         return _not_found(video_id) if video is None else json_response(answer_of(video))
 
@@ -263,7 +263,7 @@ def create_videos_router(
 
     @router.delete("/v1/videos/{video_id}", response_model=VideoDeleted, responses=documented(**_GONE))
     async def delete(video_id: str) -> Response:
-        """Delete a video; one that is being made is made no further."""
+        """Delete a video; an unfinished one is stopped."""
         if not await _asked(kept.forget, current_tenant.get(), video_id):
             return _not_found(video_id)
         jobs.end_job(video_id)
@@ -285,7 +285,7 @@ def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsC
         openapi_extra=body_schema,
     )
     async def generate(request: Request) -> Response:
-        """Music or sounds of a prompt, or made of other audio, as a WAV file."""
+        """Music or sounds by a prompt, or from other audio, as a WAV file."""
         body, files = await _read(AudioBody, request, limits)
         record = await readers.read(body.to_record, files, limits)
         result = await service.make_clip(await service.checked_clip(record, "audio"))
@@ -297,7 +297,7 @@ def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsC
 
 
 async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
-    """Return what the kept videos answer. Raises Overloaded where their folder cannot be used."""
+    """Call a method of the kept videos. Raises Overloaded when their folder cannot be used."""
     try:
         return await run_in_threadpool(method, *arguments)
     except OSError as error:
@@ -305,7 +305,7 @@ async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
 
 
 async def _read(class_: type[_BodyT], request: Request, limits: LimitsConfig) -> tuple[_BodyT, dict[str, list[bytes]]]:
-    """Return the fields and files of a body, JSON or a form. Raises what FastAPI raises for a field that is wrong."""
+    """Return the fields and files of a body, JSON or a form. Raises FastAPI's error for a wrong field."""
     files: dict[str, list[bytes]] = {}
     fields: Any
     num_bytes = 0  # a form's fields are bounded, and small
@@ -393,7 +393,7 @@ class _VideoJob:
 
 
 class _VideoJobs:
-    """The videos that one ingress replica has made. Lives on one event loop."""
+    """The videos made by one ingress replica. Lives on one event loop."""
 
     def __init__(self, service: Service, kept: KeptVideos, config: VideosConfig) -> None:
         self._service = service
@@ -402,10 +402,10 @@ class _VideoJobs:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, request: ClipRequest, facts: Mapping[str, Any]) -> KeptVideo:
-        """Begin a video, and return it. `facts` are what its answer says; `request` is checked.
+        """Begin a video, and return it. `facts` are for its answer; `request` is checked.
 
-        It has the terms of the current request, and its key no more unfinished ones than it may have requests in
-        progress. Raises QueueFull; Overloaded where no video can be kept.
+        It has the terms of the current request. A key has no more unfinished videos than it may have requests in
+        progress. Raises QueueFull; Overloaded when no video can be kept.
         """
         most = min(self._config.max_unfinished, current_max_concurrent() or self._config.max_unfinished)
         try:
@@ -419,7 +419,7 @@ class _VideoJobs:
         return video
 
     def end_job(self, id_: str) -> None:
-        """Make a video no further, if it is made here. Elsewhere its replica finds that nobody wants it any more."""
+        """Stop a video, if it is made here. Elsewhere its replica finds that it is no longer wanted."""
         if task := self._tasks.get(id_):
             task.cancel()
 
@@ -435,7 +435,7 @@ class _VideoJobs:
             await asyncio.to_thread(self._kept.complete, id_, result.file, suffix, facts)
         except Exception as error:
             failure = failure_of(error if not isinstance(error, OSError) else Overloaded(f"it cannot be kept: {error}"))
-            with contextlib.suppress(OSError):  # it is found lost
+            with contextlib.suppress(OSError):  # another replica will find it lost
                 await asyncio.to_thread(self._kept.fail, id_, failure.code, failure.message)
         finally:
             noting.cancel()
@@ -451,7 +451,7 @@ class _VideoJobs:
         return await self._service.make_clip(job.request, on_progress, max_timeout_s=self._config.timeout_s)
 
     async def _note(self, id_: str, job: _VideoJob, making: asyncio.Future[ClipResult]) -> None:
-        """Say that the video is being made, at each of its steps and now and then; end it once nobody wants it."""
+        """Write the video's heartbeat at each step and now and then; end the video once it is no longer wanted."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
@@ -464,7 +464,7 @@ class _VideoJobs:
 
 
 def _facts_of(result: ClipResult) -> dict[str, Any]:
-    """Return what the answer of a finished video says of it."""
+    """Return the facts of a finished video for its answer."""
     return {
         "size": f"{result.width}x{result.height}",
         "seconds": f"{result.seconds:.6g}",

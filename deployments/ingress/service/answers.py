@@ -47,13 +47,13 @@ class ModelStatus(Answer):
 
 
 class Unreachable(Answer):
-    """The reason why something did not answer."""
+    """The reason of a missing answer."""
 
     unreachable: str
 
 
 class TemplatesAnswer(Answer):
-    """The templates of this node, and why processes have imported everything themselves, each reason once."""
+    """The templates of this node, and the reasons of processes that imported everything themselves, each once."""
 
     templates: list[TemplateStats]
     problems: list[str]
@@ -62,8 +62,8 @@ class TemplatesAnswer(Answer):
 class ClusterAnswer(Answer):
     """The cluster at a glance: a page of its models and nodes, and all replicas; each may be `unreachable` instead.
 
-    `registry` is there only when it did not answer, `templates` only where Ray's processes begin as copies of some.
-    `node_problems` are sentences on nodes that have joined and lack something, all of them on every page.
+    `registry` is there only when it did not answer, `templates` only if Ray's processes start as copies of templates.
+    `node_problems` are sentences about joined nodes that lack something, all of them on every page.
     """
 
     cluster: str
@@ -88,7 +88,7 @@ class ImportAnswer(Answer):
 
 
 class ImportsAnswer(Answer):
-    """The imports that run; a model that waits for its turn is not among them."""
+    """The running imports, without models that wait for their turn."""
 
     imports: list[ImportAnswer]
 
@@ -136,10 +136,10 @@ class BatchingAnswer(Answer):
 
 
 class HealthAnswer(Answer):
-    """The state of the service. `models_ready` of `models` can be asked.
+    """The state of the service. `models_ready` of `models` can be used.
 
     `starting`: none yet. `loading`: others are still entering the store, or wait for their first replica. `degraded`:
-    others cannot be asked.
+    others cannot be used.
     """
 
     status: Literal["starting", "loading", "ok", "degraded"]

@@ -1,19 +1,19 @@
-"""The models as the ingress sees them: a local copy of the directory, and the registry for unknown ones.
+"""The ingress's view of the models: a local copy of the directory, and the registry for unknown ones.
 
-Pipelines are models of the OpenAI protocol as well: whoever asks need not know that several models answer.
+Pipelines are models of the OpenAI protocol as well: a client need not know that several models answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 from ray.exceptions import RayActorError
 
-from cluster.records.errors import ModelUnknown
-from cluster.registry.actor import WeightRegistry
+from cluster.records.errors import ModelUnknown, WeightsUnavailable
+from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.engines.llm.models.stock_classes import SEEING
@@ -42,10 +42,12 @@ from deployments.records import (
     TextResult,
 )
 from deployments.records.errors import GenerationFailed, InvalidRequest, ModelUnavailable, UnknownModel
+from weights.formats.language_models import LanguageModelDetails
 from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
 from weights.programs.signature import ProgramSignature
 from weights.records.errors import listed
 
+_FoundT = TypeVar("_FoundT")
 _ANSWERING: Final = ("ready", "updating", "unloaded")  # states of models that can be asked
 Endpoint = Literal["images", "larger images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
 _ENDPOINTS: Final[dict[str | None, Endpoint]] = {
@@ -57,7 +59,7 @@ _ENDPOINTS: Final[dict[str | None, Endpoint]] = {
     "classifier": "classes",
 }
 AdapterKind = Literal["adapter", "controlnet", "ip_adapter"]
-# The field that names them, and what they are.
+# The field that names the adapters, and their kind.
 _ADAPTERS: Final[dict[AdapterKind, tuple[str, str]]] = {
     "adapter": ("lora", "adapter"),
     "controlnet": ("control", "ControlNet"),
@@ -68,12 +70,12 @@ _WANTED = {**_ENDPOINTS, "head": "scores of features", "program": "tensors by a 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One served model, adapter or pipeline, as it is listed. `error` names file and tensor when it is unavailable.
+    """The listing of one model, adapter or pipeline. `error` names file and tensor when it is unavailable.
 
-    `fingerprint` identifies the version that is served; `labels` name the outputs of a head. `endpoint` is what it is
-    asked at under /v1, None of an adapter, say; a language model takes texts to embed as well. One that
-    `encodes_itself` has its text encoders in the worker, and not in the text encoder service. One that `sees` takes
-    images in chats; `facts` are `language_model_facts`. `program` is what a stored program takes and gives.
+    `fingerprint` identifies the served version; `labels` name the outputs of a head. `endpoint` is its path
+    under /v1, None for an adapter, say; a language model takes texts to embed as well. A model that
+    `encodes_itself` has its text encoders in the worker, and not in the text encoder service. A model that `sees` takes
+    images in chats; `facts` are `language_model_facts`. `program` has the inputs and outputs of a stored program.
     """
 
     id: str
@@ -95,7 +97,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The answer to probes. `kinds` are those of which a model can be asked, "pipeline" among them.
+    """The answer to probes. `kinds` are the kinds of usable models, "pipeline" among them.
 
     `is_starting`: configured models are still entering the store, or the first of their replicas has not come.
     """
@@ -107,7 +109,7 @@ class Health:
 
     @classmethod
     def of(cls, models: Iterable[tuple[str | None, str]], pools: Set[str], *, is_entering: bool) -> Health:
-        """Count models by their kinds and states. `pools` are those whose replicas can be asked."""
+        """Count models by their kinds and states. `pools` are those with usable replicas."""
         models = list(models)
         usable = [kind for kind, state in models if state in _ANSWERING]
         kinds = [kind for kind in usable if pools_of(kind) <= pools]
@@ -126,25 +128,34 @@ class Catalog:
         return list(self._snapshot)
 
     async def find_record(self, id_: str) -> ModelRecord:
-        """Return a model; waits for one that is just being registered. Raises UnknownModel with the known names."""
+        """Return a model; wait for one that is being registered. Raises UnknownModel with the known names."""
         await self._snapshot.ready()
         found = self._snapshot.find_model(id_)
         if found is not None and found.state != "registering":
             return found
+        return await self._asked(WeightRegistry.find_model, id_)
+
+    async def details(self, id_: str) -> LanguageModelDetails:
+        """Return what the files of a language model say of it. Raises UnknownModel, ModelUnavailable."""
+        return await self._asked(WeightRegistry.model_details, id_)
+
+    async def _asked(self, method: Method[[str], _FoundT], id_: str) -> _FoundT:
+        """Return what the registry says of a model."""
         try:
-            asked = await self._snapshot.call_registry(WeightRegistry.find_model, id_)
+            return await self._snapshot.call_registry(method, id_)
         except ModelUnknown as error:
             raise UnknownModel(str(error), "model") from None
+        except WeightsUnavailable as error:
+            raise ModelUnavailable(str(error), "model") from None
         except RayActorError:
             raise ModelUnavailable(
                 f"model {id_!r}: the directory of models is restarting; try again", "model"
             ) from None
-        return asked
 
     async def find_usable(self, id_: str, *kinds: str) -> ModelRecord:
-        """Return a model of one of the kinds that can be asked; the first one says what it is asked for.
+        """Return a usable model of one of the kinds; errors name the first kind.
 
-        Raises UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else or has no room.
+        Raises UnknownModel, ModelUnavailable, or InvalidRequest for a model of another kind or without room.
         """
         record = await self.find_record(id_)
         if not record.serves:
@@ -161,7 +172,7 @@ class Catalog:
         return record
 
     async def check_sees(self, record: ModelRecord) -> None:
-        """Raise InvalidRequest, with the models that see images, where this one does not."""
+        """Raise InvalidRequest, with the models that see images, if this one does not."""
         if not _sees_images(record):
             seeing = listed(other.id for other in await self.all_records() if _sees_images(other))
             raise InvalidRequest(f"model {record.id!r} sees no images; models that do: {seeing}", "messages")
@@ -185,7 +196,7 @@ class Catalog:
         return record
 
     async def learned_words(self, text: str, model: str) -> list[str]:
-        """Return the textual inversions of a model that are named in a text; those that cannot be used are words."""
+        """Return the textual inversions of a model that a text names; unusable ones stay plain words."""
         await self._snapshot.ready()
         words = [one for one in self._snapshot if one.class_name == WORDS_CLASS and model in one.base]
         named = candidates_in(text) if words else set()
@@ -199,13 +210,13 @@ def _sees_images(record: ModelRecord) -> bool:
 
 
 def endpoint_of(record: ModelRecord) -> Endpoint | None:
-    """Return what a model is asked at. Of a class that it sees for the first time it reads the source, for 0.1 s."""
+    """Return the endpoint of a model. The first call for a class reads the class's source, which takes 0.1 s."""
     source = _source_of(record)
     return _ENDPOINTS.get(record.kind) if source is None else source.makes
 
 
 def _source_of(record: ModelRecord) -> PipelineSource | None:
-    """Return the source of the class that diffusers' own code runs, None of any other model."""
+    """Return the source of a class that diffusers' own code runs, None for any other model."""
     is_stock = record.kind == "diffusion" and is_stock_class(record.class_name) and knows_class(record.class_name)
     return read_class(record.class_name) if is_stock else None
 
@@ -256,7 +267,7 @@ class PipelineModels:
         return role.endpoint if role else None
 
     async def generate(self, request: ImageRequest) -> ImageResult:
-        """Return images. Each image after the first has the next seed, where the pipeline takes one."""
+        """Return images. Each image after the first has the next seed, if the pipeline takes one."""
         role = self._role(request.model, "images")
         given = _given(request, without={"model", "prompt", "n"})
         count = request.n
@@ -301,7 +312,7 @@ class PipelineModels:
             raise InvalidRequest(f"input: pipeline {request.model!r} takes text, not token ids", "input")
         result = await self._run(request.model, role, texts, {}, request)
         vectors = result.outputs[role.output].data
-        if not np.isfinite(vectors).all():  # a function's: JSON cannot write them, and nobody can search with them
+        if not np.isfinite(vectors).all():  # from a function: JSON cannot write them, and no search can use them
             raise GenerationFailed(f"pipeline {request.model!r}: {role.output} has numbers that are not finite")
         return EmbeddingResult(
             model=request.model,
@@ -334,7 +345,7 @@ class PipelineModels:
         return role
 
 
-# Options of models that are off where nobody says them: to say so asks for nothing.
+# Options of models that are off by default: to switch them off asks for nothing.
 _HOLDS_ANYWAY: Final = {
     "true_cfg_scale": 1.0,
     "deterministic": False,
@@ -344,7 +355,7 @@ _HOLDS_ANYWAY: Final = {
 
 
 def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
-    """Return the fields that the request sets itself, but for the options that every request may have."""
+    """Return the fields that the request sets itself, without the options common to every request."""
     ours = {"priority", "timeout_s", "tenant", "model_version"}
     ours |= {"adapter_versions", "text_padding", "long_text", "merges_lora"}
     said = request.model_fields_set - without - ours
@@ -371,7 +382,7 @@ def _tensor(spec: TensorSpec, value: Any, count: int) -> TensorValue:
 class _OpenAiRole:
     """The endpoint that a pipeline fits.
 
-    `input` takes the prompt, `output` is the answer. `options` are inputs that may be left out: those of
+    `input` takes the prompt, `output` is the answer. `options` are optional inputs: those with
     the name of a field of the protocol (`seed`, say) take its value.
     """
 

@@ -50,7 +50,7 @@ class _Counting(Protocol):
 
     @property
     def listing(self) -> Known:
-        """Return what knows the models."""
+        """The listing of models."""
 
 
 def counted(kind: str, field: str = "model") -> Callable[[MethodT], MethodT]:

@@ -1,4 +1,4 @@
-"""What requests ask of the admission queue: on which terms, for how much work, and for how long."""
+"""The demands of requests on the admission queue: their terms, their work, and their time limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deployments.pipelines.records import PipelineRequest
 
 
 class Demands:
-    """Reckons terms and demands by the settings that the queue has now."""
+    """Computes terms and demands by the present settings of the queue."""
 
     def __init__(self, config: ClusterConfig, queue: Dispatcher, snapshot: RegistrySnapshot) -> None:
         self._config = config
@@ -20,19 +20,19 @@ class Demands:
         self._snapshot = snapshot
 
     def terms(self, request: Request | PipelineRequest) -> Terms:
-        """Return the terms of a request as far as it or its headers say, and may. Raises InvalidRequest."""
+        """Return the terms of a request by its fields and headers, within its rights. Raises InvalidRequest."""
         terms = with_fields(current_terms.get(), request).within_rights(self._queue.config)
         terms.checked(self._queue.config)
         return terms
 
     def demand(self, request: Request, terms: Terms, max_timeout_s: float | None = None) -> Demand:
-        """Return what a request asks for that has its defaults; `max_timeout_s` is in place of other requests'."""
+        """Return the demand of a request with its defaults. `max_timeout_s` takes the place of the config's limit."""
         timeout_s, record = self.timeout_s(terms, max_timeout_s), self._snapshot.find_model(request.model)
         is_stock = record is not None and record.kind == "diffusion" and is_stock_class(record.class_name)
         return demand_of(request, terms.checked(self._queue.config), timeout_s, self._config, is_stock=is_stock)
 
     def timeout_s(self, terms: Terms, max_timeout_s: float | None = None) -> float:
-        """Return the time that is left to a request."""
+        """Return the seconds left to a request."""
         if max_timeout_s is not None:
             return min(max_timeout_s, terms.timeout_s or max_timeout_s) - terms.waited_s
         most_s = self._config.http.request_timeout_s

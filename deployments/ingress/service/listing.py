@@ -1,4 +1,4 @@
-"""What is served now, as clients list it: a card of each model, and what probes ask."""
+"""The models served now, as clients list them: a card of each model, and the health for probes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from cluster.admission.dispatcher import Dispatcher
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.service.catalog import Catalog, Health, ModelCard, PipelineModels, card_of
 from deployments.pipelines.pipelines import Pipelines
+from weights.formats.language_models import LanguageModelDetails
 
 
 class Listing:
@@ -32,7 +33,7 @@ class Listing:
         self._pipeline_models = pipeline_models
         self._configured = frozenset(configured)
         self._woken = frozenset(woken)
-        self._health: tuple[object, Health] | None = None  # with what it was counted of
+        self._health: tuple[object, Health] | None = None  # with the key that it was counted for
 
     async def models(self) -> list[ModelCard]:
         """Return every model, adapter and pipeline: the configured ones in the order of the config, then those
@@ -48,10 +49,16 @@ class Listing:
             return self._pipeline_card(id_)
         return await asyncio.to_thread(card_of, await self._catalog.find_record(id_))
 
-    async def health(self) -> Health:
-        """Return what probes ask: counted once for each revision of the directory, whoever probes how often.
+    async def details(self, card: ModelCard) -> LanguageModelDetails:
+        """Return what a model's files say of it; nothing of what is no language model. Raises ModelUnavailable."""
+        if card.kind not in ("llm", "embedding") or card.state == "unavailable":
+            return LanguageModelDetails()
+        return await self._catalog.details(card.id)
 
-        A pool that has had a replica counts as there: requests wait for the successor of one that has died.
+    async def health(self) -> Health:
+        """Return the health for probes, counted once for each revision of the directory, however often they ask.
+
+        A pool that ever had a replica counts: requests wait for the successor of a dead one.
         """
         await self._snapshot.ready()
         pools = self._queue.met_pools | self._woken

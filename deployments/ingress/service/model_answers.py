@@ -1,4 +1,4 @@
-"""A model as OpenAI's model object, and how near it is."""
+"""A model as OpenAI's model object, and its nearness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NearTier = Literal["resident", "memory", "disk"]
 class Nearness:
     """The nearness of a model: ready in a replica, in a node's memory, or on disk.
 
-    `ready_in_s` is what the controller reckons until a worker could start it; None where it plans nothing.
+    `ready_in_s` is the controller's estimate until a worker could start it; None if it does not plan this kind.
     """
 
     tier: NearTier
@@ -35,11 +35,11 @@ _PATHS: Final[dict[Endpoint, tuple[str, ...]]] = {
 
 
 class ModelAnswer(Answer):
-    """A model, adapter or pipeline: OpenAI's model object, and what else is known.
+    """A model, adapter or pipeline: OpenAI's model object, and further fields.
 
     `endpoints` are the paths under /v1 that take its name as their model; none of an adapter, say. One that
     `encodes_itself` has its text encoders in the worker, and not in the text encoder service. One that `sees` takes
-    images in chats. `tier` and `ready_in_s`, seconds until a worker could start it, are there where they are asked for
+    images in chats. `tier` and `ready_in_s`, seconds until a worker could start it, are there if they are asked for
     and known.
     """
 

@@ -66,7 +66,7 @@ R = TypeVar("R")
 class Registered:
     """A registered model. `is_new`: no model of that id was there before.
 
-    `card.state` is `registering` or `updating` if nobody waited for it.
+    `card.state` is `registering` or `updating` if the caller did not wait for it.
     """
 
     card: ModelCard
@@ -112,9 +112,9 @@ class Operations:
     async def register_model(self, entry: Entry, *, wait: bool) -> Registered:
         """Register a model or adapter, or a new version of one.
 
-        A new model that is unusable leaves nothing behind; an update that is leaves the version before.
+        A new unusable model leaves nothing behind; an unusable update leaves the old version.
 
-        Raises InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
+        Raises InvalidRequest, Conflict, or Unprocessable for an unusable checkpoint that was waited for.
         """
         is_new = entry.id not in {record.id for record in await self._catalog.all_records()}
         record = await self._call_registry(WeightRegistry.register, entry, wait)
@@ -132,7 +132,7 @@ class Operations:
         return Registered(card_of(record), is_new)
 
     async def imports(self) -> list[ImportProgress]:
-        """Return how far the imports are that run. Raises ModelUnavailable while the registry is away."""
+        """Return the progress of running imports. Raises ModelUnavailable while the registry is away."""
         return await self._call_registry(WeightRegistry.import_progress)
 
     async def unregister_model(self, model: str, *, purge: bool) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class Operations:
         return orphans
 
     async def _remove_model(self, model: str, purge: bool = False) -> tuple[str, ...]:
-        """Remove the model; answer, as well that there is none, when the copy of the directory here says so, too."""
+        """Remove the model; answer once the directory's local copy agrees, also for a model that does not exist."""
 
         def is_gone() -> bool:
             return self._snapshot.find_model(model) is None
@@ -159,7 +159,7 @@ class Operations:
         return orphans
 
     async def prefetch_model(self, model: str, tier: Tier) -> PrefetchAnswer:
-        """Bring the model nearer, into room that nothing needs. The answer says what went wrong by node and replica."""
+        """Bring the model nearer, into room that nothing needs. Return problems by node and replica."""
         nodes = await self._call_registry(WeightRegistry.prefetch, model)
         await self._call_registry(WeightRegistry.want, model)
         await self._await_state(model, "ready")
@@ -169,7 +169,7 @@ class Operations:
         return PrefetchAnswer(model=model, tier=tier, nodes=nodes, **replicas)
 
     async def pin_model(self, model: str, *, pinned: bool) -> PinAnswer:
-        """Keep the model where it is resident, on nodes and in replicas, or no longer."""
+        """Keep the model where it is resident, on nodes and in replicas, or stop keeping it."""
         nodes = await self._call_registry(WeightRegistry.pin, model, pinned)
         replicas = await self._in_replicas("pin" if pinned else "unpin", model, _DESCRIBE_TIMEOUT_S)
         return PinAnswer(model=model, pinned=pinned, nodes=nodes, **replicas)
@@ -177,7 +177,7 @@ class Operations:
     async def evict_model(self, model: str) -> None:
         """Take the model out of replicas and nodes; the next request brings it back.
 
-        Raises Conflict when running requests or pins hold some of it; what nothing holds is gone then, too.
+        Raises Conflict when running requests or pins hold parts of it; its other parts are gone then, too.
         """
         await self._catalog.find_record(model)
         workers, encoders = await asyncio.gather(
@@ -201,7 +201,7 @@ class Operations:
     async def retune(self, batching: BatchingConfig) -> RetunedAnswer:
         """Set the batch policy of all text encoders from now on.
 
-        Those that start later begin with it as well, for as long as the registry lives; then with the config's.
+        Later ones start with it as well, as long as the registry lives; after that with the config's.
         """
         await self._call_registry(WeightRegistry.set_encoder_batching, batching)
         problems = _problems(await _call_all(self._encoder, "retune", batching))
@@ -217,9 +217,9 @@ class Operations:
         return await describe_admission(self._queues)
 
     async def follow(self, before: ClusterConfig, after: ClusterConfig) -> list[str]:
-        """Use the limits of another config from now on, and let replicas go of models that it has no more.
+        """Use the limits of another config from now on, and let replicas evict models that it no longer has.
 
-        The registry has it already. Return what went wrong.
+        The registry has it already. Return the problems.
         """
         problems = []
         if after.admission != before.admission:
@@ -250,7 +250,7 @@ class Operations:
         return BatchingAnswer(batching=_with_defaults_set(batching), text_encoders=replicas)
 
     async def _await_state(self, model: str, state: str) -> None:
-        """Wait until the copy of the directory here has followed."""
+        """Wait until the directory's local copy has the change."""
 
         def is_known() -> bool:
             record = self._snapshot.find_model(model)
@@ -259,7 +259,7 @@ class Operations:
         await self._snapshot.catch_up(is_known)
 
     async def describe_cluster(self, page: Page) -> ClusterAnswer:
-        """Describe the cluster at a glance; what does not answer is shown as unreachable."""
+        """Describe the cluster at a glance; parts that do not answer are shown as unreachable."""
         records = await self._catalog.all_records()
         shown = records[page.model_offset : page.model_offset + page.max_models]
         residency, workers, encoders = await asyncio.gather(
@@ -287,7 +287,7 @@ class Operations:
         return answer
 
     async def _in_replicas(self, method: str, model: str, timeout_s: float) -> dict[str, list[str]]:
-        """Call `method` of all replicas. Return what went wrong by kind: one text per replica, "" for nothing."""
+        """Call `method` of all replicas. Return the problems by kind: one text per replica, "" for none."""
         workers, encoders = await asyncio.gather(
             _call_all(self._worker, method, model, timeout_s=timeout_s),
             _call_all(self._encoder, method, model, timeout_s=timeout_s),
@@ -328,18 +328,18 @@ async def _call_all(handle: Any, method: str, *arguments: Any, timeout_s: float 
     try:
         response = handle.broadcast(method, *arguments)
         answers: list[Any] = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
-    except Exception as error:  # of Serve, when it cannot even ask
+    except Exception as error:  # of Serve, when it cannot even call
         return [error]
     return answers
 
 
 def _with_defaults_set(batching: BatchingConfig) -> BatchingConfig:
-    """Return the same values, none of which counts as left out: an answer shows all of them."""
+    """Return the same values, all marked as set: an answer shows all of them."""
     return BatchingConfig(**batching.model_dump())
 
 
 def _fields(card: ModelCard) -> dict[str, Any]:
-    # Programs are told under /v2, and facts of language models by /api/show.
+    # Programs are shown under /v2, and facts of language models by /api/show.
     return {name: getattr(card, name) for name in card.__slots__ if name not in ("program", "facts")}
 
 
@@ -361,9 +361,9 @@ def _text(error: BaseException) -> str:
 def _model_statuses(
     shown: Sequence[ModelRecord], residency: Mapping[str, Any], replicas: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[ModelStatus]:
-    """Return what the nodes and replicas tell of each model."""
+    """Return the state of each model on the nodes and replicas."""
     named = [
-        (f"{role}-{replica['name']}", replica)  # as the keeper knows it
+        (f"{role}-{replica['name']}", replica)  # the name in the keeper's books
         for role, kind in (("worker", "workers"), ("encoder", "text_encoders"))
         for replica in replicas[kind]
         if "unreachable" not in replica

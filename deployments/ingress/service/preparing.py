@@ -29,7 +29,7 @@ from deployments.requests.limits import check_clip, check_image, check_text, che
 
 
 class Preparing:
-    """Makes of a request what replicas take. Its methods raise the ServiceErrors of `deployments.records.errors`."""
+    """Completes requests for the replicas. Its methods raise the ServiceErrors of `deployments.records.errors`."""
 
     def __init__(self, config: ClusterConfig, catalog: Catalog, demands: Demands) -> None:
         self._limits = config.ingress.limits
@@ -38,7 +38,7 @@ class Preparing:
         self._demands = demands
 
     async def image(self, request: ImageRequest) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
-        """Return the request as a worker takes it, its terms, and warnings."""
+        """Return the completed request, its terms, and warnings."""
         record = await self._catalog.find_usable(request.model, "diffusion", "upscaler")
         if record.kind == "upscaler":
             return self._upscale(request, record)
@@ -93,7 +93,7 @@ class Preparing:
         return with_text_defaults(request, record.defaults)
 
     async def _check_makes(self, record: ModelRecord, makes: Endpoint) -> None:
-        """Raise InvalidRequest for a pipeline that makes something else."""
+        """Raise InvalidRequest for a pipeline with outputs of another kind."""
         found = await asyncio.to_thread(endpoint_of, record) if is_stock_class(record.class_name) else "images"
         if found != makes:
             raise InvalidRequest(

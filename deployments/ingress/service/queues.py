@@ -16,7 +16,7 @@ Queues = Dispatcher | SlotLink  # the queue of the only ingress, or those of sev
 class AdmissionAnswer(Answer):
     """The settings, and the queue of the cluster: by model, by replica of each pool, waiting by tenant.
 
-    `shares` have what waits, started and was refused of a tenant for a model, those with most of it.
+    `shares` count waiting, started and refused requests of a tenant for a model, the greatest ones.
     """
 
     admission: AdmissionConfig
@@ -27,7 +27,7 @@ class AdmissionAnswer(Answer):
 
 
 async def describe_admission(queue: Queues) -> AdmissionAnswer:
-    """Return the queue as it is. Raises QueuesAway."""
+    """Return the present queue. Raises QueuesAway."""
     snapshot = await queue.snapshot()
     return AdmissionAnswer(
         admission=AdmissionConfig(**queue.config.model_dump()),

@@ -1,16 +1,16 @@
-"""Retries: a request whose replica dies is sent to another one. Its answer depends on nothing that died with it.
+"""Retries: a request whose replica dies is sent to another one. Its answer depends on no state of the dead replica.
 
-A request may also be why the replica died. So it is asked again once, and requests that were in flight on a replica
-that died are asked again one at a time: when another replica dies, only one of them was there for the second time.
-One request takes at most two replicas with it, and nobody else fails for it.
+A request may also be the cause of the death. So it is sent again once, and requests that were in flight on a replica
+that died are sent again one at a time: when another replica dies, only one of them was there for the second time.
+One request takes at most two replicas with it, and no other request fails for it.
 
-A replica that could not be reached, or whose node fell silent under the request, says nothing of it: it is asked again
+A replica that was out of reach, or whose node fell silent, does not count against the request: it is sent again
 until a replica is reached, and one of them may be on this side of a cut that heals.
 
-Most replicas die of something else, and then all of their requests wait for each other. Who has waited for
-`MAX_TURN_WAIT_S` goes on beside the others; when the guilty one is still among those, they may fail with it.
+Most replicas die of other causes, and then all of their requests wait for each other. A request that has waited for
+`MAX_TURN_WAIT_S` goes on beside the others; if the guilty one is still among them, they may fail with it.
 
-A request whose replica could not load its model is asked again once too, of a replica that has not failed with it.
+A request whose replica could not load its model is sent again once too, to a replica that has not failed with it.
 Images go on elsewhere after their last checkpoint.
 """
 
@@ -46,8 +46,8 @@ LONGEST_PAUSE_S: Final = 1.0  # between tries that reach no replica
 def _is_lost(error: BaseException | None) -> bool:
     """Return whether a replica on the request's way is gone or out of reach: the called one, or one that it called.
 
-    Out of reach (ActorUnavailableError, which is all that gRPC tells of a death) may still be working on the request.
-    To ask again is safe all the same, since a request changes nothing, and `ReplicaCalls` has cancelled the first call.
+    A replica out of reach (ActorUnavailableError, gRPC's only sign of a death) may still be working on the request.
+    To send it again is safe all the same: a request changes nothing, and `ReplicaCalls` has cancelled the first call.
     """
     if isinstance(error, RayActorError | ReplicaUnavailableError):
         return True
@@ -58,7 +58,7 @@ def _is_lost(error: BaseException | None) -> bool:
 class _Retries:
     """The count of retries of one request.
 
-    With a `slot`, another replica may have it where one cannot load the model.
+    With a `slot`, another replica may have it if one could not load the model.
     """
 
     def __init__(self, slot: AdmissionSlot | None = None) -> None:
@@ -70,12 +70,12 @@ class _Retries:
     def pause_after(self, error: Exception, num_pieces: int = 0) -> float:
         """Return the seconds to wait before the request is sent again.
 
-        Raises the replica's own error when there is one, and ReplicaLost when the request was on too many replicas that
+        Raises the replica's own error if there is one, and ReplicaLost when the request was on too many replicas that
         died, when none could be reached for long, or when `num_pieces` of a stream have gone out already that another
         replica would begin anew.
         """
         if isinstance(error, CannotLoad):
-            # HAZARD: also told of the last failure, or else the next request would come here again.
+            # HAZARD: note the last failure, too, or else the next request would come here again.
             is_elsewhere = self._slot is not None and self._slot.is_elsewhere()
             if not is_elsewhere or self._has_moved or num_pieces:
                 raise error
@@ -100,15 +100,15 @@ class _Retries:
 
 
 class Resumption:
-    """The point from which another replica goes on with a stream; this one has none, and begins before any piece."""
+    """The point from which another replica goes on with a stream. This base has none, and starts from the beginning."""
 
     def __init__(self) -> None:
-        self.num_final = 0  # pieces that have gone out, and that another replica would begin anew
+        self.num_final = 0  # pieces sent to the client that another replica would make anew
         self.is_moved = False  # the replica ended the stream for another to go on
-        self.is_complete = False  # all has come: what happens to the replica now is nothing to the request
+        self.is_complete = False  # all pieces have come: the replica's fate no longer matters to the request
 
     def begin_try(self) -> tuple[Any, ...]:
-        """Return what the next replica is told behind the request's own arguments."""
+        """Return the arguments for the next replica that follow the request's own."""
         return ()
 
     def take(self, piece: Any) -> bool:
@@ -120,8 +120,8 @@ class Resumption:
 class ResumedImages(Resumption):
     """The progress of the images of one request.
 
-    Steps may be done again: another replica goes on after the last checkpoint that came, which it gets as one more
-    argument, and steps that were reported already are left out.
+    Steps may be done again: another replica goes on after the last received checkpoint, which it gets as one more
+    argument, and steps that were reported already are not reported again.
     """
 
     def __init__(self) -> None:
@@ -149,14 +149,14 @@ class RetriedCalls:
     """Calls of one deployment that are answered by a second replica if need be. Lives on one event loop."""
 
     def __init__(self, calls: ReplicaCalls, queue: Dispatcher, timeout_s: float) -> None:
-        """Make the calls. Those of segments, which are begun without waiting for a place, have `timeout_s` in all."""
+        """Make the calls. Calls of segments, which begin without waiting for a place, have `timeout_s` in all."""
         self._calls = calls
         self._queue = queue
         self._timeout_s = timeout_s
         self._suspects = asyncio.Lock()
 
     async def call(self, method: str, *arguments: Any, demand: Demand, route: str = "") -> Any:
-        """Call a method of a replica that has a place for the request, or of the one that has the texts of `route`.
+        """Call a method of a replica with a place for the request, or of the replica that has the texts of `route`.
 
         `demand.deadline_s` is from now.
 
@@ -178,8 +178,8 @@ class RetriedCalls:
     ) -> Any:
         """Give the pieces of a stream to `on_piece`, and return the last. Raises as `call` does.
 
-        `resumption` knows how another replica goes on; without one a stream cannot, once a piece has gone out. What a
-        replica moves out goes on elsewhere as often as that happens.
+        By `resumption` another replica goes on; without it a stream cannot, once a piece has gone out. Work that a
+        replica migrates goes on elsewhere as often as that happens.
         """
         deadline = Deadline(demand.deadline_s)
         resumption, last = resumption or Resumption(), None
@@ -222,13 +222,13 @@ class RetriedCalls:
         return await self._calls.answer(response, deadline)
 
     def deadline(self) -> Deadline:
-        """Return the deadline of a request that comes now."""
+        """Return the deadline of a new request."""
         return Deadline(self._timeout_s)
 
     async def answered(
         self, send: Callable[[], Awaitable[Any]], deadline: Deadline, slot: AdmissionSlot | None = None
     ) -> Any:
-        """Return the result of `send`, of a second replica if need be. No try begins after the deadline."""
+        """Return the result of `send`, from a second replica if need be. No try begins after the deadline."""
         retries = _Retries(slot)
         while True:
             try:
@@ -262,17 +262,17 @@ async def _pause(seconds: float, deadline: Deadline) -> None:
 
 
 def _note_answer(slot: AdmissionSlot, answer: Any) -> None:
-    """Tell the queue that the request was answered, and what its replica had to switch for it."""
+    """Tell the queue that the request was answered, and the seconds of its replica's switch."""
     slot.is_answered = True
     switch = getattr(answer, "switch", None)
     slot.switch_s = switch.switch_ms / 1e3 if switch else 0.0
 
 
 class EncoderReply:
-    """The reply of a segment, asked again elsewhere when the replica that worked on it dies.
+    """The reply of a segment, called again elsewhere when its replica dies.
 
-    Each try gets the responses of `upstream` as they are then. Its own `response` is Serve's, which may be handed on
-    without coming here.
+    Each try gets the present responses of `upstream`. Its own `response` is Serve's, which may be passed on without
+    coming here.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class EncoderReply:
         return self._encoder.begin_call("run_segment", self._call, *results, route=self._route)
 
     def _send_again(self) -> None:
-        """Send the call again, and those of earlier segments too: the replica that died may be any on the way."""
+        """Send the call and those of earlier segments again: any replica on the way may have died."""
         for reply in self._upstream:
             if isinstance(reply, EncoderReply):
                 reply._send_again()

@@ -1,6 +1,6 @@
 """The service: requests of every protocol are checked, get their model, go to the replicas, and are timed.
 
-HTTP routes, handle calls and pipelines all call these methods. Nothing here knows HTTP.
+HTTP routes, handle calls and pipelines all call these methods. Nothing here depends on HTTP.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Service:
     """The methods of every protocol, with those of `texts` and `listing`; `operations` is for operators.
 
     `encoder` and `worker` are deployment handles. `queue` is the admission queue; by default it has one anonymous
-    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none` says by
+    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none` explains by
     deployment why no replica of it can answer. `meter` counts the requests.
     """
 
@@ -100,7 +100,7 @@ class Service:
             queue = Dispatcher(config.admission)
             for pool in (WORKER, ENCODER):
                 queue.set_replicas(pool, [""])
-        queue.set_replicas(PIPELINES, [""])  # they run here
+        queue.set_replicas(PIPELINES, [""])  # pipelines run in this process
         self.queue = queue
         self.meter: Meter = meter or NoMeter()
         self.queues: Queues = queues or queue
@@ -148,9 +148,9 @@ class Service:
         return await self._make_images(silent)
 
     def generate_stream(self, request: ImageRequest | Mapping[str, Any]) -> OutputChannel[ImageProgress | ImageResult]:
-        """Return the channel of what the request asks to get of its steps, and of its result at the end.
+        """Return the channel of the requested progress of steps, with the result at the end.
 
-        The reader closes it. A pipeline tells its result only. Reading raises as `generate` does.
+        The reader closes it. A pipeline sends its result only. Reading raises as `generate` does.
         """
         return OutputChannel(partial(self._send_images, request))
 
@@ -168,7 +168,7 @@ class Service:
 
     @counted("image")
     async def _make_images(self, request: ImageRequest, on_progress: OnProgress | None = None) -> ImageResult:
-        """Return images of a worker; `on_progress` gets checkpoints too that nobody asked for. Raises as `generate`."""
+        """Return images of a worker; `on_progress` gets unrequested checkpoints, too. Raises as `generate`."""
         request, terms, warnings = await self._preparing.image(request)
         start = time.perf_counter()
         result = await self._worker.receive_stream(
@@ -195,9 +195,9 @@ class Service:
     async def make_clip(
         self, request: ClipRequest, on_progress: OnProgress | None = None, *, max_timeout_s: float | None = None
     ) -> ClipResult:
-        """Return the clip of a checked request; `on_progress` gets what it asks to get of its steps.
+        """Return the clip of a checked request; `on_progress` gets the requested progress of steps.
 
-        `max_timeout_s` is the longest time that it may have, in place of other requests'. Raises the ServiceErrors.
+        `max_timeout_s` replaces the config's longest time of a request. Raises the ServiceErrors.
         """
         start, demand = time.perf_counter(), self._demands.demand(request, self._demands.terms(request), max_timeout_s)
         result = await self._worker.receive_stream(
@@ -258,7 +258,7 @@ class Service:
 
     @counted("head")
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
-        """Apply a linear layer that is served on its own: (n, in) features -> (n, out)."""
+        """Apply a linear layer served on its own: (n, in) features -> (n, out)."""
         check_head(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, "head")
         versioned = replace(request, model_version=record.fingerprint)
@@ -284,7 +284,7 @@ class Service:
     async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
         """Run a multi-model pipeline once it has its place; `on_stage` is called with its stages.
 
-        They have its terms, and no bound refuses them.
+        The stages have its terms, and no bound refuses them.
         """
         terms = self._demands.terms(request)
         timeout_s, config = self._demands.timeout_s(terms), self.queue.config
@@ -314,12 +314,12 @@ class Service:
         return EncoderReply(self._encoder, versioned, upstream, route_of(texts) if texts else "")
 
     async def batching(self) -> BatchingConfig:
-        """Return how the text encoders batch requests now."""
+        """Return the present settings of the text encoders' batching."""
         return await self.operations.batching()
 
 
 def _on_progress(on_progress: OnProgress | None) -> OnPiece:
-    """Return what gives the progress among pieces on."""
+    """Return a function that passes on the pieces of progress."""
 
     async def on_piece(piece: Any) -> None:
         if on_progress is not None and isinstance(piece, ImageProgress):

@@ -86,9 +86,9 @@ class Texts:
     ) -> PromptTokens:
         """Return the prompt of a request in the tokens of its model, which is loaded for that.
 
-        Without `has_special_tokens`, a text has none that the tokenizer adds by itself.
+        Without `has_special_tokens`, the tokenizer adds none of its special tokens to a text.
         """
-        request = (await self._preparing.text(request)).model_copy(update={"max_tokens": 1})  # no more work than that
+        request = (await self._preparing.text(request)).model_copy(update={"max_tokens": 1})  # the least work
         demand = self._demand(request)
         found: PromptTokens = await self._worker.call("tokenize", request, has_special_tokens, demand=demand)
         return found

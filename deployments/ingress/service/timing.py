@@ -1,4 +1,4 @@
-"""Calls of replicas, with the time that passed in the ingress in their times."""
+"""Calls of replicas whose times include the time spent in the ingress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def timed_call(calls: RetriedCalls, method: str, request: Any, demand: Dem
 
 
 def account(timings_ms: TimingsMs, start: float) -> None:
-    """Count the time that passed here but not in the replica as queueing: transport and waiting for a place."""
+    """Count the time spent here but not in the replica as queueing: transport and the wait for a place."""
     elapsed_ms = (time.perf_counter() - start) * 1e3
     inside_ms = timings_ms.get("total", elapsed_ms)
     timings_ms["queue"] = timings_ms.get("queue", 0.0) + max(0.0, elapsed_ms - inside_ms)

@@ -1,7 +1,10 @@
 // The page Chat: models that write, and models that turn texts into vectors and ranks.
 
-import { ApiError, errorOfEvent, eventsOf, isAbort, request } from "./api.js";
-import { Area, Field, Slider, clamp, html, icon, open, seconds, tell, useEffect, useKept, useRef, useState } from "./parts.js";
+import { ApiError, errorOfEvent, eventsOf, request } from "./api.js";
+import { asMarkdown, pathOf, showing, siblingsOf, titleOf, useConversations, withChange, withTurn } from "./conversations.js";
+import { base64Of, download } from "./image_files.js";
+import { Markdown } from "./markdown.js";
+import { Area, Field, Slider, clamp, copy, html, icon, open, seconds, tell, useEffect, useKept, useRef, useState, useUrl } from "./parts.js";
 import { ModelPicker, makes, useModels } from "./models.js";
 import { Vectors } from "./vectors.js";
 import { texts } from "./texts.js";
@@ -17,17 +20,16 @@ const EMPTY = {
   schema: "",
   tools: "",
   draft: "",
-  turns: [],
 };
-const MAX_KEPT_TURNS = 200;
+const MAX_LIVE_CHARS = 20000; // of an answer that is set as Markdown while it comes: each piece sets it anew
+const MAX_IMAGES = 8;
+const CUT = ["length", "stopped", "broken"];
 const writes = (model) => makes("/v1/chat/completions")(model);
 const embeds = (model) => ["/v1/embeddings", "/v1/rerank", "/v1/classify"].some((path) => makes(path)(model));
 
 const checked = (value) => {
   const chat = { ...EMPTY };
   for (const name of Object.keys(EMPTY)) if (typeof value?.[name] === typeof EMPTY[name] || Number.isFinite(value?.[name])) chat[name] = value[name];
-  chat.turns = (Array.isArray(chat.turns) ? chat.turns : []).filter((turn) => typeof turn?.role === "string").slice(-MAX_KEPT_TURNS);
-  for (const turn of chat.turns) delete turn.isOn;
   return chat;
 };
 
@@ -44,82 +46,132 @@ function Page() {
   return html`<h1 class="unseen">Chat</h1>
     <div class="tabs" role="tablist" aria-label=${words.tabs} onKeyDown=${onKeyDown}>
       ${names.map(
-        (name) => html`<button id=${`tab-${name}`} role="tab" aria-selected=${tab === name} aria-controls="tab-panel" tabindex=${tab === name ? 0 : -1} onClick=${() => setTab(name)}>
+        (name) => html`<button id=${`tab-${name}`} role="tab" aria-selected=${tab === name} aria-controls=${`panel-${name}`} tabindex=${tab === name ? 0 : -1} onClick=${() => setTab(name)}>
           ${words[name]}
         </button>`,
       )}
     </div>
-    <div id="tab-panel" role="tabpanel" aria-labelledby=${`tab-${tab}`}>
-      ${tab === "vectors" ? html`<${Vectors} models=${models?.filter(embeds)} />` : html`<${Chat} models=${models?.filter(writes)} />`}
-    </div>`;
+    ${names.map(
+      (name) => html`<div id=${`panel-${name}`} role="tabpanel" aria-labelledby=${`tab-${name}`} hidden=${tab !== name}>
+        ${name === "vectors" ? html`<${Vectors} models=${models?.filter(embeds)} />` : html`<${Chat} models=${models?.filter(writes)} />`}
+      </div>`,
+    )}`;
 }
 
 function Chat({ models }) {
   const [chat, setChat] = useKept("chat", EMPTY, checked);
-  const leaving = useRef(null);
-  const [isOn, setOn] = useState(false);
-  const set = (change) => setChat((old) => ({ ...old, ...change }));
+  const { list, shown, choose, begin, change, remove } = useConversations(() => tell(words.unkept, { isError: true }));
+  const [images, setImages] = useState([]);
+  const answering = useRef(new Map()).current; // what ends the answer of a conversation, by its key
+  const set = (changes) => setChat((old) => ({ ...old, ...changes }));
   useEffect(() => {
     if (models?.length && !models.some((model) => model.id === chat.model)) set({ model: models[0].id });
   }, [models?.length]);
-  useEffect(() => () => leaving.current?.abort(), []);
   const model = models?.find((one) => one.id === chat.model);
+  const path = pathOf(shown);
+  const isOn = answering.has(shown.key);
 
-  const answer = async (turns) => {
-    let body;
-    try {
-      body = bodyOf(chat, turns, model);
-    } catch (error) {
-      return tell(error.message, { isError: true });
-    }
-    leaving.current = new AbortController();
-    setOn(true);
-    const shown = { role: "assistant", content: "", model: chat.model, isJson: Boolean(chat.schema.trim()), isOn: true };
-    const show = (change) => {
-      Object.assign(shown, change);
-      setChat((old) => ({ ...old, turns: [...turns, { ...shown }] }));
+  // Have a turn written, or written on: the last one of the conversation, which is there already.
+  const write = async (conversation, turn, turns, goesOn = false) => {
+    const leaving = new AbortController();
+    answering.set(conversation.key, leaving);
+    const answer = { ...turn, isOn: true };
+    const show = (changes) => {
+      Object.assign(answer, changes);
+      change(conversation, (one) => withChange(one, answer.id, answer), { isPiece: answer.isOn });
     };
-    show({});
-    setChat((old) => ({ ...old, draft: "" }));
-    await readAnswer(body, leaving.current.signal, shown, show);
+    show({ finish: undefined, error: undefined, firstS: undefined, tokens: undefined });
+    try {
+      await readAnswer(await bodyOf(chat, turns, model, goesOn), leaving.signal, answer, show);
+    } catch (error) {
+      if (leaving.signal.aborted) show({ finish: "stopped" });
+      else if (error instanceof ApiError || !answer.content) show({ error: error.message });
+      else show({ finish: "broken" }); // also where the page is left: its connections end first
+    }
+    answering.delete(conversation.key);
     show({ isOn: false });
-    setOn(false);
   };
+  const answer = (conversation) => {
+    const begun = withTurn(conversation, { role: "assistant", content: "", model: chat.model, isJson: Boolean(chat.schema.trim()) }, conversation.leaf);
+    change(begun, () => begun);
+    choose(begun);
+    write(begun, begun.turns.at(-1), pathOf(conversation));
+  };
+  const say = (turn, parent) => !isOn && model && answer(withTurn(shown, turn, parent));
   const send = () => {
     const text = chat.draft.trim();
-    if (!text || isOn || !model) return;
-    answer([...chat.turns, { role: "user", content: text }]);
+    if (isOn || !model || !(text || images.length)) return;
+    say({ role: "user", content: text, ...(images.length && { images }) }, path.at(-1)?.id);
+    set({ draft: "" });
+    setImages([]);
   };
-  const again = () => answer(chat.turns.slice(0, chat.turns.findLastIndex((turn) => turn.role === "user" || turn.role === "tool") + 1));
-  const giveResult = (call, content) => answer([...chat.turns, { role: "tool", tool_call_id: call.id, content }]);
+  const act = isOn || !model ? null : {
+    edit: (turn, content) => say({ ...turn, content }, turn.parent),
+    again: (turn) => answer({ ...shown, leaf: turn.parent }),
+    goOn: (turn) => write(shown, turn, path, true),
+    giveResult: (call, content) => say({ role: "tool", tool_call_id: call.id, content }, path.at(-1)?.id),
+    turnTo: (turn) => change(shown, (one) => showing(one, turn)),
+  };
   return html`<div class="chat">
-    <${Settings} chat=${chat} set=${set} models=${models} />
+    <div class="stack">
+      <${Settings} chat=${chat} set=${set} models=${models} />
+      <${Conversations} ...${{ list, shown, choose, begin, remove, answering }} />
+    </div>
     <section class="panel talk" aria-label=${words.conversation}>
-      <${Turns} turns=${chat.turns} onResult=${isOn ? null : giveResult} />
+      <${Turns} conversation=${shown} path=${path} act=${act} />
       <div class="say">
-        ${chat.turns.length > 0 &&
-        html`<div class="row wrap">
-          <button class="quiet" disabled=${isOn || !model} onClick=${again}>${icon("reuse")}<span>${words.regenerate}</span></button>
-          <button class="quiet" disabled=${isOn} onClick=${() => set({ turns: [] })}>${icon("trash")}<span>${words.clear}</span></button>
-        </div>`}
-        <${Composer} ...${{ chat, set, send, isOn, canSend: Boolean(model), stop: () => leaving.current?.abort() }} />
+        <${Composer} ...${{ chat, set, send, isOn, images, setImages, canSend: Boolean(model), sees: model?.sees, stop: () => answering.get(shown.key)?.abort() }} />
       </div>
     </section>
   </div>`;
 }
 
-function Composer({ chat, set, send, isOn, canSend, stop }) {
+function Conversations({ list, shown, choose, begin, remove, answering }) {
+  const ask = (one) => confirm(words.removeSure(titleOf(one))) && (answering.get(one.key)?.abort(), remove(one));
+  const save = () => download(new Blob([asMarkdown(shown)], { type: "text/markdown" }), `${titleOf(shown).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40)}.md`);
+  return html`<nav class="panel conversations" aria-label=${words.conversations}>
+    <div class="row wrap">
+      <button class="quiet" onClick=${begin}>${icon("plus")}<span>${words.clear}</span></button>
+      <button class="quiet" disabled=${!shown.turns.length} onClick=${save}>${icon("download")}<span>${words.save}</span></button>
+    </div>
+    <ul>
+      ${list.map(
+        (one) => html`<li key=${one.key} class="row">
+          <button class="quiet" aria-current=${one.key === shown.key} onClick=${() => choose(one)}>${titleOf(one)}</button>
+          <button class="quiet small" aria-label=${words.remove(titleOf(one))} onClick=${() => ask(one)}>${icon("trash")}</button>
+        </li>`,
+      )}
+    </ul>
+    <small>${words.kept}</small>
+  </nav>`;
+}
+
+function Composer({ chat, set, send, isOn, canSend, stop, sees, images, setImages }) {
   const onKeyDown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     send();
   };
-  return html`<div class="row composer">
-    <${Area} rows="1" aria-label=${words.message} title=${words.messageKeys} placeholder=${words.messageHint} value=${chat.draft} onInput=${(draft) => set({ draft })} onKeyDown=${onKeyDown} />
-    ${isOn
-      ? html`<button onClick=${stop}>${icon("stop")}<span>${words.stop}</span></button>`
-      : html`<button class="primary" disabled=${!chat.draft.trim() || !canSend} onClick=${send}>${icon("send")}<span>${words.send}</span></button>`}
-  </div>`;
+  const choose = (event) => {
+    setImages([...images, ...event.target.files].slice(0, MAX_IMAGES));
+    event.target.value = "";
+  };
+  return html`${images.length > 0 &&
+    html`<div class="row wrap attached">
+      ${images.map((file) => html`<button class="quiet" aria-label=${words.removeImage(file.name)} onClick=${() => setImages(images.filter((one) => one !== file))}><${Picture} file=${file} />${icon("close")}</button>`)}
+    </div>`}
+    <div class="row composer">
+      ${sees && html`<label class="pick" title=${words.addImage}>${icon("image")}<input type="file" accept="image/png,image/jpeg,image/webp" aria-label=${words.addImage} multiple onChange=${choose} /></label>`}
+      <${Area} rows="1" aria-label=${words.message} title=${words.messageKeys} placeholder=${words.messageHint} value=${chat.draft} onInput=${(draft) => set({ draft })} onKeyDown=${onKeyDown} />
+      ${isOn
+        ? html`<button onClick=${stop}>${icon("stop")}<span>${words.stop}</span></button>`
+        : html`<button class="primary" disabled=${!(chat.draft.trim() || images.length) || !canSend} onClick=${send}>${icon("send")}<span>${words.send}</span></button>`}
+    </div>`;
+}
+
+function Picture({ file }) {
+  const url = useUrl(file);
+  return url && html`<img src=${url} alt=${file.name ?? ""} />`;
 }
 
 function parsedJson(text, label) {
@@ -131,11 +183,10 @@ function parsedJson(text, label) {
   }
 }
 
-function bodyOf(chat, turns, model) {
-  // What was thought before a call goes back with it: templates show that to the model until its answer.
-  const saidOf = ({ role, content, tool_calls, tool_call_id, reasoning }) => ({ role, content, tool_calls, tool_call_id, reasoning_content: tool_calls && reasoning });
-  const said = turns.filter((turn) => !turn.error).map(saidOf);
-  const messages = chat.system.trim() ? [{ role: "system", content: chat.system }, ...said] : said;
+// Return what a model is sent for an answer to turns, or to go on with the last of them.
+async function bodyOf(chat, turns, model, goesOn) {
+  const messages = await Promise.all(turns.filter((turn) => !turn.error || turn.content).map(messageOf));
+  if (chat.system.trim()) messages.unshift({ role: "system", content: chat.system });
   const body = { model: chat.model, messages };
   if (model.kind === "pipeline") return body;
   const schema = parsedJson(chat.schema, words.schema);
@@ -145,34 +196,39 @@ function bodyOf(chat, turns, model) {
   for (const [name, field] of Object.entries(fields)) if (chat[name] !== null) body[field] = chat[name];
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
   if (tools) body.tools = tools;
+  if (goesOn) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   return body;
 }
 
-async function readAnswer(body, signal, shown, show) {
+// What was thought before a call goes back with it: templates show that to the model until its answer.
+async function messageOf({ role, content, images, tool_calls, tool_call_id, reasoning }) {
+  const message = { role, content, tool_calls, tool_call_id, reasoning_content: tool_calls && reasoning };
+  if (!images?.length) return message;
+  const urls = await Promise.all(images.map(async (file) => `data:${file.type};base64,${await base64Of(file)}`));
+  message.content = [...urls.map((url) => ({ type: "image_url", image_url: { url } })), ...(content ? [{ type: "text", text: content }] : [])];
+  return message;
+}
+
+async function readAnswer(body, signal, answer, show) {
   const beganMs = performance.now();
-  try {
-    const response = await request("v1/chat/completions", { json: body, signal });
-    if (!body.stream) {
-      const whole = await response.json();
-      const { content, reasoning_content: reasoning } = whole.choices[0].message;
-      show({ content: content ?? "", reasoning, timings: whole.timings_ms });
-      return;
-    }
-    let drawn = false; // a token may come every millisecond: they are shown once a frame
-    for await (const event of eventsOf(response)) {
-      if (event.data === "[DONE]") return;
-      const error = errorOfEvent(event);
-      if (error) throw error;
-      take(event.data, shown, (performance.now() - beganMs) / 1000);
-      if (drawn) continue;
-      drawn = true;
-      requestAnimationFrame(() => ((drawn = false), show({})));
-    }
-    throw new ApiError(texts.errors.broken);
-  } catch (error) {
-    if (isAbort(error) || signal.aborted) show({ finish: "stopped" });
-    else show({ error: error.message });
+  const response = await request("v1/chat/completions", { json: body, signal });
+  if (!body.stream) {
+    const whole = await response.json();
+    const { content, reasoning_content: reasoning } = whole.choices[0].message;
+    show({ content: content ?? "", reasoning, timings: whole.timings_ms });
+    return;
   }
+  let isDrawn = false; // a token may come every millisecond: they are shown once a frame
+  for await (const event of eventsOf(response)) {
+    if (event.data === "[DONE]") return;
+    const error = errorOfEvent(event);
+    if (error) throw error;
+    take(event.data, answer, (performance.now() - beganMs) / 1000);
+    if (isDrawn) continue;
+    isDrawn = true;
+    requestAnimationFrame(() => ((isDrawn = false), answer.isOn && show({})));
+  }
+  throw new Error(texts.errors.broken);
 }
 
 function take({ choices, usage, timings_ms }, shown, sinceS) {
@@ -197,7 +253,7 @@ function addCall(shown, { index = 0, id, function: called = {} }) {
   call.function.arguments += called.arguments ?? "";
 }
 
-function Turns({ turns, onResult }) {
+function Turns({ conversation, path, act }) {
   const end = useRef();
   const isFollowed = useRef(true);
   const onScroll = (event) => {
@@ -207,22 +263,30 @@ function Turns({ turns, onResult }) {
   useEffect(() => {
     if (isFollowed.current && end.current) end.current.scrollTop = end.current.scrollHeight;
   });
-  if (!turns.length) return html`<div class="turns empty"><p class="muted">${words.empty}</p></div>`;
+  if (!path.length) return html`<div class="turns empty"><p class="muted">${words.empty}</p></div>`;
   return html`<div class="turns" ref=${end} onScroll=${onScroll} tabindex="0" role="log" aria-label=${words.conversation}>
-    ${turns.map((turn, place) => html`<${Turn} key=${place} turn=${turn} onResult=${place === turns.length - 1 ? onResult : null} />`)}
+    ${path.map((turn) => html`<${Turn} key=${turn.id} turn=${turn} siblings=${siblingsOf(conversation, turn)} isLast=${turn.id === path.at(-1).id} act=${act} />`)}
   </div>`;
 }
 
-function Turn({ turn, onResult }) {
+function Turn({ turn, siblings, isLast, act }) {
   const { role, content, isOn, error } = turn;
+  const [draft, setDraft] = useState(null); // of a question while it is edited
   const hasBegun = content || turn.tool_calls;
   const isWaiting = isOn && !hasBegun && !turn.reasoning;
-  const copy = () => navigator.clipboard?.writeText(content).then(() => tell(words.copied), () => {});
   const name = role === "assistant" ? turn.model || words.assistant : role === "tool" ? words.toolResult : words.you;
+  const edit = () => (setDraft(null), act.edit(turn, draft.trim()));
+  const isCut = role === "assistant" && !isOn && CUT.includes(turn.finish);
+  const canGoOn = act && isLast && isCut && content && !turn.tool_calls;
   return html`<article class=${`turn ${role}`}>
     <header>
       <h2>${name}</h2>
-      ${content && !isOn && html`<button class="quiet small" aria-label=${words.copy} onClick=${copy}>${icon("copy")}</button>`}
+      <div class="row">
+        ${siblings.length > 1 && html`<${Versions} turn=${turn} siblings=${siblings} act=${act} />`}
+        ${role === "user" && act && html`<button class="quiet small" aria-label=${words.edit} onClick=${() => setDraft(content)}>${icon("brush")}</button>`}
+        ${role === "assistant" && act && isLast && html`<button class="quiet small" aria-label=${words.regenerate} onClick=${() => act.again(turn)}>${icon("reuse")}</button>`}
+        ${content && !isOn && html`<button class="quiet small" aria-label=${words.copy} onClick=${() => copy(content)}>${icon("copy")}</button>`}
+      </div>
     </header>
     ${isWaiting && html`<p class="muted">${words.thinking}…</p>`}
     ${turn.reasoning &&
@@ -230,11 +294,36 @@ function Turn({ turn, onResult }) {
       <summary>${isOn && !hasBegun ? `${words.reasoning}…` : words.reasoned}</summary>
       <div class="text muted">${turn.reasoning}</div>
     </details>`}
-    ${content && html`<div class=${turn.isJson ? "text mono" : "text"}>${turn.isJson ? pretty(content) : content}</div>`}
-    ${turn.tool_calls?.map((call) => html`<${ToolCall} call=${call} onResult=${onResult} />`)}
+    ${turn.images && html`<div class="row wrap attached">${turn.images.map((file) => html`<${Picture} file=${file} />`)}</div>`}
+    ${draft === null
+      ? content && html`<${Said} turn=${turn} />`
+      : html`<div class="row composer">
+          <${Area} rows="1" aria-label=${words.edit} value=${draft} onInput=${setDraft} />
+          <button onClick=${() => setDraft(null)}>${words.cancel}</button>
+          <button class="primary" disabled=${!draft.trim() || !act} onClick=${edit}>${words.send}</button>
+        </div>`}
+    ${turn.tool_calls?.map((call) => html`<${ToolCall} call=${call} onResult=${isLast && act ? act.giveResult : null} />`)}
     ${error && html`<p class="problem" role="alert">${error}</p>`}
+    ${isCut &&
+    html`<p class="row wrap">
+      <span class="problem">${words.cut[turn.finish]}</span>
+      ${canGoOn && html`<button onClick=${() => act.goOn(turn)}>${words.goOn}</button>`}
+    </p>`}
     ${role === "assistant" && !isOn && html`<small>${aboutOf(turn)}</small>`}
   </article>`;
+}
+
+function Said({ turn: { role, content, isJson, isOn } }) {
+  if (isJson) return html`<div class="text mono">${pretty(content)}</div>`;
+  if (role !== "assistant" || (isOn && content.length > MAX_LIVE_CHARS)) return html`<div class="text">${content}</div>`;
+  return html`<${Markdown} text=${content} />`;
+}
+
+// Which of the turns that may stand in a place is shown, and the way to the others.
+function Versions({ turn, siblings, act }) {
+  const place = siblings.findIndex((one) => one.id === turn.id);
+  const to = (other, name, label) => html`<button class="quiet small" aria-label=${label} disabled=${!act || !siblings[other]} onClick=${() => act.turnTo(siblings[other])}>${icon(name)}</button>`;
+  return html`${to(place - 1, "left", words.earlier)}<small>${words.version(place + 1, siblings.length)}</small>${to(place + 1, "right", words.later)}`;
 }
 
 function pretty(text) {
@@ -258,16 +347,14 @@ function ToolCall({ call, onResult }) {
   </div>`;
 }
 
-function aboutOf({ tokens, firstS, lastS, finish, timings, isJson, error }) {
+function aboutOf({ tokens, firstS, lastS, timings, isJson, error }) {
   const parts = [];
   if (tokens) parts.push(words.tokens(tokens));
   if (firstS !== undefined) parts.push(words.first(seconds(firstS)));
   const spentS = timings?.generate ? timings.generate / 1000 : lastS - firstS;
-  if (tokens > 1 && spentS > 0) parts.push(words.rate(((tokens - 1) / spentS).toPrecision(3)));
+  if (tokens > 1 && spentS > 0) parts.push(words.rate(Number(((tokens - 1) / spentS).toPrecision(3))));
   if (firstS === undefined && timings?.total) parts.push(seconds(timings.total / 1000));
   if (isJson && !error) parts.push(words.followsSchema);
-  if (finish === "length") parts.push(words.lengthReached);
-  if (finish === "stopped") parts.push(words.stopped);
   return parts.join(" · ");
 }
 

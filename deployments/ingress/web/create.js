@@ -21,7 +21,7 @@ import {
 } from "./parts.js";
 import { EMPTY, MAX_SEED, SCHEDULERS, checkedForm, drawSeed, enlarged, formWith, originOf, parametersOf, sizesOf } from "./form.js";
 import { Enlarge, Gallery } from "./gallery.js";
-import { GalleryStore } from "./gallery_store.js";
+import { EntryStore } from "./entry_store.js";
 import { GridFields, cellsOf, sheetOf } from "./grid.js";
 import { MAX_FILE_BYTES, download, parametersOf as parametersOfFile } from "./image_files.js";
 import { Jobs } from "./jobs.js";
@@ -30,7 +30,7 @@ import { ModelPicker, makes, useModels } from "./models.js";
 import { texts } from "./texts.js";
 
 const words = texts.create;
-const store = new GalleryStore();
+const store = new EntryStore("images");
 const MAX_CELLS = 64;
 const NO_IMAGES = { start: null, mask: null, control: null, ipAdapter: null };
 

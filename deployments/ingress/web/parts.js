@@ -76,6 +76,9 @@ let tellAll = () => {};
 // Say something to everybody: shown for a while, or until it is dismissed, and read out.
 export const tell = (text, { isError = false } = {}) => tellAll({ text: String(text), isError });
 
+// Copy a text, where the browser lets pages do that, and say so.
+export const copy = (text) => navigator.clipboard?.writeText(text).then(() => tell(texts.chat.copied), () => {});
+
 export function Notices() {
   const [notices, setNotices] = useState([]);
   const number = useRef(0);

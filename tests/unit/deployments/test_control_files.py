@@ -235,6 +235,7 @@ def expected_of(written: Written, image: np.ndarray, options: dict[str, Any]) ->
     return np.asarray((found * 255).round())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", list(WRITERS))
 def test_what_is_registered_answers_as_diffusers_does(tmp_path: Path, name: str) -> None:
     written = WRITERS[name](tmp_path / "source")
@@ -405,6 +406,29 @@ def test_the_registry_reads_a_file_by_the_base_in_its_store(tmp_path: Path) -> N
         import_checkpoint(store, other, why_unservable=why_unservable)
 
 
+@pytest.mark.parametrize("base", ["a model", "a folder"])
+def test_a_control_of_one_file_is_rebuilt_by_the_base_that_it_was_read_by(tmp_path: Path, base: str) -> None:
+    from weights.operations.base_pipeline import open_base
+    from weights.operations.externalize import externalize
+    from weights.operations.repair import repair, verify
+    from weights.storage.store import WeightStore
+
+    written, store = control_lora(tmp_path / "source"), WeightStore(tmp_path / "store")
+    externalize(store, SDXL, MODELS / SDXL)
+    like = open_base(SDXL if base == "a model" else MODELS / SDXL, store)
+    manifest = externalize(store, "control", written.path, like=like)
+    own = manifest.extents.keys() - store.manifest(SDXL).extents.keys()
+    for extent in (manifest.extents[id_] for id_ in own):
+        data = bytearray((store.packs / extent.pack).read_bytes())
+        data[extent.offset : extent.offset + extent.nbytes] = bytes(extent.nbytes)
+        (store.packs / extent.pack).write_bytes(data)
+    assert verify(store, "control", deep=True).damages
+    report = repair(store)
+    assert report.damages == ()
+    assert verify(store, "control", deep=True).damages == ()
+    assert store.manifest("control").components == manifest.components
+
+
 def test_a_config_with_files_is_checked_before_anything_starts(tmp_path: Path) -> None:
     from deployments.preflight import check_config
 
@@ -423,6 +447,7 @@ def test_a_config_with_files_is_checked_before_anything_starts(tmp_path: Path) -
     assert "a ControlNet of Stable Diffusion or SDXL, and" in problem
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [name for name in WRITERS if "folder" not in name])
 def test_a_damaged_file_is_refused_in_words(tmp_path: Path, name: str) -> None:
     """Whatever its tensors are called and however they are shaped."""

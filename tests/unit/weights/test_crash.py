@@ -28,7 +28,7 @@ from weights.storage.store import WeightStore
 pytestmark = pytest.mark.slow
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
-NUM_WRITERS = 6
+NUM_WRITERS = 4
 
 WRITER = """
 import sys

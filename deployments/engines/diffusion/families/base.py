@@ -1,7 +1,7 @@
-"""The contract of a family: all that one pipeline class of diffusers has to itself, beside the loop over steps.
+"""The contract of a family: all that is specific to one pipeline class of diffusers, beside the loop over steps.
 
-`Family`, the last class here, is made of rules, a class for each subject. What these do by themselves is what most
-pipelines do: classifier-free guidance by `guidance_scale`, latents as images, noise scaled by the solver, text that is
+`Family`, the last class here, is made of rules, a class for each subject. Their defaults are those of most
+pipelines: classifier-free guidance by `guidance_scale`, latents as images, noise scaled by the solver, text that is
 truncated at the tokenizer's own length.
 """
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:  # the ingress has no torch
     from deployments.engines.diffusion.families.prompted import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
+EncodeImages = Callable[["torch.Tensor"], "torch.Tensor"]
 MIN_TEXT_LENGTH: Final = 16
 MAX_SIDE_PX: Final = 4096
-_PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, where the pipeline's configs do not say
+_PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, unless the pipeline's configs have it
 NO_SKIPS: Final[Mapping[Role, int]] = {}
 NoNegative = Literal["unguided", "empty text", "zeros"]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """The defaults of the stock pipeline's `__call__` (diffusers 0.42), but for the size: `Defaults.sides`.
+    """The defaults of the stock pipeline's `__call__` (diffusers 0.42) without the size, see `Defaults.sides`.
 
-    `max_sequence_length` None is what `Texts.encoders` makes of it. `true_cfg_scale` is that of families that have
+    `max_sequence_length` None leaves it to `Texts.encoders`. `true_cfg_scale` is for families that have
     one.
     """
 
@@ -50,7 +51,7 @@ Task = Literal["text-to-image", "image-to-image", "inpainting"]
 
 @dataclass(frozen=True, slots=True)
 class EditDefaults:
-    """The defaults of the `__call__` of the stock pipeline that begins at an image."""
+    """The defaults of the stock image-to-image pipeline's `__call__`."""
 
     strength: float
     guidance_scale: float
@@ -58,7 +59,7 @@ class EditDefaults:
 
 
 class ImageSize(NamedTuple):
-    """Height and width of an image in pixels, and of its latents; and those of the images that stand beside it."""
+    """Height and width of an image in pixels, and of its latents; and those of its reference images."""
 
     height: int
     width: int
@@ -71,7 +72,7 @@ class ImageSize(NamedTuple):
 class Branch:
     """One text condition of a request, (1, L, D) and perhaps (1, P), on the denoiser's device and in its dtype.
 
-    `mask` (1, L) is False where the prompt is padding, behind its `num_tokens`; both are None where nothing is.
+    `mask` (1, L) is False where the prompt is padding, after its `num_tokens`; both are None without padding.
     """
 
     prompt: torch.Tensor
@@ -82,7 +83,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ControlRows:
-    """One ControlNet's share of a forward: what it reads of images, (B, …) each, scales (B,), and the texts that it
+    """One ControlNet's share of a forward: its image inputs, (B, …) each, scales (B,), and the texts that it
     reads, as in `Rows`. `modes` (B,) are those of a union.
     """
 
@@ -95,7 +96,7 @@ class ControlRows:
 
     @property
     def images(self) -> torch.Tensor:
-        """Return the images of a network that reads nothing else."""
+        """Return the images of a network without other image inputs."""
         (images,) = self.inputs
         return images
 
@@ -120,8 +121,8 @@ class Rows:
     """The input of one forward: latents (B, …), timesteps (B,), prompts (B, L, D), guidance scales (B,), pooled (B, P).
 
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
-    False where a prompt is padding, and None where no prompt is; only a family whose texts have `masks` gets one.
-    `adapters` are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`). `sizes` has
+    False where a prompt is padding, and None without any padding; only a family whose texts have `masks` gets one.
+    `adapters` are those of rows that have any, `modulation` outputs computed ahead (`Modulation.rows_of`). `sizes` has
     each row's, which have one `Latents.batch_shape`. `image_prompts` are those of rows that have any. `lengths` are the
     tokens of each row's prompt that are no padding.
     """
@@ -166,12 +167,12 @@ class Rows:
         )
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors beside those of ControlNets and adapters."""
+        """Return the tensors without those of ControlNets and adapters."""
         found = (self.latents, self.timesteps, self.prompts, self.guidance, self.pooled, self.mask, *self.modulation)
         return [one for one in found if one is not None]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        """Return the rows with others in the place of `tensors()`."""
+        """Return the rows with other tensors in place of `tensors()`."""
         latents, timesteps, prompts, guidance, *rest = tensors
         return replace(
             self,
@@ -187,10 +188,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a request gets that leaves something open: `usual`, or those of the task among `edits`.
+    """The defaults of options that a request leaves open: `usual`, or those of its task in `edits`.
 
-    `sample_size` is how many latents are on a side of an image whose size nobody says. With `reads_sample_size` stock
-    takes that from the denoiser's config.
+    `sample_size` is the default side of an image in latents. With `reads_sample_size` stock
+    takes it from the denoiser's config.
     """
 
     usual: ImageDefaults
@@ -199,11 +200,11 @@ class Defaults:
     reads_sample_size: bool = False
 
     def of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
-        """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_parts.py`)."""
+        """Return the defaults of a checkpoint by its configs (`weights/formats/pipeline_parts.py`)."""
         return self.usual
 
     def sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
-        """Return the width and height of an image whose request says none, by what a checkpoint's configs say."""
+        """Return the default width and height of a checkpoint's images in pixels, by its configs."""
         factor = int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
         told = variant if self.reads_sample_size else {}
         width, height = (
@@ -214,10 +215,10 @@ class Defaults:
 
 
 class Texts(ABC):
-    """How prompts become conditioning: which encoders read them, and what is made of what these give."""
+    """The way from prompts to conditioning: the encoders that read them, and the join of their outputs."""
 
-    masks: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
-    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out what is padding, by `Rows.lengths`
+    masks: ClassVar[bool] = False  # `predict_noise` applies a mask, so that texts may be padded
+    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out padding, by `Rows.lengths`
     takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers
     refused_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
@@ -225,15 +226,15 @@ class Texts(ABC):
     def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
-        """Return the encoders that every text goes to, and those of `lacking` for which stock takes a stand-in.
+        """Return the encoders that every text goes to, and those of `lacking` that stock has a substitute for.
 
-        `lacking` are the encoders that the pipeline has not. Raises EngineError for a length that one cannot have.
+        `lacking` are the encoders that the pipeline lacks. Raises EngineError for a length that one cannot have.
         """
 
     def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded | None:
-        """Return what stock takes for a text whose encoder the pipeline lacks, in the place and dtype of `like`.
+        """Return stock's substitute for the output of a missing encoder, on the device and in the dtype of `like`.
 
-        None for an encoder that it must have.
+        None for a required encoder.
         """
         return None
 
@@ -244,11 +245,11 @@ class Texts(ABC):
         """
 
     def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
-        """Return what the stock pipeline guides away from when the request has no negative prompt at all."""
+        """Return the stock pipeline's negative conditioning for a request without a negative prompt."""
         return "empty text"
 
     def padded_length(self, num_tokens: int) -> int:
-        """Return the length that a text has in a forward: a power of two that follows from its own length alone.
+        """Return the length of a text in a forward: a power of two that depends on its own length alone.
 
         So texts of many lengths share forwards, and none depends on its batch-mates. The usual lengths of T5 are such
         powers.
@@ -267,15 +268,15 @@ class Texts(ABC):
         long_text: LongText = "truncate",
         clip_skips: Mapping[Role, int] = NO_SKIPS,
     ) -> tuple[EncodeItem, ...]:
-        """Plan what is encoded. Nothing runs, so a plan can be made and cached anywhere.
+        """Plan the texts to encode. Nothing runs, so a plan can be made and cached anywhere.
 
         Items of `lacking_encoders` are not encoded: they have a `stand_in`.
 
-        A negative prompt of None is what `no_negative` says; an empty *string* is a text and is encoded.
+        A negative prompt of None is replaced by `no_negative`; an empty *string* is a text and is encoded.
         `max_sequence_length` is for families whose prompt has a length of its own (Flux's T5); others ignore it.
         `text_padding` "trimmed" gives the rows of the prompt's own tokens, computed under a mask. `long_text` is for
-        texts beyond the limit. `clip_skips` says by role how many layers of its CLIPs are left out, for families that
-        take it. Raises EngineError for what the pipeline cannot take.
+        texts beyond the limit. `clip_skips` has by role the number of CLIP layers to leave out, for families that
+        take it. Raises EngineError for options that the pipeline cannot take.
         """
         check_choice("text_padding", text_padding, TextPadding)
         check_choice("long_text", long_text, LongText)
@@ -307,10 +308,10 @@ class Texts(ABC):
     def assemble(
         self, model_index: Mapping[str, Any], outputs: Mapping[EncodeItem, Encoded], *, use_negative: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors that `DenoisePipeline.start` takes: those of `join`, and the same with
-        `negative_` in front where guidance has something to guide away from.
+        """Return the tensors for `DenoisePipeline.start`: those of `join`, and the same with
+        `negative_` in front if guidance has a negative condition.
 
-        `outputs` maps the plan's items to what `TextEncoder.encode` gave. `use_negative` False saves the zeros of a
+        `outputs` maps the plan's items to outputs of `TextEncoder.encode`. `use_negative` False saves the zeros of a
         family that has them.
         """
         by_role: dict[Role, dict[str, Encoded]] = {"prompt": {}}
@@ -328,7 +329,7 @@ class Texts(ABC):
 class Guidance:
     """Classifier-free guidance: by `guidance_scale`, unless the family has another option for it."""
 
-    rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
+    rule: ClassVar[str] = "guidance_scale > 1"  # for messages: the condition of guidance
 
     def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
         """Return whether the stock pipeline runs classifier-free guidance for this request."""
@@ -339,14 +340,14 @@ class Guidance:
         return request.guidance_scale
 
     def combine(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return one prediction, made of those for a negative prompt and a prompt."""
+        """Return the guided prediction made of those for a negative prompt and a prompt."""
         return negative + scale * (prompt - negative)
 
 
 class Latents(ABC):
-    """How latents look: to the VAE, to the denoiser, and before the first step."""
+    """The forms of latents: for the VAE, for the denoiser, and before the first step."""
 
-    upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
+    upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 if the VAE's config has `force_upcast`
     are_float32: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
 
     @abstractmethod
@@ -354,7 +355,7 @@ class Latents(ABC):
         """Return the pixels that width and height must be multiples of."""
 
     def multiple_of(self, variant: Mapping[str, bool | int]) -> int:
-        """Return the `size_multiple` of a checkpoint by what its configs say."""
+        """Return the `size_multiple` of a checkpoint by its configs."""
         return self.size_multiple(int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT)))
 
     def channels(self, denoiser_config: Mapping[str, Any]) -> int:
@@ -366,7 +367,7 @@ class Latents(ABC):
         return self.channels(denoiser_config), size.latent_height, size.latent_width
 
     def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
-        """Return the channels that the denoiser reads beside those of the latents; those of inpainting UNets are 5."""
+        """Return the number of channels that the denoiser reads beside the latents': 5 for inpainting UNets."""
         return 0
 
     def first(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
@@ -374,11 +375,11 @@ class Latents(ABC):
         return noise_BCHW * solver.init_noise_sigma
 
     def pack(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Return latent images as the denoiser takes them, (B, …)."""
+        """Return latent images in the denoiser's form, (B, …)."""
         return images_BCHW
 
     def unpack(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
-        """Return what `pack` packed: (B, C, h, w)."""
+        """Undo `pack`: return latent images (B, C, h, w)."""
         return latents
 
     def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
@@ -390,19 +391,19 @@ class Latents(ABC):
         return latents_BCHW / vae.config["scaling_factor"]
 
     def batch_shape(self, size: ImageSize) -> Hashable:
-        """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
+        """Return the key of images that share a forward of the denoiser at equal cost each."""
         return size.height, size.width
 
 
 class Steps:
-    """The schedule of a request, and where one with an image begins."""
+    """The schedule of a request, and the step at which one with an image begins."""
 
-    refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
+    refines_only: ClassVar[bool] = False  # it needs an image to begin at
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
 
     def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the constructor of the stock pipeline for a request changes of its solver's config."""
+        """Return the changes that stock's pipeline for the request makes to its solver's config."""
         return {}
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
@@ -419,27 +420,21 @@ class Steps:
 
 
 class Adapters:
-    """What may be added to the denoiser: LoRAs, ControlNets, images as prompts."""
+    """The additions that the denoiser takes: LoRAs, ControlNets, images as prompts."""
 
-    # The text encoders that a LoRA may change, each with what trainers and UIs call it.
+    # The text encoders that a LoRA may change, each with its names in trainers and UIs.
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
-    repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows again and again
+    repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows repeatedly
     takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
-    # The classes of its ControlNets, each with what their configs must have in common with the denoiser's.
+    # The classes of its ControlNets, each with the config keys that must equal the denoiser's.
     control_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
-    encodes_controls: ClassVar[bool] = False  # `control_image` may encode, so that the VAE is needed
+    encodes_controls: ClassVar[bool] = False  # `control_inputs` may encode, so that the VAE is needed
 
-    def control_image(
-        self,
-        net: Any,
-        pixels_B3HW: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        vae: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1.
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
+        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes latents, as denoised, of images from -1.
 
-        Raises EngineError for a size that it cannot read.
+        Raises EngineError for a size that the ControlNet cannot read.
         """
         return (pixels_B3HW,)
 
@@ -450,38 +445,38 @@ class Adapters:
         return None
 
     def num_modes(self, net: Any) -> int:
-        """Return how many modes a union of ControlNets has, of which a request says one; 0 for a net of one."""
+        """Return the number of modes of a union of ControlNets, of which a request names one; 0 for a single net."""
         return 0
 
 
 class References:
-    """Images that are read beside the latents, uint8 (height, width, 3). A family that has `most` needs one of them."""
+    """Images read beside the latents, uint8 (height, width, 3). A family with `most` above 0 needs at least one."""
 
     most: ClassVar[int] = 0
 
     def sides(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
-        """Return the width and height of an image beside references where nobody says them.
+        """Return the default width and height of an image made from references.
 
         Raises EngineError for references that it cannot read.
         """
         raise NotImplementedError
 
     def seen(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Return a reference in the size in which the reader of the prompt sees it. Raises EngineError."""
+        """Return a reference in the size for the prompt's encoder. Raises EngineError."""
         raise NotImplementedError
 
     def encoded(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
-        """Return a reference in the size in which the VAE encodes it. Raises EngineError."""
+        """Return a reference in the size for the VAE. Raises EngineError."""
         raise NotImplementedError
 
 
 class Network(ABC):
-    """How the denoiser is called. It may be modulated by embeddings of time and text, which are known beforehand."""
+    """The call of the denoiser. It may be modulated by embeddings of time and text, which are known beforehand."""
 
-    keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
-    embedding_parts: ClassVar[Sequence[str]] = ()  # the parts that `embed_times` runs, of a denoiser that they modulate
-    modulated_layers: ClassVar[str] = ""  # a pattern of the layers that see the SiLU of their sum, and nothing else
-    text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
+    keeps_precision: ClassVar[Sequence[str]] = ()  # patterns of matrices that stay unquantized in every float8 form
+    embedding_parts: ClassVar[Sequence[str]] = ()  # the parts run by `embed_times`, which modulate the denoiser
+    modulated_layers: ClassVar[str] = ""  # a pattern of the layers whose only input is the SiLU of their sum
+    text_layers: ClassVar[str] = ""  # a pattern of such a denoiser's layers whose only input is the prompt
 
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         """Return why `predict_noise` cannot call a denoiser of this config, or None."""
@@ -492,11 +487,11 @@ class Network(ABC):
         """Return the (D, P) of the conditioning that the denoiser takes; P is None where it takes no pooled text."""
 
     def is_modulated(self, denoiser: Any) -> bool:
-        """Return whether `embedding_parts`, `modulated_layers` and `text_layers` are what they say in this variant."""
+        """Return whether `embedding_parts`, `modulated_layers` and `text_layers` are true of this variant."""
         return bool(self.embedding_parts)
 
     def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
-        """Return what each of `embedding_parts` makes of rows, as `predict_noise` has it: (B, D) each.
+        """Return the output of each of `embedding_parts` for rows, as within `predict_noise`: (B, D) each.
 
         Latents and prompts of the rows have no elements.
         """
@@ -504,7 +499,7 @@ class Network(ABC):
 
     @abstractmethod
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
-        """Run the denoiser: its prediction, of the shape of `rows.latents`."""
+        """Run the denoiser, and return its prediction in the shape of `rows.latents`."""
 
 
 _GUIDANCE: Final = Guidance()
@@ -539,7 +534,7 @@ class Family:
         return self.adapters.lora_encoders
 
     def variant(self, model_index: Mapping[str, Any]) -> Family:
-        """Return the family as a checkpoint has it, by its model_index.json."""
+        """Return the family's variant for a checkpoint, by its model_index.json."""
         return self
 
     def control_misfit(
@@ -550,9 +545,9 @@ class Family:
         pixels_per_latent: int,
         model: str | None = None,
     ) -> str | None:
-        """Return why a ControlNet of this class and config cannot go with a denoiser, that of `model`; None if it can.
+        """Return why a ControlNet of this class and config cannot go with the denoiser of `model`; None if it can.
 
-        What only one of the configs says is no reason: files of older versions say less.
+        A key that only one of the configs has is no reason: files of older versions have fewer keys.
         """
         known = self.adapters.control_keys
         if not known:
@@ -570,12 +565,12 @@ class Family:
 
 
 def _plain(value: Any) -> Any:
-    """Return a config's value as JSON has it."""
+    """Return a config's value in JSON's types."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def task_of(*, has_image: bool, has_mask: bool) -> Task:
-    """Return the task of a request by the images that it brings."""
+    """Return the task of a request by its images."""
     if has_mask:
         return "inpainting"
     return "image-to-image" if has_image else "text-to-image"
@@ -586,7 +581,7 @@ def sum_residuals(
 ) -> list[list[torch.Tensor]] | None:
     """Return the residuals of all ControlNets, added up in their order; None without one.
 
-    `run` gives those of one, as lists of one or more kinds; None is an empty list.
+    `run` returns those of one ControlNet, as lists of one or more kinds; None is an empty list.
     """
     total: list[list[torch.Tensor]] = []
     for control in rows.controls:

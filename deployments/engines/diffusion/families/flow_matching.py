@@ -1,8 +1,8 @@
-"""The parts that families of flow matching share: noise is mixed with the image, unscaled, and the VAE has a shift.
+"""The common parts of families of flow matching: noise is mixed with the image, unscaled, and the VAE has a shift.
 
-Most look at patches of PATCH x PATCH latents, and shift their schedule by the number of these.
+Most read patches of PATCH x PATCH latents, and shift their schedule by the number of patches.
 
-Behind them is what those share whose prompts a language model reads.
+After them come the common parts of families whose prompts a language model reads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FlowSteps(Steps):
 
 
 class ShiftedSteps(FlowSteps):
-    """A schedule that is shifted by how many patches there are."""
+    """A schedule shifted by the number of patches."""
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         steps = request.num_inference_steps
@@ -72,7 +72,7 @@ class ShiftedSteps(FlowSteps):
 
 
 class FlowLatents(Latents):
-    """Latents that stand in patches, of a VAE that has a shift."""
+    """Latents in patches, of a VAE with a shift."""
 
     def size_multiple(self, pixels_per_latent: int) -> int:
         return PATCH * pixels_per_latent
@@ -88,7 +88,7 @@ class FlowLatents(Latents):
 
 
 class PackedLatents(FlowLatents):
-    """Latents that the transformer takes as packed patches: (num_images, h/2 * w/2, 4 * C)."""
+    """Latents in packed patches for the transformer: (num_images, h/2 * w/2, 4 * C)."""
 
     def channels(self, denoiser_config: Mapping[str, Any]) -> int:
         return int(denoiser_config["in_channels"]) // PATCH**2
@@ -121,7 +121,7 @@ class TrueGuidance(Guidance):
 
 
 def num_patches(size: ImageSize) -> int:
-    """Return how many patches an image has."""
+    """Return the number of patches of an image."""
     return (size.latent_height // PATCH) * (size.latent_width // PATCH)
 
 
@@ -146,7 +146,7 @@ ENCODER: Final = "text_encoder"
 class ReadTexts(Texts):
     """One text encoder, a language model that reads a prompt in one piece, in the form of `reading`.
 
-    `without_negative` is what is guided away from when there is no negative prompt.
+    `without_negative` is the negative condition of a request without a negative prompt.
     """
 
     refused_rules: ClassVar[Mapping[str, str]] = {

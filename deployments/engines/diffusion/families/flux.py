@@ -14,6 +14,7 @@ from deployments.engines.diffusion.families.base import (
     ControlRows,
     Defaults,
     EditDefaults,
+    EncodeImages,
     Family,
     ImageDefaults,
     ImageSize,
@@ -43,7 +44,7 @@ SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, max_se
 
 
 class FluxDefaults(Defaults):
-    """Those of a checkpoint that was distilled to few steps are others."""
+    """Defaults that differ for a checkpoint distilled to few steps."""
 
     def of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
         is_timestep_distilled = variant.get("guidance_embeds") is variant.get("use_dynamic_shifting") is False
@@ -62,7 +63,7 @@ class FluxTexts(Texts):
     def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
-        """Return CLIP and T5. CLIP always truncates: its one vector only tints what T5 says, whatever the padding."""
+        """Return CLIP and T5. CLIP always truncates: its one vector only tints the T5's text, whatever the padding."""
         t5_tokens = MAX_T5_TOKENS if max_sequence_length is None else max_sequence_length
         if not 1 <= t5_tokens <= MAX_T5_TOKENS:
             raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
@@ -91,7 +92,7 @@ class FluxAdapters(Adapters):
     takes_image_prompts: ClassVar[bool] = True
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
         "text_encoder": ("te1", "clip_l"),
-        "text_encoder_2": ("te2", "te3", "t5xxl"),  # which of the two depends on the trainer
+        "text_encoder_2": ("te2", "te3", "t5xxl"),  # trainers differ in the choice of the two
     }
     control_keys: ClassVar[Mapping[str, Sequence[str]]] = {
         "FluxControlNetModel": (
@@ -105,15 +106,9 @@ class FluxAdapters(Adapters):
     def __init__(self, latents: Latents) -> None:
         self._latents = latents
 
-    def control_image(
-        self,
-        net: Any,
-        pixels_B3HW: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        vae: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
         images = pixels_B3HW * 2 - 1
-        return (images if _reads_pixels(net) else self._latents.pack(self._latents.scale(encode(images), vae)),)
+        return (images if _reads_pixels(net) else self._latents.pack(encode(images)),)
 
     def num_modes(self, net: Any) -> int:
         return int(net.config.get("num_mode") or 0)
@@ -160,7 +155,7 @@ class FluxNetwork(ModulatedFlow):
 
         blocks, single_blocks = sum_residuals(rows, run) or (None, None)
         attention = {}
-        if rows.mask is not None:  # of keys: text, then patches, which are all there
+        if rows.mask is not None:  # of keys: text, then patches, all of them real
             patches = rows.mask.new_ones(latents.shape[:2])
             attention["attention_mask"] = torch.cat([rows.mask, patches], dim=1)[:, None, None, :]
         positions = denoiser.pos_embed
@@ -199,7 +194,7 @@ class _AnglesByRow:
 
 
 def _angles_by_row(positions: Any, sizes: Sequence[ImageSize]) -> Callable[[torch.Tensor], Any]:
-    """Return a forward of the denoiser's `positions` for rows of as many patches in several shapes."""
+    """Return a forward of the denoiser's `positions` for rows with equal numbers of patches in several shapes."""
 
     def forward(ids: torch.Tensor) -> tuple[_AnglesByRow, ...]:
         import torch
@@ -215,7 +210,7 @@ def _angles_by_row(positions: Any, sizes: Sequence[ImageSize]) -> Callable[[torc
 
 
 def _patch_ids(size: ImageSize, device: torch.device) -> torch.Tensor:
-    """Return the positions (h * w, 3) of the patches: (0, row, column). A copy of the host's would be waited for."""
+    """Return the positions (h * w, 3) of the patches: (0, row, column). Made on the device: a copy would wait."""
     import torch
 
     rows, columns = size.latent_height // PATCH, size.latent_width // PATCH

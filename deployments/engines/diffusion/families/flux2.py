@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 
-IMAGE_TIME: Final = 10  # the first coordinate of an image that is read; that of the latents is 0
-# What the model was trained behind; the line breaks are stock's.
+IMAGE_TIME: Final = 10  # the first coordinate of a reference image; that of the latents is 0
+# The system prompt of the model's training; the line breaks are stock's.
 SYSTEM: Final = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
     "relationships, object\nattribution and actions without speculation."
@@ -39,7 +39,7 @@ SYSTEM: Final = (
 
 
 class Flux2Texts(ReadTexts):
-    """Shorter texts are padded to the limit, and the model has seen that."""
+    """Shorter texts are padded to the limit, as in the model's training."""
 
     refused_rules: ClassVar[Mapping[str, str]] = {
         **ReadTexts.refused_rules,
@@ -48,7 +48,7 @@ class Flux2Texts(ReadTexts):
 
 
 class Unguided(Guidance):
-    """Guidance is a number that the transformer reads, so nothing is guided away from."""
+    """Guidance is an input of the transformer, so there is no negative condition."""
 
     rule: ClassVar[str] = "never: the model reads its guidance_scale"
 
@@ -88,7 +88,7 @@ class PatchLatents(FlowLatents):
 
 
 class Flux2Steps(ShiftedSteps):
-    """An image of the request is read by the transformer beside the latents, not put under noise: `strength` is none
+    """The transformer reads an image of the request beside the latents, not under noise: `strength` is none
     of its options.
     """
 
@@ -104,7 +104,7 @@ class Flux2Steps(ShiftedSteps):
 
 
 class Flux2Network(Network):
-    """Two streams, of patches and of the prompt, that one modulation serves."""
+    """Two streams, of patches and of the prompt, with one modulation."""
 
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "*modulation*", "proj_out.weight")
 
@@ -132,7 +132,7 @@ class Flux2Network(Network):
 
 
 def _statistics(vae: Any, like_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the deviation of each channel of a patch, which the VAE has as those of a batch norm."""
+    """Return the mean and the deviation of each channel of a patch, from the VAE's batch norm."""
     import torch
 
     mean, variance = vae.bn.running_mean.view(1, -1, 1, 1), vae.bn.running_var.view(1, -1, 1, 1)
@@ -176,7 +176,7 @@ DISTILLED: Final = ImageDefaults(num_inference_steps=4, guidance_scale=1.0)
 
 
 class KleinDefaults(Defaults):
-    """Those of a distilled checkpoint are others."""
+    """Defaults that differ for a distilled checkpoint."""
 
     def of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
         return DISTILLED if variant.get("is_distilled") is True else self.usual
@@ -189,14 +189,14 @@ class KleinNetwork(Flux2Network):
 
 
 class DistilledGuidance(Guidance):
-    """None: a distilled model needs none."""
+    """No guidance: a distilled model needs none."""
 
     def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
         return False
 
 
 class Flux2Klein(Family):
-    """Flux2KleinPipeline. Stock guides away from an empty text; here a negative prompt is one."""
+    """Flux2KleinPipeline. Stock guides away from an empty text; here a request may have a negative prompt."""
 
     def variant(self, model_index: Mapping[str, Any]) -> Family:
         is_distilled = model_index.get("is_distilled") is True

@@ -1,4 +1,4 @@
-"""Images as prompts, as the layers of a denoiser take them."""
+"""Images as prompts, in the form for a denoiser's layers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ class PromptedSpan(NamedTuple):
     stop: int = sys.maxsize
 
     def part(self, start: int, stop: int) -> PromptedSpan | None:
-        """Return the span as the rows `start` to `stop` have it, counted from there; None for one outside of them."""
+        """Return the span's part within the rows `start` to `stop`, counted from there; None if it lies outside."""
         first, last = max(self.start, start), min(self.stop, stop)
         return PromptedSpan(self.uses, first - start, last - start) if first < last else None

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # the ingress has no torch
     import numpy.typing as npt
     import torch
 
-# The model was trained behind these words; their own encodings, of the first 34 tokens, are left out.
+# The system prompt of the model's training; its own encodings, of the first 34 tokens, are left out.
 READING: Final = PromptForm(
     layers=(-1,),
     template="<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -54,8 +54,8 @@ _EDIT_TEMPLATE: Final = (
     "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 _IMAGE: Final = "<|vision_start|>{image}<|vision_end|>"
-_AREA: Final = 1024 * 1024  # pixels of an image that is changed, and of the result
-_SMALL_AREA: Final = 384 * 384  # of one that is only seen
+_AREA: Final = 1024 * 1024  # pixels of an edited image, and of the result
+_SMALL_AREA: Final = 384 * 384  # of an image for the language model alone
 _SIDE_MULTIPLE: Final = 32
 _MAX_RATIO: Final = 16  # of the sides
 _TEXT_STEP: Final = 256  # tokens
@@ -69,7 +69,7 @@ class NormKeeping(TrueGuidance):
     """Guidance against a negative prompt at the prompt's own strength."""
 
     def combine(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
-        """Guide without making a patch's prediction longer than it is for the prompt alone."""
+        """Guide with each patch's prediction as long as for the prompt alone."""
         import torch
 
         guided = super().combine(negative, prompt, scale)
@@ -89,7 +89,7 @@ class QwenLatents(PackedLatents):
 
 
 class QwenNetwork(Network):
-    """Two streams, of patches and of the prompt. Those of models that make `edits` tell images beside by their time."""
+    """Two streams, of patches and of the prompt. Models with `edits` mark reference images by their time."""
 
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "img_in.*", "txt_in.*", "proj_out.weight")
 
@@ -142,10 +142,10 @@ QWEN_IMAGE: Final = Family(
 
 
 class EditTexts(QwenTexts):
-    """A prompt longer than 1024 tokens, which stock takes whole, is cut."""
+    """Prompts longer than 1024 tokens, which stock takes whole, are cut."""
 
     def padded_length(self, num_tokens: int) -> int:
-        """Return a power of two for a short text, and for one with an image, of thousands of tokens, a multiple."""
+        """Return a power of two for a short text, and a multiple of a step for a text of thousands of tokens."""
         if num_tokens <= _TEXT_STEP:
             return super().padded_length(num_tokens)
         return math.ceil(num_tokens / _TEXT_STEP) * _TEXT_STEP
@@ -157,11 +157,11 @@ class EditLatents(QwenLatents):
 
 
 class EditAdapters(Adapters):
-    repeats_rows: ClassVar[bool] = True  # with their times, and then with time 0, which is that of images beside
+    repeats_rows: ClassVar[bool] = True  # with their times, and again with time 0 for reference images
 
 
 class OneReference(References):
-    """One image is changed, which the language model sees as large as the VAE does."""
+    """One edited image, which the language model sees as large as the VAE does."""
 
     most: ClassVar[int] = 1
 
@@ -177,7 +177,7 @@ class OneReference(References):
 
 
 class SeveralReferences(OneReference):
-    """Several images are changed into one; the language model sees them smaller."""
+    """Several images edited into one; the language model sees them smaller."""
 
     most: ClassVar[int] = 8  # stock bounds nothing; trained on up to three
 
@@ -189,7 +189,7 @@ class SeveralReferences(OneReference):
 
 
 def _sides_of_area(pixels: npt.NDArray[np.uint8], area: int) -> tuple[int, int]:
-    """Return the width and height of so many pixels, about, in the ratio of an image's. Raises EngineError."""
+    """Return a width and height of about so many pixels, in the image's ratio. Raises EngineError."""
     height, width = pixels.shape[:2]
     if max(height, width) > _MAX_RATIO * min(height, width):
         raise EngineError(f"an image of {width}x{height} pixels: no side may be more than {_MAX_RATIO} times the other")

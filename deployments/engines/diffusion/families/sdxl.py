@@ -46,7 +46,7 @@ class TwoClips(Texts):
     def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
-        """Return both, or the second alone where the pipeline has no other: stock leaves the first out then."""
+        """Return both, or the second alone if the pipeline has no first one, as stock does."""
         names = ("text_encoder_2",) if "text_encoder" in lacking else ("text_encoder", "text_encoder_2")
         return [EncoderUse(name, None, long_text) for name in names]
 
@@ -92,7 +92,7 @@ class TwoClipAdapters(UNetAdapters):
 
 
 class SizedUNet(UNet):
-    """A UNet that is told sizes: original and target size are the request's, crops are 0."""
+    """A UNet with sizes as inputs: original and target size are the request's, crops are 0."""
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         config = denoiser.config
@@ -109,7 +109,7 @@ class SizedUNet(UNet):
 
 
 class ScoredTexts(TwoClips):
-    """A prompt's aesthetic score is the last element of its pooled text, which has it row by row."""
+    """Texts whose aesthetic score is the last element of the pooled text, and so row by row."""
 
     def assemble(
         self, model_index: Mapping[str, Any], outputs: Mapping[EncodeItem, Encoded], *, use_negative: bool = True
@@ -124,7 +124,7 @@ class ScoredTexts(TwoClips):
 
 
 class ScoredUNet(UNet):
-    """A UNet that is told an aesthetic score in place of the target size."""
+    """A UNet with an aesthetic score as input, in place of the target size."""
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         config = denoiser.config
@@ -174,7 +174,7 @@ STABLE_DIFFUSION_XL: Final = StableDiffusionXL(
 
 
 def _size_ids(like: torch.Tensor, size: ImageSize) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return height and width, (1,) each, made on the device: a copy of the host's would be waited for."""
+    """Return height and width, (1,) each, made on the device: a copy from the host would wait."""
     return like.new_full((1,), size.height), like.new_full((1,), size.width)
 
 

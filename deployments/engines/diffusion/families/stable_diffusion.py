@@ -2,14 +2,14 @@
 
 Source: diffusers 0.42, `pipelines/stable_diffusion/pipeline_stable_diffusion.py`.
 
-What families with a UNet share comes first.
+The common parts of families with a UNet come first.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
@@ -18,6 +18,7 @@ from deployments.engines.diffusion.families.base import (
     ControlRows,
     Defaults,
     EditDefaults,
+    EncodeImages,
     Family,
     ImageDefaults,
     ImageSize,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_CONTROL_CHANNELS: Final = (16, 32, 96, 256)  # of a ControlNet's own layers, where its config does not say
+_CONTROL_CHANNELS: Final = (16, 32, 96, 256)  # of a ControlNet's own layers, unless its config has them
 
 
 class UNet(Network):
@@ -55,7 +56,7 @@ class UNet(Network):
 
     @abstractmethod
     def added_conditioning(self, pooled: torch.Tensor | None, rows: Rows, size: ImageSize) -> dict[str, Any]:
-        """Return the arguments that the UNet and its ControlNets take besides latents, timesteps and prompts."""
+        """Return the UNet's and its ControlNets' further arguments, beside latents, timesteps and prompts."""
 
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         if denoiser_config.get("time_cond_proj_dim") is None:
@@ -80,7 +81,7 @@ class UNet(Network):
                 return [], [], control.inputs
             down, mid = run_controlnet(
                 control,
-                rows.latents[:, : control.net.config.in_channels],  # without those that inpainting UNets read besides
+                rows.latents[:, : control.net.config.in_channels],  # without the extra channels of inpainting UNets
                 rows.timesteps,
                 encoder_hidden_states=control.prompts,
                 return_dict=False,
@@ -106,7 +107,7 @@ class UNetLatents(Latents):
     """Latents are images: (num_images, C, h, w)."""
 
     def size_multiple(self, pixels_per_latent: int) -> int:
-        return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
+        return math.lcm(8, pixels_per_latent)  # stock demands 8 for any VAE
 
     def channels(self, denoiser_config: Mapping[str, Any]) -> int:
         return int(denoiser_config["out_channels"])
@@ -125,13 +126,7 @@ class UNetAdapters(Adapters):
         T2I_ADAPTER: (),
     }
 
-    def control_image(
-        self,
-        net: Any,
-        pixels_B3HW: torch.Tensor,
-        encode: Callable[[torch.Tensor], torch.Tensor],
-        vae: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
         if type(net).__name__ == T2I_ADAPTER:  # what it says of an image is the same at every step
             return adapter_features(net, pixels_B3HW)
         return (pixels_B3HW,)
@@ -154,7 +149,7 @@ class UNetAdapters(Adapters):
 
 
 class ClipTexts(Texts):
-    """CLIP's last layer is the text; no negative prompt is the empty one."""
+    """The text is CLIP's last layer; a missing negative prompt is the empty text."""
 
     takes_clip_skip: ClassVar[bool] = True
     refused_rules: ClassVar[Mapping[str, str]] = {
@@ -173,8 +168,8 @@ class ClipTexts(Texts):
 
 class StableDiffusionSteps(Steps):
     def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was wrong in configs of 2022. Stock's pipeline for inpainting leaves in what others change, and
-        those with a ControlNet change nothing.
+        """Return corrections of configs from 2022. Stock's pipeline for inpainting makes fewer of them, and
+        pipelines with a ControlNet make none.
         """
         clips = {"skip_prk_steps": True} if request.mask_image is not None else {"clip_sample": False}
         wanted = {} if request.control else {"steps_offset": 1, **clips}
@@ -193,7 +188,7 @@ class StableDiffusionUNet(UNet):
         return {}
 
 
-# A checkpoint's safety checker is not run: no image is looked at.
+# A checkpoint's safety checker is not run: images are not inspected.
 STABLE_DIFFUSION: Final = Family(
     class_name="StableDiffusionPipeline",
     other_class_names=("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),

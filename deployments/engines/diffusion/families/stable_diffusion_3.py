@@ -41,7 +41,7 @@ _T5: Final = "text_encoder_3"
 class ThreeEncoders(Texts):
     """Two CLIPs' tokens come before the T5's; their pooled texts modulate.
 
-    In a folder without its T5, zeros are in place of its tokens.
+    In a folder without its T5, zeros take the place of its tokens.
     """
 
     refused_rules: ClassVar[Mapping[str, str]] = {
@@ -53,7 +53,7 @@ class ThreeEncoders(Texts):
     def encoders(
         self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
     ) -> Sequence[EncoderUse]:
-        """Return the CLIPs and the T5. CLIPs truncate beside a T5: what they lose is for that to say."""
+        """Return the CLIPs and the T5. CLIPs truncate beside a T5, which reads the whole text."""
         t5_tokens = T5_TOKENS if max_sequence_length is None else max_sequence_length
         if not 1 <= t5_tokens <= MAX_T5_TOKENS:
             raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
@@ -85,7 +85,7 @@ class ThreeEncoders(Texts):
 
 
 class MaybeShiftedSteps(FlowSteps):
-    """A schedule that is shifted by the size where the solver's config says so."""
+    """A schedule shifted by the size if the solver's config says so."""
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         schedule = super().schedule(request, solver_config, size)

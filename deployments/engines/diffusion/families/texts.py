@@ -1,4 +1,4 @@
-"""The texts of a request as text encoders get them, and what these give."""
+"""The texts of a request in the form for text encoders, and the encoders' outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Encoded = Mapping[str, "torch.Tensor"]  # outputs of one text encoder for one te
 class EncodeItem:
     """One text for one text encoder, named by its component. `max_length` None is the tokenizer's own.
 
-    `form` is how a language model reads it; other encoders read the text itself.
+    `form` is the language model's form of the text; other encoders read the text itself.
     """
 
     component: str
@@ -47,7 +47,7 @@ class EncoderUse(NamedTuple):
 
 
 def lacking_encoders(model_index: Mapping[str, Any]) -> Set[str]:
-    """Return the text encoders that a pipeline was saved without: model_index.json has nulls in their places."""
+    """Return the text encoders that the saved pipeline lacks: model_index.json has nulls in their places."""
     return {
         name
         for name, value in model_index.items()
@@ -56,7 +56,7 @@ def lacking_encoders(model_index: Mapping[str, Any]) -> Set[str]:
 
 
 def output_of(role: Role, encodings: Mapping[str, Encoded], component: str, name: str) -> torch.Tensor:
-    """Return one output of one text encoder. Raises EngineError with what there is."""
+    """Return one output of one text encoder. Raises EngineError with the present ones."""
     encoded = encodings.get(component, {})
     if name not in encoded:
         raise EngineError(f"the {role} has no {name!r} of {component!r} (given: {', '.join(encoded) or 'nothing'})")

@@ -1,4 +1,4 @@
-"""What a UNet is controlled by beside plain ControlNets: unions of them, and T2I-Adapters.
+"""Controls of a UNet other than plain ControlNets: unions of them, and T2I-Adapters.
 
 A union reads images of several kinds, of which a request says one (its mode). A T2I-Adapter is no copy of the UNet: a
 few convolutions make features of an image, which are added within the UNet's blocks. Sources: diffusers 0.42,
@@ -25,7 +25,7 @@ _LUMA: Final = (19595, 38470, 7471)  # of red, green and blue, of 2^16: PIL's
 
 
 def run_controlnet(control: ControlRows, *inputs: Any, **texts: Any) -> Any:
-    """Return the residuals that a ControlNet makes, or a union of them: of its down blocks, and of the middle."""
+    """Return the residuals of a ControlNet, or of a union: for the down blocks, and for the middle."""
     import torch
 
     from deployments.engines.nn.forwards import replaced_forwards
@@ -40,7 +40,7 @@ def run_controlnet(control: ControlRows, *inputs: Any, **texts: Any) -> Any:
 
 
 def _by_row(layer: Any, x_BTC: torch.Tensor) -> torch.Tensor:
-    """Return what a union's layer makes of each row alone: its attention goes over the batch, which here has rows of
+    """Return the outputs of a union's layer, each row alone. Its attention goes over the batch, which here has rows of
     other requests. In a batch of stock's all rows have one image, and then both are the same.
     """
     import torch
@@ -50,7 +50,7 @@ def _by_row(layer: Any, x_BTC: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_features(adapter: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what a T2I-Adapter makes of the first of equal images, for all of them. Raises EngineError."""
+    """Return a T2I-Adapter's features of the first of equal images, expanded to all. Raises EngineError."""
     height, width = pixels_B3HW.shape[-2:]
     multiple = adapter.config.downscale_factor
     if height % multiple or width % multiple:
@@ -89,12 +89,12 @@ def _made(config: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _taken(unet_config: Mapping[str, Any], pixels_per_latent: int) -> list[tuple[int, int]]:
-    """Return the same of what a UNet adds features to: each down block, and the middle."""
+    """Return the same for the places where a UNet adds features: each down block, and the middle."""
     widths, kinds = unet_config.get("block_out_channels", ()), unet_config.get("down_block_types", ())
     found, pixels = list[tuple[int, int]](), pixels_per_latent
     for place, (count, kind) in enumerate(zip(widths, kinds, strict=False)):
         halved = pixels * (2 if place < len(widths) - 1 else 1)
-        found.append((count, pixels if "CrossAttn" in str(kind) else halved))  # others add it behind their end
+        found.append((count, pixels if "CrossAttn" in str(kind) else halved))  # others add the features after their end
         pixels = halved
     return [*found, *((count, pixels) for count in widths[-1:])]
 

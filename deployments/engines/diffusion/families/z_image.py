@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
 SIDE: Final = 1024  # pixels, whatever the configs say
-TEXT_MULTIPLE: Final = 32  # to which the transformer pads a text with a learned vector that it attends to
+TEXT_MULTIPLE: Final = 32  # the transformer pads texts to it with a learned vector that it attends to
 
 
 class ZDefaults(Defaults):
@@ -42,12 +42,12 @@ class ZTexts(ReadTexts):
     counts_tokens: ClassVar[bool] = True
 
     def padded_length(self, num_tokens: int) -> int:
-        """Return the length to which the transformer pads a text: those of one share forwards without a mask."""
+        """Return the length to which the transformer pads a text: texts of one length share forwards without a mask."""
         return -(-num_tokens // TEXT_MULTIPLE) * TEXT_MULTIPLE
 
 
 class AddedGuidance(Guidance):
-    """Guidance is added to the prompt's prediction, so that a scale of 0 is none: what Z-Image-Turbo wants, with 9
+    """Guidance is added to the prompt's prediction, so that a scale of 0 is none, as for Z-Image-Turbo with its 9
     steps.
     """
 

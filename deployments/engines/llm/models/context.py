@@ -1,4 +1,4 @@
-"""The longest sequence that a model's config lets it compute."""
+"""The longest sequence by a model's config."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final
 
 from transformers import PretrainedConfig
 
-_DEFAULT: Final = 32768  # of a class whose config names no bound
+_DEFAULT: Final = 32768  # for a class whose config has no bound
 _CHANGING: Final = ("dynamic", "longrope")
-_MOST: Final = 2**24  # whatever factor a config says
+_MOST: Final = 2**24  # for any factor in a config
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """Return the longest sequence that is computed as the class means it.
+    """Return the longest sequence that the class computes as intended.
 
     Frequencies that are scaled for longer sequences than the config's own reach as far as the scaling does: YaRN's are
     of so many times the original length, linear ones of the named. Those that change behind a length would depend on

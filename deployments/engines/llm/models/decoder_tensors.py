@@ -1,4 +1,4 @@
-"""The tensors that a decoder of ours has, by its config and without torch: what is registered is compared with them."""
+"""The tensors of our decoders by config and without torch: registered models are compared with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weights.formats.language_models import CLASS_NAMES
 from weights.formats.untrusted import is_size
 
 T = TypeVar("T")
-# A size that a config leaves to its class is None: nothing is compared with it.
+# A size that a config leaves to its class is None, and is not compared.
 Shape = tuple[int | None, ...]
 _MIXTRAL: Final = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w1|w2|w3))\.")
 _MIXTRAL_NAMES: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -28,7 +28,7 @@ _QUERY_NORMED: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def renamed_experts(named: Mapping[str, T]) -> dict[str, T]:
-    """Return tensors, or what else has names like theirs, with Mixtral's names in the form of Qwen3-MoE's."""
+    """Return a mapping by tensor name with Mixtral's names turned into Qwen3-MoE's."""
     return {_MIXTRAL.sub(_renamed, name): one for name, one in named.items()}
 
 
@@ -38,9 +38,9 @@ def _renamed(match: re.Match[str]) -> str:
 
 
 def decoder_shapes(class_name: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Yield the names and shapes of all that a decoder of a class that we compute has, by fields of its config.json.
+    """Yield the names and shapes of all tensors of our decoder for a class, by fields of its config.json.
 
-    A head that is the embedding's matrix is not among them. A damaged number of layers makes very many.
+    A head shared with the embedding is left out. A damaged number of layers yields very many.
     """
     hidden, heads, head_dim = (_size(config, key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if head_dim is None and hidden and heads and class_name not in _QUERY_NORMED:  # Qwen3 has a size of its own
@@ -111,7 +111,7 @@ def _product(left: int | None, right: int | None) -> int | None:
 
 
 def check_decoder(class_name: str, config: Mapping[str, Any], given: Mapping[str, Sequence[int]]) -> None:
-    """Raise EngineError for a tensor that the decoder has and that is not given, or in another shape."""
+    """Raise EngineError for a tensor of the decoder that is missing or has another shape."""
     found = renamed_experts(given)
     for name, shape in decoder_shapes(class_name, config):
         if name not in found:
@@ -138,7 +138,7 @@ def check_packed_decoder(
 
 
 def check_kuiper_decoder(header: KuiperHeader, config: Mapping[str, Any]) -> None:
-    """Raise EngineError where a config is of a model of other dimensions, or of another kind, than the file."""
+    """Raise EngineError if the config has other dimensions or another kind than the file."""
     if header.is_llama2c and config.get("model_type", "llama") != "llama":
         raise EngineError(f"config.json says model_type {config['model_type']!r}, a llama2.c file holds llama")
     sizes = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# Keys of an architecture that change no number of ours, or that are read elsewhere (pooling.py, and the tokenizer).
+# Keys of an architecture without an effect on our numbers, or read elsewhere (pooling.py, and the tokenizer).
 _HARMLESS: Final = frozenset(
     {
         "vocab_size",
@@ -37,7 +37,7 @@ _HARMLESS: Final = frozenset(
         "rope.scaling.finetuned",
     }
 )
-# Keys with the values that change nothing; any other value would.
+# Keys with their neutral values; any other value would change the result.
 _NEUTRAL: Final[Mapping[str, tuple[GgufValue, ...]]] = {
     "attention.causal": (True,),
     "attention.scale": (0,),
@@ -82,7 +82,7 @@ class GgufKeys:
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        """Return a whole number. Raises EngineError for anything else, and for one that is missing without default."""
+        """Return a whole number. Raises EngineError for anything else, and for a missing one without default."""
         value = self._value(key, default)
         if type(value) is not int or not minimum <= value <= maximum:
             raise self._error(key, value, f"an integer from {minimum} to {maximum}")
@@ -105,7 +105,7 @@ class GgufKeys:
         return value
 
     def check_rest(self) -> None:
-        """Raise EngineError naming a key that nobody has read and that may change what the model computes."""
+        """Raise EngineError naming an unread key that may change the model's results."""
         for key in sorted(self._values.keys() - self._read - _HARMLESS):
             value = self._values[key]
             if key not in _NEUTRAL:
@@ -123,7 +123,7 @@ class GgufKeys:
 
 
 def _rope_settings(keys: GgufKeys, context_length: int) -> tuple[dict[str, Any], float]:
-    """Return RoPE's base and scaling as transformers has them, and what multiplies cosine and sine beside it.
+    """Return RoPE's base and scaling in transformers' form, and the factor of cosine and sine beside it.
 
     A factor without a type is linear, as llama.cpp takes it. The scaling of Llama 3 comes as a tensor of frequency
     factors instead. Raises EngineError for a scaling that is not supported.
@@ -152,7 +152,7 @@ def _rope_settings(keys: GgufKeys, context_length: int) -> tuple[dict[str, Any],
     return {"rope_type": "yarn", **yarn, **base}, magnitude
 
 
-# The types of tensors that the engines compute with, told without torch; `nn/packed_weights.py` unpacks them.
+# The types of tensors that the engines support, without torch; `nn/packed_weights.py` unpacks them.
 FLOAT_KINDS: Final = ("F32", "F16", "BF16")
 BLOCK_KINDS: Final = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
@@ -161,7 +161,7 @@ BLOCK_KINDS: Final = (
 # Name in general.architecture -> transformers' model type, and whether rows of q and k are in neighbouring RoPE pairs.
 # The config's class is imported when it is needed: it brings much with it.
 _FAMILIES: Final = {
-    "llama": ("llama", True),  # Mistral and Mixtral as well, which other keys tell
+    "llama": ("llama", True),  # Mistral and Mixtral as well, told apart by other keys
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
@@ -176,8 +176,8 @@ MAX_EXPERTS: Final = 1024
 
 
 def gguf_headers(model: Path) -> tuple[GgufHeader, ...]:
-    """Return the headers of a GGUF file and those split from it, or of the one GGUF model in a folder: its files, or
-    what the store keeps of them. () without one.
+    """Return the headers of a GGUF file and its splits, or of the one GGUF model in a folder: its files, or
+    their headers in the store. () without one.
 
     Raises EngineError naming the file that cannot be read.
     """
@@ -198,7 +198,7 @@ def _read_header(file: Path, mtime_ns: int) -> GgufHeader:
 
 
 class GgufDescription(NamedTuple):
-    """A decoder as metadata and tensors of a GGUF model describe it: transformers' model type and fields of its config.
+    """A decoder by the metadata and tensors of a GGUF model: transformers' model type and fields of its config.
 
     `kinds` are the stored types by tensor, `window` is the length of the attention's window, 0 for none.
     """
@@ -212,10 +212,10 @@ class GgufDescription(NamedTuple):
 
 
 def describe_gguf(headers: Sequence[GgufHeader]) -> GgufDescription:
-    """Return what the metadata describes, checked without torch.
+    """Return the description in the metadata, checked without torch.
 
     Raises EngineError for an architecture, a RoPE scaling or a tensor type that is not supported, with those that are,
-    and for a key that would change what the model computes and is not honoured.
+    and for a key that would change the model's results and is not honoured.
     """
     metadata = headers[0].metadata
     architecture = _architecture_of(metadata)
@@ -269,7 +269,7 @@ def _architecture_of(metadata: Mapping[str, Any]) -> str:
 
 
 def _llama_type(plain: str, has_experts: bool, has_window: bool) -> str:
-    """Return which of the models whose files all say "llama" it is."""
+    """Return the model type, of those whose files all say "llama"."""
     return "mixtral" if has_experts else "mistral" if has_window else plain
 
 
@@ -294,7 +294,7 @@ def _num_embeddings(headers: Sequence[GgufHeader], hidden_size: int) -> int:
 
 
 def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
-    """Return the config that the metadata describes; `packed_source` of it says where the tensors go.
+    """Return the config in the metadata; its `packed_source` maps the tensors.
 
     Raises EngineError as `describe_gguf` does.
     """
@@ -304,7 +304,7 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     config = _config(model_type, **fields)
     if model_type in ("mistral", "mixtral"):
         config.sliding_window = window or None
-    elif 0 < window < config.max_position_embeddings:  # which layers have it is not said; within it, all is full
+    elif 0 < window < config.max_position_embeddings:  # its layers are not named; within it, all is full
         config.max_position_embeddings = window
     config.architectures = [CLASS_NAMES[model_type]]
     names = gguf_names(config.num_hidden_layers)
@@ -325,14 +325,14 @@ def _config(model_type: str, **fields: Any) -> PretrainedConfig:
 
 
 def _check_layers(kinds: Mapping[str, str], num_layers: int) -> None:
-    """Raise EngineError for layers that are announced and not there: none is built for nothing."""
+    """Raise EngineError for announced layers that are missing: none is built in vain."""
     for layer in range(num_layers):
         if f"blk.{layer}.attn_q.weight" not in kinds:
             raise EngineError(f"tensor 'blk.{layer}.attn_q.weight' is missing, block_count is {num_layers}")
 
 
 def gguf_names(num_layers: int) -> dict[str, str]:
-    """Return Hugging Face's name of each tensor by GGUF's, `*` for the numbers of experts that are one tensor."""
+    """Return Hugging Face's name of each tensor by GGUF's, `*` for the numbers of experts in one tensor."""
     layers = {
         f"blk.{layer}.{stored}": f"model.layers.{layer}.{name}"
         for layer in range(num_layers)
@@ -343,7 +343,7 @@ def gguf_names(num_layers: int) -> dict[str, str]:
 
 
 def _experts(keys: GgufKeys, architecture: str, kinds: Mapping[str, str], num_layers: int) -> dict[str, Any]:
-    """Return what the config says of experts, {} without any. Raises EngineError where a dense family has some."""
+    """Return the config's entries for experts, {} without any. Raises EngineError for a dense family with experts."""
     num_experts = keys.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
     if not num_experts and not architecture.endswith("moe"):
         return {}
@@ -353,7 +353,7 @@ def _experts(keys: GgufKeys, architecture: str, kinds: Mapping[str, str], num_la
         "num_local_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
         "num_experts_per_tok": keys.integer("expert_used_count", maximum=num_experts),
     }
-    if architecture == "qwen3moe":  # llama.cpp knows no other than normalized weights
+    if architecture == "qwen3moe":  # llama.cpp has only normalized weights
         size = keys.integer("expert_feed_forward_length")
         dense = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in kinds]
         found |= {"moe_intermediate_size": size, "norm_topk_prob": True, "mlp_only_layers": dense}

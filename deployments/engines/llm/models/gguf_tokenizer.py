@@ -1,4 +1,4 @@
-"""The tokenizer that GGUF metadata describes, as a transformers one: byte-level BPE, SentencePiece's BPE, Gemma 4's."""
+"""The tokenizer of GGUF metadata as a transformers one: byte-level BPE, SentencePiece's BPE, Gemma 4's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weights.formats.gguf_names import ADDS_BOS, BYTE, CONTROL, TEXT_SPLITS, UNK
 from weights.formats.untrusted import shown
 from weights.platform.panics import panics_as_errors
 
-if TYPE_CHECKING:  # the control plane asks `check_tokenizer_kind`, and has no torch
+if TYPE_CHECKING:  # the control plane calls `check_tokenizer_kind`, and has no torch
     from transformers import PreTrainedTokenizerBase
 
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
     """Return the tokenizer with its special tokens and chat template.
 
-    Raises EngineError for a kind that is not supported, with those that are, and for vocabularies that are damaged.
+    Raises EngineError for an unsupported kind, with the supported ones, and for damaged vocabularies.
     """
     try:
         with panics_as_errors():
@@ -105,14 +105,14 @@ def _merges(metadata: Mapping[str, GgufValue], vocabulary: Mapping[str, int]) ->
     for merge in _texts(metadata, "merges", may_be_absent=True):
         # A space inside of a token is written as another character, so the only one is between the two.
         left, _, right = merge.partition(" ")
-        # What merges into no token is cut into bytes again by llama.cpp, and refused by the tokenizers library.
+        # Merges without a token are cut into bytes again by llama.cpp, and refused by the tokenizers library.
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
             merges.append((left, right))
     return merges
 
 
 def _characters(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> Tokenizer:
-    """Build Gemma 4's BPE: over characters, a line at a time, with bytes for what the vocabulary lacks.
+    """Build Gemma 4's BPE: over characters, a line at a time, with bytes for characters that the vocabulary lacks.
 
     A run of line ends that is a token is that token, of a longer one each is a token of its own (llama.cpp,
     LLAMA_VOCAB_PRE_TYPE_GEMMA4).
@@ -131,7 +131,7 @@ def _characters(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> T
 def _sentencepiece(
     metadata: Mapping[str, GgufValue], tokens: tuple[str, ...], kinds: tuple[Any, ...]
 ) -> tuple[Tokenizer, bool]:
-    """Build SentencePiece's BPE: what merges first is what has the greater score, and of equals the smaller id."""
+    """Build SentencePiece's BPE: the greater score merges first, and of equals the smaller id."""
     scores = _numbers(metadata, "scores", len(tokens), default=0.0)
     vocabulary = {text: index for index, text in enumerate(tokens)}
     plain = {text for text, kind in zip(tokens, kinds, strict=True) if kind not in (CONTROL, UNKNOWN, BYTE)}
@@ -160,7 +160,7 @@ def _add_ends(
     *,
     adds_bos: bool,
 ) -> None:
-    """Let the tokenizer write the first and last token by itself, where the file or its kind says so."""
+    """Let the tokenizer write the first and last token by itself, if the file or its kind says so."""
     before = named["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
     after = named["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     if before is None and after is None:

@@ -1,4 +1,4 @@
-"""The language models that are known by their config.json, without torch; `registry.py` builds them."""
+"""The known language models by their config.json, without torch; `registry.py` builds them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
 
 def check_config(content: Mapping[str, Any], path: Path) -> str:
-    """Return the class of the decoder that a config.json, read from `path`, describes: of some, that of a part.
+    """Return the decoder's class for a config.json read from `path`; for some models it is that of a part.
 
     Raises EngineError for an architecture (with the nearest), a quantization or a RoPE scaling that is not supported.
     """
@@ -56,18 +56,18 @@ def check_config(content: Mapping[str, Any], path: Path) -> str:
 
 
 def named_decoder(content: Mapping[str, Any]) -> str:
-    """Return the class that a config.json names first, or that its type of model means; "" without either."""
+    """Return the class that a config.json names first, or that of its model type; "" without either."""
     names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
     return names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
 
 
 def has_own_layers(class_name: str | None) -> bool:
-    """Return whether a decoder of ours computes this class, so that each of its layers can be on another device."""
+    """Return whether our decoder computes this class, so that each of its layers can be on another device."""
     return class_name in CLASS_NAMES.values()
 
 
 def _check_ours(content: Mapping[str, Any], path: Path) -> None:
-    """Raise EngineError for a config of a class that we have a decoder of, but not with these layers."""
+    """Raise EngineError for a config with layers that our decoder of its class lacks."""
     if not has_model_type(content.get("model_type")):
         raise EngineError(
             f"{path}: model_type {shown(content.get('model_type'))} is none of transformers "
@@ -81,7 +81,7 @@ def _check_ours(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_stock(class_name: str, content: Mapping[str, Any], path: Path) -> None:
-    """Raise EngineError for a config whose class is known, but not with these layers or weights."""
+    """Raise EngineError for a config of a known class with unsupported layers or weights."""
     if (quantization := content.get("quantization_config")) is not None:
         raise EngineError(f"{path}: quantized weights of a {class_name} are not supported ({shown(quantization)})")
     if class_name in MASKED and content.get("is_decoder") is not True:
@@ -95,7 +95,7 @@ def _check_stock(class_name: str, content: Mapping[str, Any], path: Path) -> Non
 
 
 def _unknown(asked: Any, brings_code: bool, path: Path) -> str:
-    """Return what to say of a class that is not served."""
+    """Return the message for a class that is not served."""
     served = [*CLASS_NAMES.values(), *PAGED, *RECURRENT, *OWN_CACHE, *SEEING, *TEXT_ALONE]
     near = difflib.get_close_matches(str(asked), served, n=1, cutoff=0.5)
     return (
@@ -109,7 +109,7 @@ def _unknown(asked: Any, brings_code: bool, path: Path) -> str:
 def check_quantization(given: Any, where: str = "") -> None:
     """Raise EngineError unless a `quantization_config` is that of `atelier quantize --to int8-group`.
 
-    What others publish has become that, or plain, before.
+    Other published quantizations have been converted to that, or to plain weights, before.
     """
     is_ours = isinstance(given, dict) and given.get("quant_method") == GROUP_INT8_METHOD
     if not is_ours or type(given.get("group_size")) is not int:
@@ -120,7 +120,7 @@ def check_quantization(given: Any, where: str = "") -> None:
 
 
 def check_rope_type(rope_type: Any, where: str = "") -> None:
-    """Raise EngineError for a scaling of rotary positions that is not supported. None is the default."""
+    """Raise EngineError for an unsupported scaling of rotary positions. None is the default."""
     if rope_type is not None and rope_type not in ROPE_TYPES:
         raise EngineError(
             f"rope type {shown(rope_type)}{where} is not supported; supported are {', '.join(ROPE_TYPES)}"

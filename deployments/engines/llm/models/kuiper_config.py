@@ -1,7 +1,7 @@
-"""Map the tensors of a KuiperLLama or llama2.c file to a model. What the file does not say is in config.json beside it.
+"""Map the tensors of a KuiperLLama or llama2.c file to a model. Facts that the file lacks are in config.json beside it.
 
 Rows of q and k are in halves, as Hugging Face has them, and in neighbouring pairs in llama2.c's: RoPE's convention is
-not left to whoever runs the file.
+defined by the file's format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def kuiper_header(folder: Path) -> KuiperHeader | None:
 
 
 def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSource:
-    """Return where the tensors go. Raises EngineError when config.json is of a model of other dimensions, or kind."""
+    """Return the source of the decoder's tensors. Raises EngineError when config.json has other dimensions or kind."""
     check_kuiper_decoder(header, config.to_dict())
     names, kinds = {}, {}
     for name, dtype, _ in header.layout():
@@ -51,7 +51,7 @@ def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSourc
         kinds[name] = GROUP_INT8 if dtype == "I8" else dtype
     scales = (name for name, _, _ in header.layout() if name.endswith(".scales"))
     biases = {f"layers.{i}.{kind}.bias" for i in range(header.num_layers) for kind in ("wq", "wk", "wv")}
-    for name in biases:  # whether they are there is checked where they go
+    for name in biases:  # their presence is checked at their assignment
         _, layer, kind, _ = name.split(".")
         names[name], kinds[name] = f"model.layers.{layer}.{LAYER_NAMES[kind]}.bias", "F32"
     ignored = frozenset((*scales, "freqs_cos", "freqs_sin"))

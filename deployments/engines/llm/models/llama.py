@@ -1,7 +1,7 @@
 """The Llama decoder and its siblings: Qwen2 adds biases to q, k and v, Qwen3 normalizes q and k, Mixtral has experts.
 
 Parameter names are those of the Hugging Face checkpoints, so tensors are assigned without renaming. The
-module computes everything but attention over the KV cache, which it asks `Attend` for.
+module computes everything but attention over the KV cache, which `Attend` does.
 
 Suffixes: T tokens of a step (of all sequences, one after the other), C hidden size, H query heads,
 K key/value heads, D head dimension, V vocabulary, E experts, U experts that a token uses.
@@ -93,10 +93,10 @@ class _MLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts of which each token takes those that the router `gate` scores best.
+    """Experts; each token takes those that the router `gate` scores best.
 
-    An expert's product has only the rows of its tokens. `row_multiple` is what their number is padded to, where
-    products of few rows round by their number: a token's result must not depend on who else chose its expert.
+    An expert's product has only the rows of its tokens. Their number is padded to a `row_multiple` where
+    products of few rows round by their number: a token's result must not depend on other tokens of its expert.
     `routed_rows` are those of the expert that is being computed, None for the router (`nn/lora.py`).
     """
 
@@ -117,7 +117,7 @@ class MixtureOfExperts(nn.Module):
             weights_TU = weights_TU / weights_TU.sum(-1, keepdim=True)
         weights_TU = weights_TU.to(x_TC.dtype)
         out_TC = torch.zeros_like(x_TC)
-        # In the order of the experts: what a token adds up, and in which order, follows from its own choice alone.
+        # In the order of the experts: a token's sum, and its order, depend on its own choice alone.
         for expert in sorted(set(chosen_TU.flatten().tolist())):
             tokens, places = torch.where(chosen_TU == expert)
             rows = x_TC[tokens]
@@ -174,7 +174,7 @@ class DecoderSpec:
 
 
 class Attend(Protocol):
-    """Stores the keys and values of a step and attends over all that each sequence has so far."""
+    """Stores the keys and values of a step and attends over all of each sequence so far."""
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         """The attention output, (T, H, D)."""
@@ -250,5 +250,5 @@ class LlamaForCausalLM(nn.Module):
         return self.model(token_ids_T, angles, attend)
 
     def logits(self, hidden_NC: torch.Tensor) -> torch.Tensor:
-        """Return (N, V) scores of the next token, for the N rows that are asked for."""
+        """Return (N, V) scores of the next token for the N wanted rows."""
         return self.lm_head(hidden_NC)

@@ -1,7 +1,7 @@
-"""Language models of transformers that keep their states themselves: recurrent ones, and what has masks of its own.
+"""Language models of transformers that keep their states themselves: recurrent ones, and those with masks of their own.
 
-The class runs for one sequence after the other, as its own `generate` would run it, and what it keeps of a sequence
-stays with the sequence. No two sequences share it, so that nothing of a prompt is found again.
+The class runs for one sequence after the other, as its own `generate` would run it, and its state of a sequence
+stays with the sequence. No two sequences share a state, so no part of a prompt is found again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEASURED_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class OwnCacheSpec:
-    """The sizes that the engine has to know of the model: `fixed_bytes` of any sequence, `block_bytes` of 16 tokens."""
+    """The model's sizes for the engine: `fixed_bytes` of any sequence, `block_bytes` of 16 tokens."""
 
     vocab_size: int
     max_positions: int
@@ -44,10 +44,10 @@ class OwnCacheModel:
     dtype: torch.dtype
     device: torch.device
     reads_whole: bool
-    pads_rows: bool = False  # one sequence at a time, whatever is beside it
+    pads_rows: bool = False  # one sequence at a time, in any step
 
     def advance(self, state: SequenceState, token_ids: Sequence[int], *, all_rows: bool = False) -> torch.Tensor:
-        """Compute what `state` lacks of these tokens; return logits of the last one, or (`all_rows`) of all of them.
+        """Compute the tokens that `state` lacks; return logits of the last one, or (`all_rows`) of all of them.
 
         HAZARD: a state whose forward failed is half written, and of no use.
         """
@@ -87,7 +87,7 @@ def _advance(
 
 @contextlib.contextmanager
 def _in_modules(module: Any, state: SequenceState) -> Iterator[None]:
-    """Let the modules of a class that keeps states there have those of one sequence, and take them out again."""
+    """Put one sequence's states into the modules of a class that keeps them there, and take them out again."""
     names = IN_MODULES.get(type(module).__name__, ())
     places = [(part, name) for part in module.modules() for name in names if name in vars(part)] if names else []
     for (part, name), value in zip(places, state.in_modules or [None] * len(places), strict=True):
@@ -108,7 +108,7 @@ def _measured_bytes(module: Any, device: torch.device, num_tokens: int) -> int:
 
 
 def _tensors(thing: Any, seen: set[int]) -> list[torch.Tensor]:
-    """Return the tensors that a state holds, in whatever a class keeps them."""
+    """Return the tensors of a state, in any container."""
     if isinstance(thing, torch.Tensor):
         return [thing]
     if id(thing) in seen or isinstance(thing, type | torch.nn.Module | PretrainedConfig):

@@ -1,4 +1,4 @@
-"""Decoders around tensors that stay packed: what their file calls them, and how they take their places."""
+"""Decoders around packed tensors: the names in their file, and their placement in the modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class PackedSource:
-    """The layout by which tensors of a GGUF or Kuiper file stand for those of a Hugging Face checkpoint.
+    """The mapping from the tensors of a GGUF or Kuiper file to those of a Hugging Face checkpoint.
 
     `names` and `kinds`: the Hugging Face name and the stored type, by stored name; `*` in a name stands for the numbers
     of the experts whose matrices are one tensor. `is_interleaved` says that the rows of q and k are in the order of
@@ -48,8 +48,8 @@ def place_packed(
     """Put the packed matrices of `tensors` (by stored names) into `module`, which was built on the meta device.
 
     Returns the rest, norms and biases, by the module's names and in float32, which most files have them in.
-    Without a head of its own the module uses the embedding's matrix, and what it has no place for is left out with a
-    warning. Raises EngineError naming a tensor that is missing, of another shape, or of a type that is not supported.
+    Without a head of its own the module uses the embedding's matrix; surplus tensors are left out with a
+    warning. Raises EngineError naming a tensor that is missing, of another shape, or of an unsupported type.
     """
     dtype = compute_dtype(arithmetic)
     weights, vectors = _sorted_out(source, tensors)
@@ -82,7 +82,7 @@ def place_packed(
 
 
 def warn_of_surplus(names: Sequence[str]) -> None:
-    """Say that tensors are left out, as transformers does."""
+    """Warn that tensors are left out, as transformers does."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     logger.warning("tensor %r%s is no part of the model, and is left out", names[0], more)
 

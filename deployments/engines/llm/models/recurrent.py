@@ -3,9 +3,9 @@
 All else of a step is one flat batch of its tokens. A layer with states, a *mixer*, runs for each piece of a prompt
 alone, and once for the tokens of all completions, each with the state of its sequence.
 
-A state is that behind a number of a sequence's tokens. It lies in a slot, and is never changed: a step reads one slot
-and writes another. So a step can run again, sequences that were forked share one, and that behind the beginning of a
-prompt can be found again. Which slots, the scheduler says (`state_slots.py`).
+A state is that after a number of a sequence's tokens. It lies in a slot, and is never changed: a step reads one slot
+and writes another. So a step can run again, forked sequences share one, and the state after the beginning of a
+prompt can be found again. The scheduler chooses the slots (`state_slots.py`).
 
 Suffixes: T tokens of a step, t of a piece of a prompt, G completions, C hidden size.
 """
@@ -27,9 +27,9 @@ from deployments.engines.llm.sequences.kv_cache import zero_pages
 from deployments.engines.llm.sequences.sequence import Chunk
 from deployments.engines.records.protocol import EngineError
 
-_CACHE_NAMES: Final = ("cache_params", "past_key_values")  # as a mixer may call its cache
+_CACHE_NAMES: Final = ("cache_params", "past_key_values")  # a mixer's possible names of its cache
 _CHUNK: Final = 64  # tokens that transformers' delta rules compute together
-StateName = tuple[str, int]  # "conv" or "recurrent", and which of several
+StateName = tuple[str, int]  # "conv" or "recurrent", and its number
 
 
 class StateForm(NamedTuple):
@@ -41,7 +41,7 @@ class StateForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """The states of all mixers. Pieces of a prompt end at multiples of `piece_tokens`; 0: there is one, all of it."""
+    """The states of all mixers. Pieces of a prompt end at multiples of `piece_tokens`; 0: a prompt is one piece."""
 
     mixers: tuple[Mapping[StateName, StateForm], ...]
     piece_tokens: int
@@ -73,9 +73,9 @@ class StateStore:
 
 
 class _MixerCache:
-    """The cache of one call of a mixer, as transformers' `Cache` is asked by one: a row for each sequence.
+    """The cache of one call of a mixer, with transformers' methods of `Cache`: a row for each sequence.
 
-    Mixers change what they are given in place, or give something new.
+    Mixers change the given tensors in place, or return new ones.
     """
 
     def __init__(self, states: dict[StateName, torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ class _MixerCache:
         return bool(self.states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return whether more is kept than the last state."""
+        """Return whether earlier states are kept beside the last one."""
         return False
 
     def update_conv_state(
@@ -105,7 +105,7 @@ class _MixerCache:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Keep the last of the inputs (N, channels, tokens); return all of them behind those of before, or zeros."""
+        """Keep the last of the inputs (N, channels, tokens); return them after the earlier ones, or after zeros."""
         before = self.get_conv_state(layer_idx, state_idx)
         if before is None:
             size = conv_kernel_size or conv_states.shape[-1]
@@ -191,10 +191,10 @@ class StepMixer(nn.Module):
 
 
 def mix_by_steps(module: nn.Module) -> list[Any]:
-    """Let the mixers of a model run in the batches of steps, and return them. Raises EngineError where it has none."""
+    """Make the mixers of a model run in the batches of steps, and return them. Raises EngineError without mixers."""
     parts: list[Any] = list(module.modules())
     mixers = [part for part in parts if _cache_name(type(part))]
-    if not mixers:  # or they are others than those that are known, and would begin anew with each token
+    if not mixers:  # or unknown ones, which would begin anew with each token
         raise EngineError(f"a {type(module).__name__} without recurrent layers is not supported")
     for mixer in mixers:
         kind: Any = type(mixer)
@@ -214,7 +214,7 @@ def _step_class(kind: type[Any]) -> type[nn.Module]:
 
 
 def _cache_name(kind: type[nn.Module]) -> str:
-    """Return what a class that asks a cache for a state calls it; empty for any other class."""
+    """Return the parameter in which a class takes a cache with a state; empty for any other class."""
     forward = inspect.unwrap(kind.forward)
     if "get_conv_state" not in forward.__code__.co_names:
         return ""

@@ -71,7 +71,7 @@ class LoadedModel:
 
     @cached_property
     def layer_devices(self) -> tuple[torch.device, ...]:
-        """Return where each layer computes: the place of its tensors."""
+        """Return the device where each layer computes: that of its tensors."""
         layers: Any = self.module.model.layers
         return tuple(layer.input_layernorm.weight.device for layer in layers)
 
@@ -81,14 +81,14 @@ class LoadedModel:
         return any(device != self.device for device in self.layer_devices)
 
     def device_of(self, path: str) -> torch.device:
-        """Return where a submodule computes."""
+        """Return the device where a submodule computes."""
         layer = layer_of(f"{path}.")
         return self.device if layer is None else self.layer_devices[layer]
 
     def hidden_states(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, planner: Planner, check: Callable[[], None]
     ) -> torch.Tensor:
-        """Return the hidden states (T, C) of a step's tokens, behind the last norm."""
+        """Return the hidden states (T, C) of a step's tokens, after the last norm."""
         angles = self.rotary.angles(positions_T, self.dtype)
         windows = self.spec.windows or (0,) * self.spec.num_layers
         plans = {window: planner(window, None) for window in set(windows)}
@@ -100,12 +100,12 @@ class LoadedModel:
         return self.module.logits(hidden_NC)
 
 
-_FEW_LAYERS: Final = 512  # may stand in a config without as many tensors: a damaged one would be built for ever
+_FEW_LAYERS: Final = 512  # allowed in a config with fewer tensors: a damaged number would be built for ever
 AnyModel = LoadedModel | StockModel | OwnCacheModel
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """Read the transformers config of a model folder, or make it of the metadata of the GGUF model that is there.
+    """Read the transformers config of a model folder, or make it from the metadata of its GGUF model.
 
     Raises:
         EngineError: no readable config.json, or the architecture is none of `ARCHITECTURES`.
@@ -130,7 +130,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def _text_config(whole: PretrainedConfig, class_name: str) -> PretrainedConfig:
-    """Return the config of a model's decoder alone, as its class (of `TEXT_ALONE`) has it."""
+    """Return the config of a model's decoder alone, for its class (of `TEXT_ALONE`)."""
     text = whole.get_text_config()
     kind = getattr(transformers, class_name).config_class
     if not isinstance(text, kind):  # the decoder's fields are the model's own
@@ -145,7 +145,7 @@ def _text_config(whole: PretrainedConfig, class_name: str) -> PretrainedConfig:
 
 
 def decoder_tensors(config: PretrainedConfig, tensors: Mapping[str, T]) -> Mapping[str, T]:
-    """Return the tensors that are the decoder's, by its names for them: of models that read more, not all of them."""
+    """Return the decoder's tensors under its own names: a part of the tensors of a model that reads more than text."""
     if not is_text_alone(config):
         return tensors
     own = {name: tensor for name, tensor in tensors.items() if not _SENSES.match(name)}
@@ -153,12 +153,12 @@ def decoder_tensors(config: PretrainedConfig, tensors: Mapping[str, T]) -> Mappi
 
 
 def decoder_name(name: str) -> str:
-    """Return what a decoder calls a tensor or layer of its own that a model around it has under this name."""
+    """Return the decoder's own name of a tensor or layer that the model around it has under this name."""
     return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)  # of old ones, the former
 
 
 def is_text_alone(config: PretrainedConfig) -> bool:
-    """Return whether the model reads images or sound in ways that are not served, so that its decoder is alone."""
+    """Return whether the model reads images or sound in unsupported ways, so that only its decoder is served."""
     return bool(getattr(config, "is_text_alone", False))
 
 
@@ -168,9 +168,9 @@ def is_stock(config: PretrainedConfig) -> bool:
 
 
 def check_stock_tensors(folder: Path, given: Mapping[str, Sequence[int]]) -> None:
-    """Raise EngineError for a class of transformers that tensors of these names and shapes do not make.
+    """Raise EngineError if tensors of these names and shapes do not fit a class of transformers.
 
-    It is built, without memory for its weights.
+    The class is built, without memory for its weights.
     """
     content = read_config(folder / "config.json")
     inner = content.get("text_config")
@@ -196,7 +196,7 @@ def create_any_model(
     arithmetic: Arithmetic = "fast",
     keeps_devices: bool = False,
 ) -> AnyModel:
-    """Build our decoder, or the class of transformers where we have none. Raises EngineError as they do."""
+    """Build our decoder, or the class of transformers if we have none. Raises EngineError as they do."""
     tensors = decoder_tensors(config, tensors)
     if not is_stock(config):
         return create_model(config, tensors, device, arithmetic=arithmetic, keeps_devices=keeps_devices)
@@ -214,12 +214,12 @@ def create_model(
 ) -> LoadedModel:
     """Build our decoder on the meta device and assign `tensors`.
 
-    Tensors that are on `device` already are used where they are; others are copied there. With `keeps_devices` all of a
-    layer's are where it computes, and stay. Those of a GGUF or Kuiper file stay packed, and `arithmetic` says how
+    Tensors already on `device` are used there; others are copied to it. With `keeps_devices` all of a
+    layer's tensors are where it computes, and stay. Those of a GGUF or Kuiper file stay packed; `arithmetic` says how
     products with them are computed (`nn/packed_linear.py`).
 
     Raises:
-        EngineError: the config asks for something that is not supported, or the tensors do not fit it.
+        EngineError: the config is not supported, or the tensors do not fit it.
     """
     spec = decoder_spec(config)
     rotary = _create_rotary(config, spec.head_dim, device)
@@ -251,8 +251,8 @@ def _place(module: LlamaForCausalLM) -> torch.device:
 def _stored_source(
     config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], arithmetic: Arithmetic, known: Set[str]
 ) -> PackedSource | None:
-    """Return how tensors under their own names, of those that are `known`, are computed with, where that is not as
-    they are.
+    """Return the source of `known` tensors under their own names that need an arithmetic of their own; None for
+    plain ones.
 
     These are the int8 groups of `atelier quantize`, and plain weights in "exact" arithmetic. Raises EngineError.
     """
@@ -272,7 +272,7 @@ def _stored_source(
 
 
 def _full_name(name: str) -> str:
-    """Return a name as decoders with a head have it: folders of sentence-transformers hold decoders without one."""
+    """Return a name in the form of decoders with a head: folders of sentence-transformers hold decoders without one."""
     return f"model.{name}" if name.startswith(_DECODER_PARTS) else name
 
 
@@ -288,7 +288,7 @@ def _rescaled(rotary: Rotary, source: PackedSource, tensors: Mapping[str, torch.
 
 
 def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
-    """Return the sizes of a config's decoder. Raises EngineError for what is not supported."""
+    """Return the sizes of a config's decoder. Raises EngineError for an unsupported one."""
     if is_stock(config):
         raise EngineError(f"a {config.architectures[0]} is computed by transformers: it is none of our decoders")
     return ARCHITECTURES[config.architectures[0]](config)
@@ -430,7 +430,7 @@ def _assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], tied
 def _named(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that a model has. Others are left out with a warning, as transformers does.
 
-    Raises EngineError for one that is missing.
+    Raises EngineError for a missing one.
     """
     missing = [name for name in expected if name not in given]
     if missing:

@@ -1,4 +1,4 @@
-"""The step as the modules of a stock language model see it; its linear layers and experts."""
+"""The step's inputs for the modules of a stock language model; its linear layers and experts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _PRODUCTS: Final = frozenset(
         *("einsum", "conv1d", "conv2d"),
     }
 )
-_VECTORS: Final = 32  # elements: an elementwise function leaves none to other code (`nn/batch_invariant.py`)
+_VECTORS: Final = 32  # elements: elementwise functions of whole vectors use one code path (`nn/batch_invariant.py`)
 
 
 @dataclass(slots=True, eq=False)
 class StepRows:
-    """The rows of a batch (*shape, ...) whose products the kernels compute: torch computes the others.
+    """The rows of a batch (*shape, ...) whose products the kernels compute; torch computes the others.
 
-    Those are padded to a multiple of `row_multiple`, for which a row's result does not depend on their number.
+    The others are padded to a multiple of `row_multiple`, for which a row's result does not depend on their number.
     """
 
     shape: tuple[int, ...]
-    by_kernels: int | torch.Tensor | None  # the first, where those behind count nothing; rows by their numbers; none
+    by_kernels: int | torch.Tensor | None  # the first rows, if the rest is padding; rows by their numbers; none
     row_multiple: int = 1
 
     def are_those_of(self, batch: torch.Tensor) -> bool:
@@ -59,7 +59,7 @@ def step_inputs_of(module: nn.Module) -> StepInputs:
 
 
 class StepLinear(nn.Linear):
-    """A linear layer of a decoder. Batches of other shapes, those of experts say, are torch's."""
+    """A linear layer of a decoder. Torch computes batches of other shapes, those of experts say."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = step_inputs_of(self).rows
@@ -77,9 +77,9 @@ class StepLinear(nn.Linear):
 
 
 class OtherProducts(TorchFunctionMode):
-    """Looks for what a forward of one token computes of rows beside its linear layers: `found` says whether it does.
+    """Looks for products of rows outside linear layers in a forward of one token: `found` tells whether there are any.
 
-    Of such models the rows of a step are padded. What has an inner size of 1 adds nothing up.
+    Such models' rows of a step are padded. A product with an inner size of 1 has no sum.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -104,7 +104,7 @@ class OtherProducts(TorchFunctionMode):
 
 
 def padded_multiple(module: nn.Module) -> int:
-    """Return the multiple of rows for which nothing that a model makes of one depends on the others, on the host.
+    """Return the multiple of rows for which a model's result of one does not depend on the others, on the host.
 
     Where a layer makes a few elements of a row, a gate say, elementwise functions of them go by whole vectors of rows.
     """
@@ -115,10 +115,10 @@ def padded_multiple(module: nn.Module) -> int:
 def compute_experts(
     experts: Any, hidden_NC: torch.Tensor, chosen_NU: torch.Tensor, weights_NU: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the chosen experts of each token make of it, in place of transformers' functions for all experts.
+    """Return the output of each token's chosen experts, in place of transformers' functions for all experts.
 
-    Whose rows an expert has beside a token's changes nothing: their number is padded, and a token adds up what it gets
-    in the order of the experts. One whose number is none of theirs is left out.
+    A token's output does not depend on an expert's other rows: their number is padded, and a token sums its outputs
+    in the order of the experts. A choice with a number that no expert has is left out.
     """
     out_NC = torch.zeros_like(hidden_NC)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -134,9 +134,9 @@ def compute_experts(
 
 
 def _chosen_rows(chosen_NU: torch.Tensor, num_experts: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield each chosen expert with the tokens that chose it, and as which of theirs.
+    """Yield each chosen expert with its tokens, and the place among each token's choices.
 
-    Of a recording, whose tokens choose nothing, all choose one: no other choice takes more memory.
+    In a recording, whose tokens choose nothing, all choose one: no other choice takes more memory.
     """
     if is_fake(chosen_NU):
         tokens = torch.arange(len(chosen_NU), device=chosen_NU.device)

@@ -1,12 +1,12 @@
-"""Language models as transformers computes them, around shared tensors: any class whose attention can be ours.
+"""Language models computed by transformers' classes, around shared tensors: any class whose attention can be ours.
 
-The class itself runs, with the tokens of all sequences of a step as one batch of one row. What it passes to the
-attention interface that `_register_functions` names goes to the paged KV cache: the n-th call of a step has the n-th
-layer of the cache. Its masks are not made, but kept as the functions that they would be made with.
+The class itself runs, with the tokens of all sequences of a step as one batch of one row. Its calls of the
+attention interface that `_register_functions` names go to the paged KV cache: the n-th call of a step has the n-th
+layer of the cache. Its masks are not made, but kept as the functions that would make them.
 
-Products of tokens of completions are computed by the kernels, which read a weight where it lies and give a row the same
-bits whatever is beside it; those of prompts by torch, as all else, over rows that are padded to a number for which that
-holds. Which it is follows from the token alone.
+Products of tokens of completions are computed by the kernels, which read a weight in place and give a row the same
+bits in any batch; those of prompts by torch, as all else, over rows padded to a number for which that
+holds. The choice depends on the token alone.
 
 Step inputs are stored on the attention's module, not in a global, so engines do not mix. Not all classes pass the
 arguments of their forward on to their layers.
@@ -57,14 +57,14 @@ from deployments.engines.records.protocol import EngineError
 from weights.memory.devices import computes_on_host
 from weights.platform.torch_seam import with_child
 
-OURS: Final = "atelier"  # our functions, where transformers asks for one of several
-# Of what classes pass to their attention beside queries, keys and values, what would change its result unheard.
+OURS: Final = "atelier"  # the name of our functions in transformers' registries
+# Arguments of attention, beside queries, keys and values, that would change its result if ignored.
 _UNKNOWN: Final = ("indices", "block_indices", "position_bias", "sinks")
 
 
 @dataclass(frozen=True, slots=True)
 class StockSpec:
-    """The sizes that the engine has to know of a model of transformers."""
+    """The sizes of a model of transformers for the engine."""
 
     vocab_size: int
     max_positions: int
@@ -74,7 +74,7 @@ class StockSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepMask:
-    """A mask as the function that it would be made with, and how far back it sees at most, 0 for all."""
+    """A mask as the function that would make it, and the length of its window, 0 for all."""
 
     visible: Visible
     window: int
@@ -82,7 +82,7 @@ class _StepMask:
 
 @dataclass(slots=True, eq=False)
 class _StockStep:
-    """The step that the attention of one forward serves. `check` may end the step before any layer."""
+    """The step of one forward's attention. `check` may end the step before any layer."""
 
     planner: Planner
     check: Callable[[], None]
@@ -115,15 +115,15 @@ class _Probe:
 
 
 def _register_functions() -> None:
-    """Make `OURS` known to transformers. Doing so again changes nothing: the functions hold no state."""
+    """Register `OURS` with transformers. A second call changes nothing: the functions hold no state."""
     ALL_EXPERTS_FUNCTIONS.register(OURS, compute_experts)
     ALL_ATTENTION_FUNCTIONS.register(OURS, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, _mask)
 
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **_: Any) -> _StepMask:
-    """Return the mask of a step of any sequences; transformers knows neither their number nor their lengths."""
-    first = torch.tensor(0)  # of the batch, and of the heads
+    """Return the mask of a step of any sequences; transformers has neither their number nor their lengths."""
+    first = torch.tensor(0)  # for batch and heads
     return _StepMask(lambda queries, keys: mask_function(first, first, queries, keys), local_size or 0)
 
 
@@ -150,19 +150,19 @@ def _attention(
 
 
 class _Given(nn.Module):
-    """Stand-in for a decoder whose result is the hidden states that it is given as embeddings."""
+    """A stand-in for a decoder that returns the hidden states given as its embeddings."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self._decoders = (decoder,)  # in a tuple it is no part of this one
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the decoder has of that name (Falcon-H1's factor of the logits)."""
+        """Return the decoder's attribute of that name (Falcon-H1's factor of the logits)."""
         return getattr(vars(self)["_decoders"][0], name)
 
     @property
     def decoder(self) -> _Given:
-        """Return it, for classes that ask a part of their base model (OPT)."""
+        """Return itself, for classes that call a part of their base model (OPT)."""
         return self
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Output:
@@ -193,7 +193,7 @@ class StockModel:
     dtype: torch.dtype
     device: torch.device
     pads_rows: bool = True
-    pads_completions: bool = True  # unless all products are those of linear layers, which kernels compute
+    pads_completions: bool = True  # unless all products are linear layers', which kernels compute
     row_multiple: int = 1
     vision: VisionTower | None = None
 
@@ -209,7 +209,7 @@ class StockModel:
     ) -> torch.Tensor:
         """Return the hidden states (T, C) of a step's tokens, behind the last norm, with what was `seen` among them.
 
-        Products of `rows` are the kernels'. Where the class counts the rows and columns of images, the positions may be
+        The kernels compute the products of `rows`. If the class counts rows and columns of images, the positions may be
         (3, T). Recurrent layers have `states`.
         """
         with _turn(self.module, rows=rows if self.has_kernels else None, states=states):
@@ -217,20 +217,20 @@ class StockModel:
 
     @property
     def has_kernels(self) -> bool:
-        """Return whether there may be kernels for its products: elsewhere no rows are told from the others."""
+        """Return whether kernels may compute its products; without kernels all rows are treated alike."""
         return self.device.type == "cpu" and self.dtype == torch.float32
 
     def lora_scope(self) -> str | None:
-        """Return the module that LoRAs of requests may change, beside the head; None for all of them."""
+        """Return the module that requests' LoRAs may change, beside the head; None for all modules."""
         if self.vision is None:
             return None
         decoder = self.module.get_decoder()
         return next(name for name, module in self.module.named_modules() if module is decoder)
 
     def logits(self, hidden_NC: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return (N, vocabulary) scores of the next token, with all that the class does to them.
+        """Return (N, vocabulary) scores of the next token, with all changes by the class.
 
-        The first `num_rows` count, what is behind them is padding.
+        The first `num_rows` count, the rest is padding.
         """
         rows = StepRows((1, len(hidden_NC)), num_rows, self.row_multiple)
         with _turn(self.module, rows=rows if self.has_kernels else None):
@@ -240,19 +240,19 @@ class StockModel:
 
 @contextlib.contextmanager
 def _turn(module: Any, **given: Any) -> Iterator[None]:
-    """Give all modules these fields of their step inputs for the length of the block."""
+    """Set these fields of all modules' step inputs within the block."""
     inputs = step_inputs_of(module)
     for name, value in given.items():
         setattr(inputs, name, value)
     try:
         yield
-    finally:  # it has the tensors of its masks
+    finally:  # the inputs refer to the tensors of masks
         for name in given:
             setattr(inputs, name, None)
 
 
 def _base_name(module: Any) -> str:
-    """Return what a class calls its decoder: not all have the name that its base model should have."""
+    """Return the name of a class's decoder, which is not always its `base_model_prefix`."""
     name: str = module.base_model_prefix
     children = dict(module.named_children())
     if name in children:
@@ -271,7 +271,7 @@ def _hidden_states(
         output = getattr(module, _base_name(module))(
             input_ids=token_ids_T[None],
             position_ids=positions_T[None] if positions_T.ndim == 1 else positions_T[:, None],
-            # Without one, jumps of the positions are taken for the borders of sequences that are all here.
+            # Without a mask, jumps of the positions are taken for the borders of whole sequences.
             attention_mask=torch.ones_like(token_ids_T[None]),
             use_cache=False,
             **({"mm_encoder_outputs": {"image": seen}} if seen is not None else {}),
@@ -286,15 +286,15 @@ def create_stock_model(
     """Build the class that a config names first around `tensors`.
 
     Raises:
-        EngineError: the tensors do not fit the config, or the class does not compute as it is known to.
+        EngineError: the tensors do not fit the config, or the class does not compute as expected.
     """
     _register_functions()
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
     module: Any = build_language_model(config, placed)
     sees = config.architectures[0] in SEEING
-    # A tower's tokens are all here, and all see each other.
+    # A tower's tokens are all in the batch, and all see each other.
     module.set_attn_implementation({"text_config": OURS} if sees else OURS)
-    if computes_on_host(device):  # elsewhere transformers' function for all experts at once is the quicker one
+    if computes_on_host(device):  # elsewhere transformers' function for all experts at once is faster
         module.set_experts_implementation(OURS)
     inputs = StepInputs()
     for part in module.modules():
@@ -327,7 +327,7 @@ def create_stock_model(
 def _probe(
     module: Any, head: Any, device: torch.device
 ) -> tuple[tuple[KvHeads, ...], list[Mapping[StateName, StateForm]]]:
-    """Return the key/value heads of each layer and the states of each mixer, as one token shows them."""
+    """Return the key/value heads of each layer and the states of each mixer, found by running one token."""
     probe, states = _Probe(), StateProbe()
     try:
         first = torch.zeros(1, dtype=torch.long, device=device)

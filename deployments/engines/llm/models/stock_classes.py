@@ -1,6 +1,6 @@
-"""The causal language models of the pinned transformers, by how they are served: names alone, free of torch.
+"""The causal language models of the pinned transformers, grouped by the way of serving: names alone, free of torch.
 
-`infra/supported/language_models.py` finds them out, by a tiny model of each class beside its own `generate`.
+`infra/supported/language_models.py` finds them by comparing a tiny model of each class with its own `generate`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ SEEING: Final = _names(
     Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration
     """
 )
-# Of these, the tokens of an image see each other: in all layers, or in those with a window where the config says so.
+# In these, the tokens of an image see each other: in all layers, or in those with a window if the config says so.
 SEES_ITSELF: Final = {"Gemma3ForConditionalGeneration": "everywhere", "Gemma4ForConditionalGeneration": "windows"}
-# They read images or sound in ways that are not served: their decoder is, as the class that it is alone.
+# They read images or sound in unsupported ways: only their decoder is served, as a class of its own.
 TEXT_ALONE: Final[Mapping[str, str]] = {
     "FuyuForCausalLM": "PersimmonForCausalLM",
     "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",

@@ -21,14 +21,14 @@ from weights.memory.devices import computes_on_host
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The images of a step, as the class takes what its vision tower makes."""
+    """The features of a step's images, in the form that the class takes."""
 
     pooler_output: torch.Tensor | list[torch.Tensor]
     deepstack_features: list[list[torch.Tensor]]
 
 
 class VisionTower:
-    """The vision tower of a model, and its way of counting and masking the tokens that stand for images."""
+    """The vision tower of a model, and its way of counting and masking image tokens."""
 
     def __init__(self, base: Any, config: PretrainedConfig, device: torch.device) -> None:
         """`base` is the class's model without its head."""
@@ -36,7 +36,7 @@ class VisionTower:
         self.token_id: int = config.image_token_id
         self._takes = frozenset(inspect.signature(base.get_image_features).parameters)
         text: Any = config.get_text_config()
-        # Among images, a token that stands for none is what the class makes of it without any.
+        # Among images, a text token is what the class makes of it without any.
         self._blank_id = text.pad_token_id if hasattr(base, "get_per_layer_input_embeddings") else self.token_id
         self._sees_itself = SEES_ITSELF.get(config.architectures[0], "")
         if self._sees_itself == "windows" and text.use_bidirectional_attention != "vision":
@@ -49,7 +49,7 @@ class VisionTower:
         return self._sees_itself == "everywhere" or (self._sees_itself == "windows" and window > 0)
 
     def placed(self, token_ids: Sequence[int], images: Sequence[PromptImage], rows_P: torch.Tensor) -> PromptImages:
-        """Return the images of a prompt, with the positions and the spans that the class gives its tokens."""
+        """Return the images of a prompt, with the class's positions and spans of its tokens."""
         positions = None
         if hasattr(self._base, "get_rope_index"):
             grids = [image.grid for image in images if image.grid is not None]
@@ -59,9 +59,9 @@ class VisionTower:
         return PromptImages(tuple(images), rows_P, positions, runs_of(rows_P) if self._sees_itself else ())
 
     def look_at(self, images: Iterable[PromptImage]) -> None:
-        """Run the tower for images that it has not run for. On the host each goes alone: batches change rounding.
+        """Run the tower for new images. On the host each goes alone: batches change rounding.
 
-        Raises EngineError where it makes another number of rows than there are tokens for them.
+        Raises EngineError if its number of rows differs from the number of tokens.
         """
         groups: dict[Any, list[PromptImage]] = {}
         for image in dict.fromkeys(images):
@@ -83,7 +83,7 @@ class VisionTower:
                 image.inputs = {}
 
     def seen(self, token_ids_T: torch.Tensor, shown: Sequence[tuple[int, int, int, PromptImages]]) -> Seen | None:
-        """Return what stands for all placeholders of a step; None where none of them stands for an image.
+        """Return the embeddings for all placeholders of a step; None where none of them stands for an image.
 
         `shown` are the first row of the step, the tokens (start, end) of a prompt, and its images. A placeholder that
         stands for no image keeps its own embedding.

@@ -13,7 +13,7 @@ ROWS_AT_ONCE: Final = 64  # rows of logits, which are as wide as the vocabulary,
 
 
 class PromptLogprobs:
-    """The log probability of each token of a prompt behind those before it; the first has none.
+    """The log probability of each token of a prompt after those before it; the first has none.
 
     Tokens may be noted again, as when a chunk is computed twice.
     """
@@ -24,12 +24,12 @@ class PromptLogprobs:
 
     @property
     def end(self) -> int:
-        """Return the first position behind which no token of the prompt follows."""
+        """Return the position of the prompt's last token."""
         return len(self._token_ids) - 1
 
     @property
     def tokens(self) -> tuple[TokenLogprob, ...]:
-        """Return what is known of each token."""
+        """Return the log probabilities of each token."""
         return tuple(self._found)
 
     def note_logits(self, position: int, logits_NV: torch.Tensor) -> None:

@@ -2,10 +2,10 @@
 
 A row is changed and filtered in this order, each filter on what the one before left (as in transformers): repetition
 penalty, frequency and presence penalty, logit bias, constraint, top-n-sigma, temperature, top-k, top-p, min-p, typical.
-Tokens that are as good as the last one that a filter keeps are kept as well, so what is left depends on the logits
+Tokens equal to the last one that a filter keeps are kept as well, so the result depends on the logits
 alone.
 
-A row's token does not depend on the rows beside it, bit for bit: every sum runs in an order of its own row's.
+A row's token does not depend on other rows, bit for bit: every sum runs in its own row's order.
 
 Suffixes: N rows, V vocabulary, B blocks of `_BLOCK` tokens, S candidates of a row.
 """
@@ -26,23 +26,23 @@ from deployments.engines.native.library import DrawnRow, Kernels, load_kernels
 from deployments.engines.records.protocol import ComputationFailed, EngineError, SamplingParams, TokenLogprob
 
 _BLOCK: Final = 128  # tokens: the maxima of blocks tell where the best tokens are
-_FEW: Final = 64  # candidates that are looked at first
+_FEW: Final = 64  # candidates looked at first
 _MAX_FEW: Final = 256
-_MANY: Final = 4096  # candidates that are looked at before the whole vocabulary is sorted
+_MANY: Final = 4096  # candidates looked at before the whole vocabulary is sorted
 _ROWS_AT_ONCE: Final = 2
 _TINY_TEMPERATURE: Final = 1e-3
 _LEAST_TEMPERATURE: Final = 1e-30
 _BITS: Final = 32  # of a word of a constraint's mask
-_SEED_LIMITS: Final = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
+_SEED_LIMITS: Final = (-(2**63), 2**64 - 1)  # accepted by torch.Generator.manual_seed
 _MAX_BIAS: Final = 100.0  # OpenAI's
 _MAX_LOGPROBS: Final = 20  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A row's token and, where they were asked for, log probabilities of the model itself: of this token and the best.
+    """A row's token and, if requested, log probabilities of the model itself: of this token and the best.
 
-    They are those of the logits as they came, before penalties, bias, constraint and temperature.
+    They are those of the original logits, before penalties, bias, constraint and temperature.
     """
 
     token_id: int
@@ -79,9 +79,9 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             )
 
 
-@torch.inference_mode()  # logits that were made in it may be changed in place nowhere else
+@torch.inference_mode()  # logits made in inference mode may be changed in place only in it
 def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[SampledToken | ComputationFailed]:
-    """Pick one token per row of the float32 logits, which it may change, or say why a row has none.
+    """Pick one token per row of the float32 logits, which may be changed, or return why a row has none.
 
     A row without a usable maximum (NaN, infinity) fails, and its generator is not advanced. The caller tells the
     pickers which tokens it uses (`TokenPicker.advance`).
@@ -116,7 +116,7 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[Samp
 
 
 def _change_logits(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> set[int]:
-    """Apply penalties, biases and constraints in place. Returns the rows with a constraint."""
+    """Apply penalties, biases and constraints in place. Return the rows with a constraint."""
     device = logits_NV.device
     _penalize(logits_NV, pickers)
     biases = [(row, token, bias) for row, picker in enumerate(pickers) for token, bias in picker.params.logit_bias]
@@ -140,9 +140,9 @@ def _change_logits(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> s
 
 
 def _cut_below(logits_V: torch.Tensor, num_deviations: float) -> None:
-    """Take out the tokens that lie further below the best one, in place.
+    """Take out tokens too far below the best one, in place.
 
-    Top-n-sigma: Tang et al., arXiv:2411.07641. What is taken out already counts for nothing.
+    Top-n-sigma: Tang et al., arXiv:2411.07641. Tokens taken out before do not count.
     """
     left = logits_V[logits_V.isfinite()].double()
     if not len(left):
@@ -172,7 +172,7 @@ def _penalize(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> None:
 
 
 def _blocks(rows_NV: torch.Tensor) -> torch.Tensor:
-    """Return the rows in blocks (N, B, _BLOCK); where they do not fill the last one, a copy with -inf behind them."""
+    """Return the rows in blocks (N, B, _BLOCK); if the last is not full, a copy padded with -inf."""
     missing = -rows_NV.shape[1] % _BLOCK
     padded = F.pad(rows_NV, (0, missing), value=float("-inf")) if missing else rows_NV
     return padded.view(len(rows_NV), -1, _BLOCK)
@@ -206,7 +206,7 @@ def _draw(
         asked = [_drawn_row(row, best[row], draws[row], pickers[row].params) for row in rows]
         return kernels.draw_tokens(logits_NV, maxima_NB.contiguous(), _BLOCK, asked)
     tokens: dict[int, int] = {}
-    # A filter after top-k needs none but its k tokens; every other one, the probabilities of the whole vocabulary.
+    # A filter after top-k needs only its k tokens; any other one needs the probabilities of the whole vocabulary.
     whole = [row for row in rows if not 0 < pickers[row].params.top_k < logits_NV.shape[1]]
     totals: dict[int, float] = {}
     if whole:
@@ -236,7 +236,7 @@ def _draw(
 
 
 def _kernels_for(logits_NV: torch.Tensor) -> Kernels | None:
-    """Return the compiled kernels where they can read the logits."""
+    """Return the compiled kernels if they can read the logits."""
     return load_kernels() if logits_NV.device.type == "cpu" and logits_NV.is_contiguous() else None
 
 
@@ -304,7 +304,7 @@ def _invert(
 
 
 def _first_beyond(sums_NS: torch.Tensor, points_N1: torch.Tensor) -> torch.Tensor:
-    """Return the first place of each row whose sum is above the point; else the last place that adds to the sum."""
+    """Return the first place of each row with a sum above the point; else the last place that adds to the sum."""
     last = torch.searchsorted(sums_NS, sums_NS[:, -1:].contiguous())  # the first place where the sum is complete
     return torch.minimum(torch.searchsorted(sums_NS, points_N1, right=True), last)[:, 0]
 
@@ -335,7 +335,7 @@ def _draw_filtered(
     *,
     is_whole: bool,
 ) -> list[int | None]:
-    """Draw a token of each row's candidates, or None where its filters may keep tokens that are not among them."""
+    """Draw a token of each row's candidates, or None if its filters may keep tokens outside of them."""
     kept, weights, may_lack = _filter_candidates(values_NS, params, [totals.get(row, 0.0) for row in rows])
     has_all = [row in totals or one.top_k < values_NS.shape[1] for row, one in zip(rows, params, strict=True)]
     is_enough = ~may_lack & torch.tensor(has_all, device=kept.device) if not is_whole else torch.ones_like(may_lack)
@@ -370,19 +370,19 @@ def _filter_candidates(
         before = weights.cumsum(-1) - weights
         kept &= _with_ties(values_NS, (before < top_p * total) | (top_p >= 1))
     kept &= weights >= column(one.min_p for one in params)  # the best has 1
-    may_lack = kept[:, -1]  # what is as good as the last candidate may lie outside
+    may_lack = kept[:, -1]  # equals of the last candidate may lie outside
     if any(one.typical_p < 1 for one in params):
         kept = kept & _typical(weights, kept, column(one.typical_p for one in params))
     return kept & (weights > 0), weights, may_lack
 
 
 def _sum_kept(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return the sums (N, 1) over what is kept, added one by one: as many zeros behind as there may be change none."""
+    """Return the sums (N, 1) over the kept tokens, added one by one, so that trailing zeros change nothing."""
     return torch.where(kept, weights, 0.0).cumsum(-1)[:, -1:]
 
 
 def _with_ties(values_NS: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Add to the first tokens, which are kept, those that are as good as the last of them."""
+    """Add to the first, kept tokens those equal to the last of them."""
     last = kept.sum(-1, keepdim=True).clamp(min=1) - 1
     return values_NS >= values_NS.gather(1, last)
 
@@ -406,7 +406,7 @@ def _typical(weights: torch.Tensor, kept: torch.Tensor, typical_p: torch.Tensor)
 def score_tokens(
     logits_NV: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], num_best: Sequence[int]
 ) -> list[TokenLogprob]:
-    """Return the log probability of a token of each of the rows, and of so many of the best tokens beside it."""
+    """Return the log probability of a token of each row, and those of the row's best tokens."""
     if not rows:
         return []
     maxima_NB = _blocks(logits_NV).amax(-1)

@@ -1,4 +1,4 @@
-"""The sampler's state of one completion: its parameters, its random stream, its tokens, and what may come next."""
+"""The sampler's state of one completion: its parameters, its random stream, its tokens, and its constraint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenPicker:
     params: SamplingParams
     generator: torch.Generator
     constraint: TokenConstraint | None = None
-    _seen: _SeenTokens | None = None  # None where no penalty looks at them
+    _seen: _SeenTokens | None = None  # None without penalties
 
     @classmethod
     def create(
@@ -49,26 +49,26 @@ class TokenPicker:
 
     @property
     def changes_logits(self) -> bool:
-        """Return whether something is added to the model's logits, or taken out."""
+        """Return whether the model's logits are changed."""
         return self._seen is not None or self.mask is not None or bool(self.params.logit_bias)
 
     @property
     def mask(self) -> TokenConstraint | None:
-        """Return the constraint where it lets not every token follow."""
+        """Return the constraint if it forbids some tokens now."""
         return None if self.constraint is None or self.constraint.is_free else self.constraint
 
     @property
     def seen(self) -> _SeenTokens | None:
-        """Return the tokens that penalties look at; None without penalties."""
+        """Return the tokens for penalties; None without penalties."""
         return self._seen
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the constraint lets nothing follow."""
+        """Return whether the constraint allows no further token."""
         return self.constraint is not None and self.constraint.is_complete
 
     def advance(self, token_id: int) -> None:
-        """Note the token that the completion was continued with."""
+        """Note the completion's next token."""
         if self._seen is not None:
             self._seen.add(token_id)
         if self.constraint is not None:

@@ -1,4 +1,4 @@
-"""The blocks of the KV cache as numbers: who uses them, and which may be used again for what they hold."""
+"""The blocks of the KV cache as numbers: their users, and those that can be reused for their contents."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def blocks_for(num_tokens: int) -> int:
 
 
 def block_key(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the identity of a full block's keys and values: those of its tokens behind all that came before.
+    """Return the identity of a full block's keys and values: of its tokens after all earlier ones.
 
-    `before` is the key of the block before. For the first one, it is whatever else they depend on: the adapters.
+    `before` is the key of the previous block. For the first one it is the key of the adapters.
     """
     return hashlib.blake2b(before + np.asarray(token_ids, np.int64).tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
-    """Hands out block numbers 0 to `num_blocks - 1` and counts who uses each.
+    """Hands out block numbers 0 to `num_blocks - 1` and counts the users of each.
 
-    A full block can be published under its key. When nobody uses it any more, it stays findable until its room is
-    needed; the one that has not been used for longest goes first.
+    A full block can be published under its key. Without users it stays findable until its room is
+    needed; the least recently used goes first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._uses = [0] * num_blocks
-        self._is_free = np.ones(num_blocks, bool)  # unused, and no use is left of what they hold
+        self._is_free = np.ones(num_blocks, bool)  # unused, without contents to find
         self._num_free = num_blocks
         self._unused: OrderedDict[int, None] = OrderedDict()  # published and unused, the oldest first
         self._keys: dict[int, bytes] = {}  # of published blocks
@@ -43,13 +43,13 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Return how many blocks `allocate` could hand out."""
+        """Return the number of blocks that `allocate` could hand out."""
         return self._num_free + len(self._unused)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Allocate `count` blocks. The caller has looked at `num_free` first.
 
-        They follow the block `after`, or each other, where that is possible: runs are read without a copy.
+        They follow the block `after`, or each other, if possible: runs are read without a copy.
 
         Raises:
             ValueError: fewer than `count` blocks are free; nothing was taken.
@@ -81,7 +81,7 @@ class BlockPool:
             self._uses[block] += 1
 
     def is_shared(self, block: int) -> bool:
-        """Return whether several use the block, so that none of them may write into it."""
+        """Return whether the block has several users, so that none of them may write into it."""
         return self._uses[block] > 1
 
     def release_blocks(self, blocks: Iterable[int]) -> None:
@@ -103,13 +103,13 @@ class BlockPool:
                 self._num_free += 1
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let a full block be found by its key. Of several that hold the same, the first stays."""
+        """Publish a full block under its key. Of several with the same contents, the first stays."""
         if key not in self._published and block not in self._keys:
             self._published[key] = block
             self._keys[block] = key
 
     def find_prefix(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the published blocks of the keys, up to the first that there is none of."""
+        """Return the published blocks of the keys, up to the first missing one."""
         found: list[int] = []
         for key in keys:
             block = self._published.get(key)

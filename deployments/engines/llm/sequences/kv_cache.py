@@ -1,9 +1,9 @@
-"""The memory of past keys and values: how much of it there is, and the tensors that hold it.
+"""The memory of past keys and values: its size, and its tensors.
 
 They are kept in the dtype of the computation (in float16 where packed weights are computed with in float32: the keys
 of some models have elements of tens, which bfloat16 rounds too much), or as int8 with a float16 scale for each head of
-each token: half of bfloat16's memory, and an error of at most 0.4 % of the largest element of a head's vector. What is
-read of a token's int8 follows from its own vectors alone: it is the same whoever wrote it, and when.
+each token: half of bfloat16's memory, and an error of at most 0.4 % of the largest element of a head's vector. A value
+read from a token's int8 depends on its own vectors alone: it is the same in any step.
 
 Suffixes: L layers of one shape, S slots (one token each), K key/value heads, D head dimension, N tokens.
 """
@@ -25,7 +25,7 @@ from deployments.engines.records.protocol import EngineError
 
 
 class KvHeads(NamedTuple):
-    """The key/value heads of a layer: how many, and the elements of a key and of a value."""
+    """The key/value heads of a layer: their number, and the elements of a key and of a value."""
 
     num_heads: int
     key_size: int
@@ -38,7 +38,7 @@ _MAX_FLOAT16: Final = torch.finfo(torch.float16).max
 
 
 class CachedSpec(Protocol):
-    """The facts of a model that a cache is planned by."""
+    """The facts of a model for planning its cache."""
 
     @property
     def kv_layers(self) -> Sequence[KvHeads]:
@@ -68,12 +68,12 @@ def plan_cache(
     kv_dtype: KvDtype = "auto",
     fixed_bytes: int = 0,
 ) -> CachePlan:
-    """Fit the cache into `kv_cache_bytes`, but make it no larger than all sequences can use.
+    """Fit the cache into `kv_cache_bytes`, at most as large as all sequences can use.
 
-    `max_model_len` None means what both the model and the cache allow.
+    `max_model_len` None means the most that both the model and the cache allow.
 
     Raises:
-        EngineError: not one block fits, or the length that was asked for is more than the model or the cache
+        EngineError: not one block fits, or the wanted length is more than the model or the cache
         allows.
     """
     block_bytes = BLOCK_SIZE * sum(
@@ -102,7 +102,7 @@ def plan_blocks(
 ) -> CachePlan:
     """Fit blocks of so many bytes into `kv_cache_bytes`, for a model of so many positions. Raises as `plan_cache`.
 
-    Any sequence has `fixed_bytes` beside its blocks: at most half is for those, unless it is for a single one.
+    Any sequence has `fixed_bytes` beside its blocks: they take at most half, unless there is a single sequence.
     """
     if fixed_bytes:
         max_num_seqs = min(max_num_seqs, max(1, kv_cache_bytes // 2 // fixed_bytes))
@@ -181,8 +181,8 @@ class LayerSlots(NamedTuple):
 class KVCache:
     """Keys and values of all layers. Block b holds the slots b * 16 to b * 16 + 15.
 
-    `null_slot` lies behind the last block: it is never written and reads as zeros, so padding that is
-    gathered from it is finite whatever other sequences left in their blocks.
+    `null_slot` lies after the last block: it is never written and reads as zeros, so padding that is
+    gathered from it is finite for any contents of other blocks.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class KVCache:
     ) -> None:
         """Make room for `num_blocks` blocks. Vectors are read in `dtype`, and kept in `stored`, of as many bytes.
 
-        Each layer's is on `device`, or in its own of `places`.
+        Each layer's cache is on `device`, or on its own of `places`.
         """
         self.null_slot = num_blocks * BLOCK_SIZE
         slots = num_blocks * BLOCK_SIZE + 1, stored or dtype, kv_dtype
@@ -225,7 +225,7 @@ class KVCache:
                 tensor[:, end : end + BLOCK_SIZE] = tensor[:, begin : begin + BLOCK_SIZE]
 
     def read_run(self, layer: int, first_slot: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of slots that follow each other, each (N, K, D): views, unless they are converted."""
+        """Return keys and values of consecutive slots, each (N, K, D): views, unless they are converted."""
         run = slice(first_slot, first_slot + num_slots)
         return self._keys.read(layer, run), self._values.read(layer, run)
 
@@ -237,7 +237,7 @@ class KVCache:
 
 
 class _Half:
-    """The keys, or the values: of each layer a view (S, K, D), and one of its scales (S, K) where they are int8."""
+    """The keys, or the values: of each layer a view (S, K, D), and one of its scales (S, K) for int8."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class _Half:
         slots: tuple[int, torch.dtype, KvDtype],
         dtype: torch.dtype,
     ) -> None:
-        """`sizes` are (K, D) of each layer and its device, `slots` their number, and how they are stored."""
+        """`sizes` are (K, D) of each layer and its device, `slots` their number; then their dtypes."""
         self._dtype = dtype
         num_slots, stored, kv_dtype = slots
         num_layers = Counter(sizes)
@@ -290,7 +290,7 @@ def _chosen(tensor_S: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros, whose memory is taken when it is used."""
+    """Return zeros whose memory is allocated at the first use."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every page; numpy asks the kernel for zero pages, which cost nothing until they are

@@ -1,10 +1,10 @@
 """Attention over the paged KV cache: planned once per step, run once per layer.
 
-On the CPU a token's result must not depend on which other sequences are in the step, nor on how its prompt was cut into
-chunks, bit for bit. So the tokens of a prompt attend in tiles that begin at multiples of `TILE` tokens, whatever part
-of a tile is there. The tokens of a completion attend one by one: short sequences padded to a length that follows from
+On the CPU a token's result must not depend on the other sequences of the step, nor on the cuts of its prompt into
+chunks, bit for bit. So the tokens of a prompt attend in tiles that begin at multiples of `TILE` tokens, for any part
+of a tile. The tokens of a completion attend one by one: short sequences padded to a length that depends on
 their own length alone, then batched with those of the same padded length (there a batch dimension does not change the
-arithmetic of its members, padding does), long ones alone, from where they lie. CUDA kernels are chosen by the batch as
+arithmetic of its members, padding does), long ones alone, in place. CUDA kernels are chosen by the batch as
 well, and promise no such thing.
 
 Suffixes: T tokens of the step, N tokens of a part, G sequences of a group, L padded length, H query heads,
@@ -27,16 +27,16 @@ from weights.memory.devices import computes_on_host
 
 TILE = 64  # tokens of a prompt that attend together
 MAX_PADDED = 512  # tokens of a sequence that is padded and batched when it decodes
-MAX_GATHER_TOKENS = 16384  # of one group: bounds the copy of keys and values that a decode step makes
+MAX_GATHER_TOKENS = 16384  # of one group: bounds a decode step's copy of keys and values
 
 
-# Query positions and key positions, which broadcast -> which of the keys are seen.
+# Query positions and key positions, which broadcast -> True for the visible keys.
 Visible = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Scores(NamedTuple):
-    """The way from scores to weights: a factor (None: 1 over the root of a key's size), the bound that a tanh keeps
-    them in, and one more score (H,) that every query has and that has no value.
+    """The step from scores to weights: a factor (None: 1 over the root of a key's size), a bound kept by
+    a tanh, and one more score (H,) of every query, without a value.
     """
 
     scale: float | None = None
@@ -51,9 +51,9 @@ _PLAIN = Scores()
 class _PromptPart:
     """Rows `first` to `last` of the step: tokens of a prompt, the first of them at `position`.
 
-    `context` has the slots of all tokens up to the last one; where they follow each other, it is empty, and `run` the
+    `context` has the slots of all tokens up to the last one; if they are consecutive, it is empty, and `run` is the
     first of them.
-    `tiles` are (row, row, key, key, mask): rows of the part, keys of the context, and which of them each row sees.
+    `tiles` are (row, row, key, key, mask): rows of the part, keys of the context, and the visible keys of each row.
     Tiles of one size have rows of their own before and behind those of the part, which are dropped.
     """
 
@@ -77,7 +77,7 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _LongDecode:
-    """A token of a long completion: its row, and its slots, or the first of them where they follow each other.
+    """A token of a long completion: its row, and its slots, or the first of them if they are consecutive.
 
     Then `slots` is empty.
     """
@@ -93,7 +93,7 @@ class _LongDecode:
 class StepAttention:
     """`Attend` for the chunks of one step; `slots` is where its (N,) tokens are stored.
 
-    Rows behind the last chunk are padding and give zeros.
+    Rows after the last chunk are padding and give zeros.
     """
 
     cache: KVCache
@@ -127,13 +127,13 @@ class StepAttention:
         return self.cache.read_slots(layer, slots) if run is None else self.cache.read_run(layer, run, num_tokens)
 
 
-# A window and what is visible of it -> where the step's tokens are stored, and what each attends to.
+# A window and its visibility -> the places of the step's tokens, and the keys that each attends to.
 Planner = Callable[[int, Visible | None], StepAttention]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """`Attend` of a step in which layers may see unequally far. `check` may end the step before any of them."""
+    """`Attend` of a step whose layers may have different windows. `check` may end the step before any of them."""
 
     layers: tuple[StepAttention, ...]
     check: Callable[[], None]
@@ -152,10 +152,10 @@ def plan_attention(
     *,
     sees_spans: bool = False,
 ) -> StepAttention:
-    """Plan where the step's tokens are stored, and what each of them attends to.
+    """Plan the places of the step's tokens, and the keys that each of them attends to.
 
-    That is all before it and itself; of a `window`, the last tokens; and of these what is `visible`. With `sees_spans`
-    it is also what is behind it in its image.
+    These are all tokens up to itself; in a `window`, the last ones; and of these the `visible` ones. With `sees_spans`
+    they include later tokens of its image.
     """
     is_exact = computes_on_host(device)
     parts: list[_PromptPart] = []
@@ -168,7 +168,7 @@ def plan_attention(
         slots = _slots_of(sequence)
         written.append(slots.part(chunk.start, chunk.end))
         run = slots.run(chunk.end)
-        # On other devices than the host, a completion that is computed again is as good in one piece.
+        # On other devices than the host, a recomputed completion may be one piece.
         is_whole = chunk.num_tokens > 1 and not is_exact
         prompt_end = chunk.end if is_whole else min(max(sequence.num_prompt_tokens, chunk.start), chunk.end)
         if prompt_end > chunk.start:
@@ -197,7 +197,7 @@ def plan_attention(
 
 
 class _Decoding(NamedTuple):
-    """A token of a completion: its row, the slots of what is before it, and which of these it sees, None for all."""
+    """A token of a completion: its row, the slots of earlier tokens, and the visible ones of these, None for all."""
 
     row: int
     slots: torch.Tensor
@@ -217,18 +217,18 @@ def _slots_of(sequence: Sequence) -> SlotTable:
 
 
 class _Visibility(NamedTuple):
-    """The sight of a prompt's tokens: of a window (0: of all before them) what is `visible`, and all of their span."""
+    """The keys seen by a prompt's tokens: the `visible` ones of a window (0: all earlier ones), and their span's."""
 
     window: int
     visible: Visible | None
     spans: tuple[tuple[int, int], ...]
 
     def last_key(self, begin: int, end: int) -> int:
-        """Return where the keys end that the tokens `begin` to `end` see."""
+        """Return the end of the keys that the tokens `begin` to `end` see."""
         return max([end, *(last for first, last in self.spans if first < end and begin < last)])
 
     def mask(self, begin: int, num_rows: int, unseen: int, num_keys: int, device: torch.device) -> torch.Tensor:
-        """Return which of the keys `unseen` to `num_keys` the tokens from `begin` on see."""
+        """Return the mask of the keys `unseen` to `num_keys` for the tokens from `begin` on."""
         mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device).tril(begin)
         if self.window:
             mask = mask.triu(begin - self.window + 1)[:, unseen:].contiguous()
@@ -257,7 +257,7 @@ def _prompt_part(
     for begin in range(start // tile * tile, end, tile) if tile else [start]:
         num_rows = tile or end - start
         num_keys = seen.last_key(begin, begin + num_rows)
-        # Keys that no row of the tile sees are left out, as many for every part of it.
+        # Keys that no row of the tile sees are left out, the same ones for every part of it.
         unseen = max(0, begin - seen.window + 1) if seen.window else 0
         mask = seen.mask(begin, num_rows, unseen, num_keys, device)
         tiles.append((max(begin, start) - start, min(begin + num_rows, end) - start, unseen, num_keys, mask))
@@ -318,9 +318,9 @@ def _attend_group(
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
-    """Attend with (batch, heads, N, D), where several heads of queries may share one of keys.
+    """Attend with (batch, heads, N, D); several heads of queries may share one of keys.
 
-    The sinks are those of each head, or of each row where the rows of a head are heads themselves.
+    The sinks are those of each head, or of each row if the rows of a head are heads themselves.
     """
     if keys.shape[-1] != values.shape[-1]:  # two products, which on the host add up otherwise where batches lie apart
         keys, values = keys.contiguous(), values.contiguous()

@@ -24,11 +24,11 @@ class PooledStates:
 
     @property
     def needs_all(self) -> bool:
-        """Return whether every token's hidden state counts, also that of one whose keys and values are cached."""
+        """Return whether every token's hidden state counts, also that of a token with cached keys and values."""
         return self._pooling == "mean"
 
     def note_states(self, position: int, hidden_NC: torch.Tensor) -> None:
-        """Note the hidden states of `position` and the next ones, which follow those noted before where all count."""
+        """Note the hidden states of `position` and the next ones, which follow the noted ones if all count."""
         new_NC = hidden_NC[max(0, self._num_noted - position) :]
         if not len(new_NC):
             return
@@ -41,7 +41,7 @@ class PooledStates:
             self._state = torch.cat([self._state, new_NC.double()]).cumsum(0)[-1:]
 
     def vector(self) -> npt.NDArray[np.float32]:
-        """Return the vector (C,). Raises ComputationFailed for one that is not finite."""
+        """Return the vector (C,). Raises ComputationFailed if it is not finite."""
         assert self._state is not None
         assert self._num_noted == self._num_tokens
         vector: npt.NDArray[np.float32] = F.normalize(self._state[0], dim=0).float().cpu().numpy()

@@ -1,4 +1,4 @@
-"""Proposed tokens without a second model: what followed the last tokens where they stood before. Pure.
+"""Proposed tokens without a second model: the earlier successors of the last tokens. Pure.
 
 Prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding), with an index instead of a search.
 """
@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-LENGTHS: Final = (3, 2)  # of the tokens that are looked for, the surest first
-MOST: Final = 16  # tokens that are proposed at once
+LENGTHS: Final = (3, 2)  # numbers of last tokens to look up, the surest first
+MOST: Final = 16  # tokens proposed at once
 FIRST: Final = 4
-WINDOW: Final = 16_384  # of the last tokens: an index of all would take seconds of a long prompt
-LONGEST_PAUSE: Final = 64  # steps without a proposal, where none was right
+WINDOW: Final = 16_384  # of the last tokens: an index of all would take seconds for a long prompt
+LONGEST_PAUSE: Final = 64  # steps without a proposal after wrong ones
 
 
 class PromptLookup:
-    """Proposals for one completion, of which prompt and answer have at most `limit` tokens.
+    """Proposals for one completion; prompt and answer have at most `limit` tokens.
 
-    As many are proposed as were right lately. Where none is, it pauses, each time for twice as many steps.
+    It proposes as many as were right lately. After wrong ones it pauses, each time for twice as many steps.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ends: dict[tuple[int, ...], int] = {}  # the place behind the last tokens that were these
+        self._ends: dict[tuple[int, ...], int] = {}  # the place after the last occurrence of these tokens
         self._num_indexed = -1
         self._length, self._pause, self._next_pause = FIRST, 0, 1
 
@@ -39,12 +39,12 @@ class PromptLookup:
         if end is None or room <= 0:
             return ()
         proposed = list(token_ids[end : end + room])
-        while len(proposed) < room:  # a text that goes round goes on from its own beginning
+        while len(proposed) < room:  # a repeating text goes on from its own beginning
             proposed.append(proposed[end - len(token_ids)])
         return tuple(proposed)
 
     def note(self, num_proposed: int, num_right: int) -> None:
-        """Take in how many of the proposed tokens were drawn."""
+        """Take in the number of proposed tokens that were drawn."""
         if num_right == num_proposed:
             self._length = min(MOST, 2 * self._length)
         else:
@@ -55,7 +55,7 @@ class PromptLookup:
             self._pause, self._next_pause = self._next_pause, min(LONGEST_PAUSE, 2 * self._next_pause)
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Note what stands before the last token: that itself is what is looked for."""
+        """Index the tokens before the last one, which itself is part of the look-up."""
         first = max(self._num_indexed, len(token_ids) - WINDOW, 1)
         for end in range(first, len(token_ids)):
             for length in LENGTHS:

@@ -1,4 +1,4 @@
-"""Chunks of sequences that decode, with the tokens behind them that are proposed."""
+"""Chunks of decoding sequences, with proposed tokens after them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deployments.engines.llm.sequences.sequence import Chunk
 
 
 def with_proposals(chunks: Iterable[Chunk], room: int, blocks: BlockPool) -> list[Chunk]:
-    """Return the chunks with up to `room` proposed tokens in all, which get blocks that are free."""
+    """Return the chunks with up to `room` proposed tokens in all, which get free blocks."""
     found = []
     for chunk in chunks:
         sequence = chunk.sequence

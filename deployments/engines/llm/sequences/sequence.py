@@ -18,9 +18,9 @@ from deployments.engines.records.prompt_images import PromptImages
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """The state that a class keeps of the first `num_tokens` of a sequence: arguments of its next forward.
+    """A class's state after the first `num_tokens` of a sequence: arguments of its next forward.
 
-    `in_modules` are values of attributes that its modules have meanwhile.
+    `in_modules` are values of attributes that its modules have during a forward.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedLora:
-    """One adapter's pairs: those of the layers, and those of the head, which has other rows.
+    """One adapter's pairs for the layers, and for the head, which has other rows.
 
     No other adapter ever has its `serial`.
     """
@@ -42,7 +42,7 @@ class FittedLora:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLora:
-    """A LoRA that a sequence is computed with, and its strength. Equal ones change a token alike."""
+    """A sequence's LoRA, and its strength. Equal ones change a token alike."""
 
     key: str
     fitted: FittedLora
@@ -50,7 +50,7 @@ class SequenceLora:
 
     @property
     def place(self) -> tuple[str, float, int]:
-        """Return its place among the LoRAs of a row: sums are rounded, so they are always added in one order."""
+        """Return its place among the LoRAs of a row: sums round, so they are always added in one order."""
         return self.key, self.scale, self.fitted.serial
 
 
@@ -67,12 +67,12 @@ class Sequence:
     """Mutable state of one completion.
 
     `token_ids` is the prompt followed by the completion. The keys and values of its first
-    `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order; of `num_cached_tokens` they were
-    there already when the sequence came. `scope` is what they depend on beside the tokens: the `loras`. `num_siblings`
+    `num_computed_tokens` are in the KV cache, in the blocks of `block_table` in order; `num_cached_tokens` of them were
+    there when the sequence came. `scope` is the key of the `loras`, on which they depend, too. `num_siblings`
     sequences will be forked from this one when its prompt is computed: their seats are kept. With `prompt_logprobs`, or
-    where its hidden states are `pooled` and all count, every token of the prompt is computed, whatever is in the cache.
+    if all of its hidden states are `pooled`, every token of the prompt is computed, even cached ones.
     A model with a cache of its own keeps its `state` here, for as long as the sequence has its blocks. One with
-    recurrent layers has that behind the computed tokens in `state_slot`, and those that the next chunk will leave in
+    recurrent layers has the state after the computed tokens in `state_slot`, and those that the next chunk leaves in
     `next_states`; it keeps one at `state_cut`. Some of the prompt's tokens stand for its `images`.
     """
 
@@ -90,13 +90,13 @@ class Sequence:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks
-    known_keys: list[bytes] = field(default_factory=list)  # of all blocks that were asked for: tokens stay as they are
+    known_keys: list[bytes] = field(default_factory=list)  # of all requested blocks: tokens do not change
     state: SequenceState | None = None
-    slots: SlotTable | None = None  # what attention knows of its blocks
+    slots: SlotTable | None = None  # attention's table of its blocks
     state_slot: int | None = None
     state_cut: int = 0
     next_states: tuple[tuple[int, int], ...] = ()
-    lookup: PromptLookup | None = None  # what proposes tokens, None where none are
+    lookup: PromptLookup | None = None  # the proposer of tokens, None without proposals
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -113,9 +113,9 @@ class Sequence:
 
     @property
     def findable_keys(self) -> list[bytes]:
-        """Return the identities of the blocks that it may find computed: its last token is computed in any case.
+        """Return the identities of the blocks that it may find computed: its last token is always computed.
 
-        There are none while something is read of each token.
+        There are none while outputs of each token are wanted.
         """
         is_scored = self.prompt_logprobs is not None and not self.num_completion_tokens
         is_read = is_scored or (self.pooled is not None and self.pooled.needs_all)
@@ -136,10 +136,10 @@ class Sequence:
 class Chunk:
     """A part of a step: tokens `start` to `end` of a sequence, whose earlier tokens are in the KV cache.
 
-    `is_last` tells that it reaches the end of what was known when it was made: then a token is sampled after it, unless
-    its hidden states were all that was wanted. Recurrent layers begin with the `state` in a slot, None for the first
-    token, and leave others: each the place in the sequence that it is behind, and its slot. The last tokens may be
-    `proposed` ones, which the sequence does not have: behind each of them a token may be sampled, too.
+    `is_last`: the chunk ends at the last known token, so a token is sampled after it, unless
+    only hidden states are wanted. Recurrent layers begin with the `state` in a slot, None for the first
+    token, and leave others: each the place in the sequence that it follows, and its slot. The last tokens may be
+    `proposed` ones, which the sequence does not have: after each of them a token may be sampled, too.
     """
 
     sequence: Sequence
@@ -160,12 +160,12 @@ class Chunk:
 
     @property
     def has_logits(self) -> bool:
-        """Return whether a token is sampled after it."""
+        """Return whether a token is sampled after the chunk."""
         return self.is_last and self.sequence.pooled is None
 
     @property
     def num_logits(self) -> int:
-        """Return how many of its last tokens have logits."""
+        """Return the number of its last tokens that have logits."""
         return (1 + len(self.proposed)) * self.has_logits
 
 
@@ -173,7 +173,7 @@ class Chunk:
 class StepPlan:
     """The work of a step: first whole blocks are copied, each (from, to) in this order, then the chunks are run.
 
-    The first `num_decoding` chunks are tokens of sequences that decode, the others are parts of prompts.
+    The first `num_decoding` chunks are tokens of decoding sequences, the others are parts of prompts.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -182,10 +182,10 @@ class StepPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return how many tokens of prompts the step computes."""
+        """Return the number of prompt tokens that the step computes."""
         return sum(chunk.num_tokens for chunk in self.chunks[self.num_decoding :])
 
     @property
     def num_proposed_tokens(self) -> int:
-        """Return how many proposed tokens the step looks at."""
+        """Return the number of proposed tokens that the step verifies."""
         return sum(len(chunk.proposed) for chunk in self.chunks)

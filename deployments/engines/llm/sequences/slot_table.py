@@ -1,4 +1,4 @@
-"""The slots of a sequence's tokens in the paged cache, by the blocks that it has."""
+"""The slots of a sequence's tokens in the paged cache, by its blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class SlotTable:
     def __init__(self) -> None:
         self._blocks: list[int] = []
         self._num_run = 0
-        self._first_slots: torch.Tensor | None = None  # of the blocks, where they were asked for
+        self._first_slots: torch.Tensor | None = None  # of the blocks, once requested
 
     def follow(self, blocks: list[int]) -> None:
-        """Take over the blocks of now."""
+        """Take over the present blocks."""
         known = self._blocks
-        if blocks[: len(known)] != known:  # as lists compare: what is the same object is not looked into
+        if blocks[: len(known)] != known:  # lists compare identical objects without a look into them
             known.clear()
             self._num_run, self._first_slots = 0, None
         for block in blocks[len(known) :]:
@@ -29,7 +29,7 @@ class SlotTable:
             known.append(block)
 
     def run(self, num_tokens: int) -> int | None:
-        """Return the first slot, where those of the first so many tokens follow each other."""
+        """Return the first slot, if those of the first so many tokens are consecutive."""
         return self._blocks[0] * BLOCK_SIZE if num_tokens <= self._num_run * BLOCK_SIZE else None
 
     def part(self, start: int, stop: int) -> torch.Tensor:

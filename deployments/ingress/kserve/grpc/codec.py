@@ -1,6 +1,6 @@
 """Codec of gRPC messages to the records of the Open Inference Protocol, and back. Pure.
 
-Whatever arrives, the only error is InvalidRequest. Answers carry their tensors raw, as Triton's do.
+The only error, for any input, is InvalidRequest. Answers carry their tensors raw, as Triton's do.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def write_response(response: InferResponse) -> messages.ModelInferResponse:
         outputs=[{"name": out.name, "datatype": out.datatype, "shape": out.shape} for out in response.outputs],
         raw_output_contents=[to_bytes(out) for out in response.outputs],
     )
-    for tensor in response.shared_outputs:  # behind the others: raw contents are found by their place
+    for tensor in response.shared_outputs:  # after the others: raw contents are found by their place
         output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         for name, value in tensor.part.parameters().items():
             _set_parameter(output.parameters[name], value)
@@ -158,7 +158,7 @@ def _from_contents(name: str, datatype: Datatype, shape: tuple[int, ...], conten
     values = getattr(contents, field)
     check_count(name, shape, len(values))
     dtype = NUMPY_DTYPES[datatype]
-    # Small integers arrive in fields of 32 bits: in 64 of the same sign there is room to see whether they fit.
+    # Small integers arrive in fields of 32 bits: 64 bits of the same sign have room to check whether they fit.
     array = np.empty(len(values), f"{dtype.kind}8" if dtype.kind in "iu" else dtype)
     array[:] = list(values)
     if dtype.kind in "iu" and array.size:

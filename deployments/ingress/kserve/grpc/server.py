@@ -4,10 +4,10 @@ It runs on the replica's own event loop and not behind Serve's gRPC proxy, which
 Ingress replicas of one node share the port (SO_REUSEPORT): the kernel deals connections out to them. So would a
 second cluster with the same port, unnoticed; give each its own.
 
-`grpc.health.v1.Health` is not that of the package grpcio-health-checking, which answers what somebody has told it
-before: readiness lies with the directory of models, so it is asked for each answer.
+`grpc.health.v1.Health` is not that of the package grpcio-health-checking, which answers with a status set
+before: here each answer asks the directory of models.
 
-An interceptor in front of every method refuses who may not call. Browsers do not speak gRPC, so there is no Host to
+An interceptor before every method refuses forbidden callers. Browsers do not speak gRPC, so there is no Host to
 check.
 """
 
@@ -46,7 +46,7 @@ from deployments.records.errors import QueueFull, RequestTooSlow, ServiceError
 _logger = logging.getLogger("atelier.ingress")
 
 _HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-_WATCH_INTERVAL_S: Final = 1.0  # how late a watcher may be notified of a change
+_WATCH_INTERVAL_S: Final = 1.0  # the longest delay of a notification to a watcher
 _GRACE_S: Final = 5.0
 MAX_OPEN_CALLS: Final = 1024  # at once, of those that need no key
 _MESSAGE_S: Final = 10.0  # for the request of such a call
@@ -66,7 +66,7 @@ class ServerState(Protocol):
 class _HealthServicer:
     """The methods of the health service.
 
-    All known services are ready as soon as the server is as a whole.
+    All known services are ready when the server is.
     """
 
     def __init__(self, server: ServerState, services: tuple[str, ...]) -> None:
@@ -74,7 +74,7 @@ class _HealthServicer:
         self._services = ("", *services)
         self._num_watchers = 0
         self._poller: asyncio.Task[None] | None = None  # while there are watchers
-        self._last: Any = None  # the status that it saw
+        self._last: Any = None  # the poller's last status
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def methods(self) -> dict[str, Method]:
@@ -91,7 +91,7 @@ class _HealthServicer:
         return messages.HealthCheckResponse(status=status)
 
     async def watch(self, request: messages.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Write the status at once and whenever it has changed, until the client goes. One poller looks for all."""
+        """Write the status at once and after every change, until the client goes. One poller serves all watchers."""
         self._num_watchers += 1
         try:
             if self._poller is None:
@@ -129,7 +129,7 @@ class _HealthServicer:
 
 
 class GrpcServer:
-    """A listening server. `port` is the one that it has, also where 0 was asked for."""
+    """A listening server. `port` is its real port, also if 0 was requested."""
 
     def __init__(self, server: grpc.aio.Server, port: int) -> None:
         self.port = port
@@ -152,7 +152,7 @@ async def start_grpc_server(
     max_calls: int = MAX_CALLS,
     max_open_calls: int = MAX_OPEN_CALLS,
 ) -> GrpcServer:
-    """Listen on `host` and `port`, and return the server. Without `callers` nobody needs a key.
+    """Listen on `host` and `port`, and return the server. Without `callers` no key is needed.
 
     gRPC itself refuses larger messages before anything is decoded, and calls beyond `max_calls`, of any kind.
 
@@ -162,7 +162,7 @@ async def start_grpc_server(
         interceptors=[_RequestIds(), *([_AccessInterceptor(callers, max_open_calls)] if callers else [])],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", -1),  # of answers: images are as large as their request said
+            ("grpc.max_send_message_length", -1),  # of answers: images are as large as requested
             ("grpc.so_reuseport", 1),
         ],
         maximum_concurrent_rpcs=max_calls,
@@ -188,13 +188,13 @@ async def start_grpc_server(
 
 
 def _need_of(method: str) -> Need:
-    """Return what a call of `/service/method` needs. Health is for everybody, as over HTTP."""
+    """Return the right that a call of `/service/method` needs. Health needs none, as over HTTP."""
     name = method.rpartition("/")[2]
     return "nothing" if name in _OPEN else "admin" if name in _OF_OPERATORS else "key"
 
 
 class _RequestIds(grpc.aio.ServerInterceptor):
-    """Each call has an id, the client's or one that is made here, which its answer has in the initial metadata."""
+    """Gives each call an id, the client's or a new one, which its answer has in the initial metadata."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
@@ -215,10 +215,10 @@ class _RequestIds(grpc.aio.ServerInterceptor):
 
 
 class _AccessInterceptor(grpc.aio.ServerInterceptor):
-    """The gate of every call: it knows who calls by the metadata `authorization` or `x-api-key`.
+    """The gate of every call: it identifies callers by the metadata `authorization` or `x-api-key`.
 
-    It refuses whom the config does not let in, before the message of the call is here. Of calls that need no key, few
-    are open at once, and their messages have to come soon: whoever opens many takes them from others like that. A call
+    It refuses forbidden callers before the message of the call is here. Of calls without a key, few
+    are open at once, and their messages have to come soon: a client that opens many takes them from others. A call
     counts against the limits of its key; a stream of requests does not, but each of its requests
     (`begin_current_request`).
     """
@@ -231,7 +231,7 @@ class _AccessInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
     ) -> _Handler:
         handler = await continuation(details)
-        if handler is None:  # no such method, which the server says itself
+        if handler is None:  # no such method: the server answers itself
             return None
         if (need := _need_of(details.method)) == "nothing":
             return self._one_of_few(handler)
@@ -272,7 +272,7 @@ def _behavior_of(handler: _Handler) -> Callable[..., Any]:
 
 def _acting(handler: _Handler, caller: Caller) -> _Handler:
     behavior = _behavior_of(handler)
-    if inspect.isasyncgenfunction(behavior):  # reflection: it works for nobody's share
+    if inspect.isasyncgenfunction(behavior):  # reflection: it takes no tenant's share
         return handler
 
     async def act(request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -282,7 +282,7 @@ def _acting(handler: _Handler, caller: Caller) -> _Handler:
             try:
                 with caller.begin_request():
                     return await behavior(request, context)
-            except ServiceError as error:  # of the key: what a method raises has become a status in there
+            except ServiceError as error:  # of the key: the method's own errors have become a status already
                 return await _abort(context, error)
 
     return _with_behavior(handler, act)
@@ -301,7 +301,7 @@ def _with_behavior(handler: _Handler, behavior: Callable[..., Awaitable[Any]]) -
 
 
 def _before_message(handler: _Handler, behavior: Callable[..., Awaitable[Any]]) -> _Handler:
-    """Return a handler whose behavior begins before the call's message is here, and gets what iterates over it."""
+    """Return a handler whose behavior begins before the call's message is here, and gets an iterator of it."""
     make = MAKERS[True, handler.response_streaming]
     return make(behavior, handler.request_deserializer, handler.response_serializer)
 

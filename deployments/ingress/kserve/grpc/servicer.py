@@ -1,4 +1,4 @@
-"""The methods of `inference.GRPCInferenceService`: each a question to `Inference`, `Repository` or `Statistics`.
+"""The methods of `inference.GRPCInferenceService`: each calls `Inference`, `Repository` or `Statistics`.
 
 Handlers see messages instead of bytes, and raise exceptions instead of status codes.
 """
@@ -45,7 +45,7 @@ _CODES: Final[dict[int, StatusCode]] = {
     404: StatusCode.NOT_FOUND,
     408: StatusCode.DEADLINE_EXCEEDED,
     409: StatusCode.FAILED_PRECONDITION,
-    413: StatusCode.INVALID_ARGUMENT,  # RESOURCE_EXHAUSTED would ask to be tried again
+    413: StatusCode.INVALID_ARGUMENT,  # RESOURCE_EXHAUSTED would invite another try
     422: StatusCode.FAILED_PRECONDITION,
     429: StatusCode.RESOURCE_EXHAUSTED,
     500: StatusCode.INTERNAL,
@@ -54,7 +54,7 @@ _CODES: Final[dict[int, StatusCode]] = {
     504: StatusCode.DEADLINE_EXCEEDED,
 }
 SERVICE: Final = "inference.GRPCInferenceService"
-# Of Triton's service, but not of this one: clients that try are told why instead of "method not found".
+# Methods of Triton's service that are not served: clients get the reason instead of "method not found".
 _UNSUPPORTED: Final = {
     "shared memory of CUDA": (
         "CudaSharedMemoryStatus",
@@ -72,8 +72,8 @@ _Turn = asyncio.Future[None]
 def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.GenericRpcHandler:
     """Return gRPC's handler of a service of the private pool. `methods` are by the names that the .proto has.
 
-    A method gets the request and gives the answer; where the service says `stream` it gets the iterator of requests
-    or writes its answers with `context.write`. What it raises goes to the client as a status.
+    A method gets the request and returns the answer; if the service says `stream` it gets the iterator of requests
+    or writes its answers with `context.write`. Its errors go to the client as a status.
     """
     handlers = {}
     for name, method in methods.items():
@@ -85,7 +85,7 @@ def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.Generic
 
 
 def _parsed(request: Any) -> Any:
-    """Return the message that a handler got. Raises InvalidRequest for bytes that are none."""
+    """Return the message of a handler's bytes. Raises InvalidRequest for bytes that are no message."""
     if isinstance(request, DecodeError):
         raise InvalidRequest("the request is not a message of the type that this method takes")
     return request
@@ -128,7 +128,7 @@ def _with_status(method: Method) -> Method:
 
 
 def status_of(error: Exception) -> tuple[StatusCode, str]:
-    """Return code and text of any exception, by way of the one table that HTTP has."""
+    """Return code and text of any exception, by HTTP's one table."""
     failure = failure_of(error)
     text = failure.message
     return _CODES[failure.status], text if len(text) <= _MAX_DETAIL_CHARS else text[: _MAX_DETAIL_CHARS - 3] + "..."
@@ -248,20 +248,20 @@ class InferenceServicer:
         return messages.SystemSharedMemoryUnregisterResponse()
 
     async def _owner(self, context: grpc.aio.ServicerContext) -> Owner:
-        """Return who asks for regions. Ends the call where there are none."""
+        """Return the owner of regions who calls. Ends the call if shared memory is off."""
         if not self._inference.shared_memory.is_on:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "shared memory is not supported by this server")
         return await _owner_of(context)
 
 
 async def _owner_of(context: grpc.aio.ServicerContext) -> Owner:
-    """Return the user and the tenant who call. Raises NotAllowed for a client that is not on this machine."""
+    """Return the calling user and tenant. Raises NotAllowed for a client on another machine."""
     uid = await asyncio.to_thread(uid_of_client, parse_grpc_peer(context.peer()))
     return Owner(uid, current_tenant.get())
 
 
 async def _read_infer(context: grpc.aio.ServicerContext, request: Any) -> InferRequest:
-    """Return the record of a request, with its owner where some of its tensors are in shared memory."""
+    """Return the record of a request, with its owner if some of its tensors are in shared memory."""
     asked = await _decoded(request)
     return replace(asked, owner=await _owner_of(context)) if asked.has_shared else asked
 
@@ -281,14 +281,14 @@ def _refusing(topic: str) -> Method:
 
 
 class _InferStream:
-    """One ModelStreamInfer call: requests as they come, each with one response or, of a text model, one per piece.
+    """One ModelStreamInfer call: a stream of requests, each with one response or, of a text model, one per piece.
 
-    As in Triton, responses of text models (decoupled ones) go out when they are there, and all others in the order of
+    As in Triton, responses of text models (decoupled ones) go out at once, and all others in the order of
     their requests. An error is a response with `error_message`, and the stream goes on; a client that sends the header
     `triton_grpc_error: true` gets it as the status of the whole stream instead. `triton_final_response` is true on the
     last response of each request, error or not, so no empty one has to follow it.
 
-    With `errors_end_it`, `answer_requests` raises what a request raises.
+    With `errors_end_it`, `answer_requests` raises the error of a request.
     """
 
     def __init__(self, inference: Inference, context: grpc.aio.ServicerContext, *, errors_end_it: bool) -> None:
@@ -313,7 +313,7 @@ class _InferStream:
             raise _first(group) from None
 
     async def _answer(self, request: Any, before: _Turn, done: _Turn) -> None:
-        """`before` is done when the responses that go first are out, `done` when the next request's may go."""
+        """`before` is done when the earlier responses are out, `done` when the next request's may go."""
         if await self._is_decoupled(request):
             before.add_done_callback(lambda _: _settle(done))
             await self._respond(request, _settled())
@@ -342,7 +342,7 @@ class _InferStream:
     async def _is_decoupled(self, request: Any) -> bool:
         try:
             return is_decoupled(await self._inference.metadata(_parsed(request).model_name))
-        except Exception:  # the request's own answer says what is wrong
+        except Exception:  # the request's own answer has the error
             return False
 
     def _make_room(self, _: asyncio.Task[None]) -> None:
@@ -360,7 +360,7 @@ def _terms_of(context: grpc.aio.ServicerContext) -> Terms:
 
 
 def _end_of(request: Any) -> messages.ModelInferResponse:
-    """Return what stands beside an error: whose it is, and that no more will come."""
+    """Return the last response of a request with an error: its id, and the mark that no more will follow."""
     if not isinstance(request, messages.ModelInferRequest):
         return messages.ModelInferResponse()
     final = {"triton_final_response": messages.InferParameter(bool_param=True)}

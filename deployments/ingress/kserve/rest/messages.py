@@ -51,7 +51,7 @@ _ModelVersion = Annotated[str, Path(description=f"{VERSION!r}, the one that is s
 _PIECE_ELEMENTS: Final = 2**14
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Scalar = bool | int | float | str
-# The members are checked one by one where they are read, so that a wrong one gets a sentence of its own.
+# The members are checked one by one as they are read, so that a wrong one gets an error of its own.
 ParametersBody = Annotated[
     dict[str, Any],
     Field(json_schema_extra={"additionalProperties": {"type": ["string", "number", "boolean"]}}),
@@ -81,9 +81,9 @@ def create_protocol_router() -> APIRouter:
 
 
 def add_model_route(router: APIRouter, method: str, suffix: str, handler: Handler, **docs: Any) -> None:
-    """Add a route of one model twice, as the protocol has it: with a version in the path and without.
+    """Add a route of one model twice, as in the protocol: with a version in the path and without.
 
-    `handler` gets the request, the model's name and the version, "" where the path has none.
+    `handler` gets the request, the model's name and the version, "" for a path without one.
     """
 
     async def unversioned(request: Request, model: ModelName) -> Response:
@@ -133,7 +133,7 @@ class InputBody(_Body):
 
 
 class OutputBody(_Body):
-    """An output that is wanted. Parameters: `binary_data` (bool), `classification` (number of classes)."""
+    """A wanted output. Parameters: `binary_data` (bool), `classification` (number of classes)."""
 
     name: str
     parameters: ParametersBody | None = None
@@ -176,7 +176,7 @@ class OutputAnswer(Answer):
 
 
 class InferAnswer(Answer):
-    """The outputs, and the parameters `warnings` and `triton_final_response` where there is something to say."""
+    """The outputs, and the parameters `warnings` and `triton_final_response` if there are any."""
 
     model_name: str
     model_version: str
@@ -188,7 +188,7 @@ class InferAnswer(Answer):
 def read_request(model: str, version: str, body: bytes, json_length: str | None = None) -> InferRequest:
     """Return the record of a body. `json_length` is the header Inference-Header-Content-Length.
 
-    Raises InvalidRequest, whatever comes.
+    Raises InvalidRequest for any wrong body, and no other error.
     """
     num_json_bytes = _json_length(json_length, len(body))
     form = read_json(InferBody, body[:num_json_bytes])
@@ -210,7 +210,7 @@ def read_request(model: str, version: str, body: bytes, json_length: str | None 
 def write_response(request: InferRequest, response: InferResponse) -> tuple[bytes, int | None]:
     """Return the body, and the length of its JSON part when raw tensors follow.
 
-    Raises InvalidRequest for a tensor that JSON cannot say and that was not asked for as binary data.
+    Raises InvalidRequest for a tensor that JSON cannot express and that is not wanted as binary data.
     """
     default = _flag("binary_data_output", request.parameters)
     binary = {wish.name: wish.binary for wish in request.outputs}
@@ -237,7 +237,7 @@ def write_response(request: InferRequest, response: InferResponse) -> tuple[byte
 
 
 def _data_parts(value: TensorValue) -> Iterator[bytes]:
-    """Yield the elements as JSON, some at a time: their writer holds Python's lock for as long as it writes."""
+    """Yield the elements as JSON, some at a time: their writer holds Python's lock while it writes."""
     tensors.check_json(value)
     flat = value.data.reshape(-1)
     for start in range(0, flat.size, _PIECE_ELEMENTS):

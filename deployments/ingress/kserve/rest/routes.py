@@ -2,7 +2,7 @@
 
 Sources: KServe v2 REST; Triton's binary, classification, schedule policy, model configuration, model repository,
 statistics and system shared memory extensions. The router of the extensions goes
-before that of the protocol, in whose paths `stats` would be a model's name. Where shared memory is switched off, its
+before that of the protocol, in whose paths `stats` would be a model's name. If shared memory is switched off, its
 paths answer 501.
 """
 
@@ -85,10 +85,10 @@ _GENERATE_EVENT: Final = {
     "type": "object",
     "properties": {"data": {"type": "string", "contentMediaType": "application/json"}},
 }
-# `stream` is what clients send out of habit: the endpoint's name has decided already.
+# Clients send `stream` out of habit: the endpoint's name decides already.
 _GENERATE_STEERING: Final = ("priority", "timeout", "stream")
 _JSON_TYPES: Final = {"BYTES": "string", "BOOL": "boolean", "INT32": "integer", "INT64": "integer", "FP32": "number"}
-_MIN_COMPRESSED_BYTES: Final = 1024  # below, the answer would hardly get smaller
+_MIN_COMPRESSED_BYTES: Final = 1024  # a smaller answer would hardly shrink
 _WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _LEVEL: Final = 1  # tensors gain little from more
 
@@ -112,7 +112,7 @@ class StatisticsAnswer(Answer):
 
 
 def create_repository_router(repository: Repository, statistics: Statistics) -> APIRouter:
-    """Return the routes that list, load and unload models, and tell their statistics."""
+    """Return the routes that list, load and unload models, and show their statistics."""
     router = create_protocol_router()
     _add_repository_routes(router, repository)
     _add_statistics_routes(router, repository, statistics)
@@ -173,7 +173,7 @@ def _add_statistics_routes(router: APIRouter, repository: Repository, statistics
 
 
 async def _object(request: Request) -> dict[str, Any]:
-    """Return the body as a JSON object; clients send none at all where nothing is to be said."""
+    """Return the body as a JSON object; clients without parameters send none."""
     text = await request.body()
     try:
         body = json.loads(text) if text else {}
@@ -209,7 +209,7 @@ class RegionAnswer(TypedDict):
 
 
 async def _owner_of(request: Request) -> Owner:
-    """Return the user and the tenant who ask. Raises NotAllowed for a client that is not on this machine."""
+    """Return the calling user and tenant. Raises NotAllowed for a client on another machine."""
     peer = (request.client.host, request.client.port) if request.client else None
     uid = await asyncio.to_thread(uid_of_client, peer, request.headers.get(CLIENT))
     return Owner(uid, current_tenant.get())
@@ -241,7 +241,7 @@ def create_shared_memory_router(memory: SharedMemory) -> APIRouter:
         openapi_extra=request_body(RegisterBody),
     )
     async def register(request: Request, region: _RegionName) -> Response:
-        """Register a region of a file that the user who runs the client has."""
+        """Register a region of a file of the client's user."""
         owner, body = await _owner_of(request), read_json(RegisterBody, await request.body())
         await memory.register(owner, RegionStatus(region, body.key, body.offset, body.byte_size))
         return Response()
@@ -273,7 +273,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
     _add_generate_routes(router, inference, limits.max_body_bytes)
 
     async def infer(request: Request, model: str, version: str) -> Response:
-        """Named tensors in, named tensors out: as JSON, or as JSON with raw bytes behind it."""
+        """Named tensors in, named tensors out: as JSON, or as JSON followed by raw bytes."""
         await inference.metadata(model, version)  # for an unknown model no tensors are read
         body = await _read_body(request, limits.max_body_bytes)
         json_length = request.headers.get(_JSON_LENGTH_HEADER)
@@ -308,7 +308,7 @@ def _add_server_routes(router: APIRouter, inference: Inference) -> None:
 
     @router.get(f"{PREFIX}/health/ready", response_model=ServerReadyAnswer, responses=documented(503))
     async def ready() -> Response:
-        """Answer 200 when models can be asked; 503 while configured ones are still entering the store."""
+        """Answer 200 when models can be used; 503 while configured ones are still entering the store."""
         if not await inference.server_ready():
             raise ModelUnavailable("models are still entering the store, or none could")
         return json_response(ServerReadyAnswer(ready=True))
@@ -319,11 +319,11 @@ def _add_server_routes(router: APIRouter, inference: Inference) -> None:
 
 def _add_model_routes(router: APIRouter, inference: Inference) -> None:
     async def model_metadata(_: Request, model: str, version: str) -> Response:
-        """Return what the model takes and gives; -1 is any size. Optional inputs may be left out."""
+        """Return the model's inputs and outputs; -1 is any size. Optional inputs may be left out."""
         return json_response(await inference.metadata(model, version))
 
     async def model_ready(_: Request, model: str, version: str) -> Response:
-        """Answer 200 when the model can be asked, 503 when not (yet)."""
+        """Answer 200 when the model can be used, 503 when not (yet)."""
         if not await inference.ready(model, version):
             raise ModelUnavailable(f"model {model!r} is not ready")
         return json_response(ModelReadyAnswer(name=model, ready=True))
@@ -363,7 +363,7 @@ async def _written(request: Request, asked: InferRequest, response: InferRespons
 
 
 class _GenerateBody(BaseModel, extra="allow", strict=True):
-    """A text to go on with. Options of the model may stand in `parameters` or beside it."""
+    """A text to continue. Options of the model may stand in `parameters` or beside it."""
 
     text_input: str
     id: str = ""
@@ -391,7 +391,7 @@ def _add_generate_routes(router: APIRouter, inference: Inference, max_body_bytes
 
     async def generate(request: Request, model: str, version: str) -> Response:
         """The whole continuation of a text."""
-        await inference.metadata(model, version)  # an unknown model is said before anything about the body
+        await inference.metadata(model, version)  # an unknown model is reported before errors of the body
         response = await inference.infer(await asked_of(request, model, version))
         return json_response(_generate_answer(response), headers=server_timing(response.timings_ms))
 
@@ -425,7 +425,7 @@ def _generate_request(model: str, version: str, body: bytes) -> InferRequest:
         if name in beside and name in inside:
             raise InvalidRequest(f"{name}: given both in parameters and outside of them", name)
     inputs = [tensors.from_json("text_input", "BYTES", (1,), [form.text_input])]
-    if isinstance(options.get("stop"), list):  # the one option of which a text can have several
+    if isinstance(options.get("stop"), list):  # the only option with several values for one text
         stop = options.pop("stop")
         inputs.append(tensors.from_json("stop", "BYTES", (len(stop),), stop))
     if not isinstance(options.pop("stream", False), bool):
@@ -466,9 +466,9 @@ def _error_event(error: Exception) -> str:
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body as it was before it was compressed.
+    """Return the decompressed body.
 
-    Raises RequestTooLarge above `max_bytes`, InvalidRequest for damage and for codings that are not known.
+    Raises RequestTooLarge above `max_bytes`, InvalidRequest for damage and for unknown codings.
     """
     body = await request.body()
     encoding = request.headers.get("content-encoding", "")
@@ -512,7 +512,7 @@ def _decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def _accepted_coding(accept_encoding: str) -> str | None:
-    """Return the first known coding that the header accepts; None for the body as it is."""
+    """Return the first known coding that the header accepts; None for no compression."""
     for part in accept_encoding.lower().split(","):
         name, _, weight = part.partition(";")
         refused = weight.replace(" ", "").rstrip("0") in ("q=", "q=0.")

@@ -30,7 +30,8 @@ async def numbers(queue: Dispatcher) -> tuple[int, int]:
     return sum(load.waiting for load in models), sum(load.running for load in models)
 
 
-async def test_ten_thousand_random_cancellations_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_requests", [3_000, pytest.param(10_000, marks=pytest.mark.long)])
+async def test_random_cancellations_leave_nothing(monkeypatch: pytest.MonkeyPatch, num_requests: int) -> None:
     monkeypatch.setattr("cluster.admission.dispatcher.AVOID_S", 0.0)
     queue = dispatcher("a", "b", max_waiting=1_000_000, max_waiting_per_model=1_000_000)
     rng = seeded_random()
@@ -62,7 +63,7 @@ async def test_ten_thousand_random_cancellations_leave_nothing(monkeypatch: pyte
             queue.leave(ticket, is_answered=is_answered)
 
     tasks = []
-    for _ in range(10_000):
+    for _ in range(num_requests):
         tasks.append(asyncio.create_task(request()))
         if rng.random() < 0.7:
             rng.choice(tasks[-50:]).cancel()

@@ -107,6 +107,8 @@ async def test_a_registered_model_is_there_and_known_after_a_kill(life: Life, tm
     made = await models.register(entry)
     assert (made.state, made.kind, made.nbytes, made.entry) == ("ready", "llm", 60, entry)
     assert (await models.manifest("m")).fingerprint == made.fingerprint
+    details = await models.model_details("m")
+    assert (details.num_parameters, details.quantization, details.format) == (15, "F32", "safetensors")
     again = await (await life.begin()).find_model("m")
     assert (again.state, again.fingerprint, again.defaults.max_tokens) == ("ready", made.fingerprint, 3)
 

@@ -187,9 +187,6 @@ DAMAGES = {
     "sdxl: its solver": Damage(
         "sdxl", changed("model_index.json", scheduler=["diffusers", "OwnScheduler"]), "solver diffusers.OwnScheduler"
     ),
-    "sdxl: a solver without a seed": Damage(
-        "sdxl", changed("model_index.json", scheduler=["diffusers", "DPMSolverSDEScheduler"]), "without the request's"
-    ),
     "sdxl: its VAE": Damage(
         "sdxl", changed("model_index.json", vae=["diffusers", "AutoencoderOwn"]), "no model class 'AutoencoderOwn'"
     ),

@@ -37,6 +37,7 @@ from deployments.records import (
 )
 from deployments.records.errors import GenerationFailed
 from deployments.services.text_service import whole_text
+from weights.formats.language_models import LanguageModelDetails
 
 IMAGE: dict[str, Any] = {"model": "flux", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "chatty", "messages": [{"role": "user", "content": "x"}]}
@@ -119,6 +120,7 @@ class Replicas:
         self.pieces = ["Hel", "lo", ""]
         self.chunks: list[TextChunk] = []  # instead of pieces
         self.states = dict(STATUSES)
+        self.details: dict[str, LanguageModelDetails] = {}
         self.remembered: AdmissionConfig | None = None
         self.tokenized: list[tuple[Any, bool]] = []
         self.enlarges_by = 1
@@ -144,6 +146,9 @@ class Replicas:
             cause = ModelUnknown(f"no model {model!r} (known: {', '.join(self.states)})")
             raise RayTaskError("find_model", "Traceback of the actor", cause)
         return self.states[model]
+
+    async def on_model_details(self, model: str) -> LanguageModelDetails:
+        return self.details.get(model, LanguageModelDetails())
 
     async def on_set_admission(self, admission: AdmissionConfig) -> None:
         self.remembered = admission

@@ -100,7 +100,7 @@ def streamed_response(events: Sequence[dict[str, Any]]) -> Blocks:
     return made
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", TOOL_FORMS)
 async def test_blocks_of_a_stream_are_those_of_the_whole_answer(
     name: str, http: httpx.AsyncClient, replicas: Replicas

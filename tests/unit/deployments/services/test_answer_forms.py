@@ -124,6 +124,22 @@ async def test_what_a_model_thinks_comes_apart_and_can_be_switched_off(model_of:
         await answer(service, chat_template_kwargs={"messages": []})
 
 
+async def test_thoughts_are_counted_and_what_ended_an_answer_is_named(model_of: Any) -> None:
+    engine, service = model_of(["<think>\n", "Hm", ".\n", "</think>\n\n", "19", "."], THINK)
+    chunks = await written_chunks(service, chat(tools=[]))
+    assert [chunk.num_reasoning_tokens for chunk in chunks] == [0, 1, 2, 3, 3, 3, 3]  # the mark that ends it is one
+    whole = whole_text("m", chunks)
+    assert (whole.num_reasoning_tokens, whole.num_completion_tokens, whole.stopped_by) == (3, 7, None)
+    both = await answer(service, tools=[], n=2)
+    assert both.num_reasoning_tokens == 6
+    assert (await answer(service, tools=[], stop=["x", "9."])).stopped_by == "9."
+    (token,) = (id_ for id_ in range(len(engine.tokenizer)) if engine.tokenizer.decode([id_]) == "19")
+    named = await answer(service, tools=[], stop_token_ids=[token])
+    assert (named.stopped_by, named.text, named.finish_reason) == (token, "", "stop")
+    eos = engine.tokenizer.eos_token_id
+    assert (await answer(service, tools=[], stop_token_ids=[eos])).stopped_by is None
+
+
 async def test_a_forced_call_is_behind_reasoning_that_is_over(model_of: Any) -> None:
     _engine, service = model_of(["x"], THINK.replace("<think></think>", "") + "<think>\n")
     tools = [

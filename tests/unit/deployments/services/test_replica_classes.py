@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[4]
 LEFT_OUT = ("peft.tuners", "accelerate.state", "sklearn.metrics")
 
-pytestmark = pytest.mark.slow  # processes that import torch
+pytestmark = pytest.mark.long  # processes that import torch
 
 
 def seen_in_a_replica(code: str) -> Any:
@@ -65,7 +65,6 @@ def test_replicas_import_their_models_and_nothing_that_they_do_not_use() -> None
     assert (names, is_same) == (["pipeline_sana", "pipeline_pag_sd"], True)
 
 
-@pytest.mark.long
 def test_libraries_that_were_there_before_go_on_as_they_were() -> None:
     code = """
 import accelerate, diffusers

@@ -16,15 +16,18 @@ from kit.seeding import seeded_rng
 from kit.tiny.parts import clip, clip_tokenizer, unet, vae
 from kit.tiny.pipelines import PIPELINES, make, saved
 from peft.tuners.lora import LoraLayer
+from PIL import Image
 from safetensors.torch import save_file
 from unit.deployments.engine_loops import stream_images
+from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 
-from configs.cluster import WorkerConfig
+from configs.cluster import ClusterConfig, WorkerConfig
 from configs.model import GenerationDefaults
 from deployments.engines.stock.inputs import FIELDS
+from deployments.local import LocalModels
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
-from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.records import ImageProgress, ImagePromptUse, ImageRequest, ImageResult
 from deployments.records.errors import InvalidRequest
 from deployments.replicas.step_loop import DeviceThread
 from deployments.requests.defaults import with_image_defaults
@@ -102,6 +105,31 @@ async def test_weights_of_a_prompt_are_left_out_and_told(lcm: Any, syntax: str, 
     expected = stock_images(stock, 3, width=32, height=32, num_inference_steps=2)
     assert np.abs(np.stack(result.images).astype(int) - expected).max() <= 1
     assert f"weights in the prompt had no effect: {LCM} reads it with encoders that take none" in result.warnings
+
+
+def test_an_image_is_a_prompt_through_the_store(tmp_path: Path) -> None:
+    stock = make(LCM, tmp_path / "model")
+    folder = write_ip_adapter(tmp_path / "look", stock.unet)
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [{"id": LCM, "path": str(tmp_path / "model"), "dtype": "float32"}],
+        "adapters": [{"id": "look", "path": str(folder), "base": [LCM]}],
+    }
+    models = LocalModels(ClusterConfig.model_validate(config))
+    image = seeded_rng().integers(0, 256, (40, 32, 3), dtype=np.uint8)
+    asked: dict[str, Any] = {"model": LCM, "prompt": "a cat", "seed": 3, "width": 32, "height": 32}
+    asked["num_inference_steps"] = 2
+    [plain] = models.generate(ImageRequest(**asked)).images
+    use = ImagePromptUse(name="look", image=image, scale=0.8)
+    [found] = models.generate(ImageRequest(**asked, ip_adapter=(use,))).images
+    stock.load_ip_adapter(str(folder), subfolder="", weight_name="ip-adapter.safetensors")
+    stock.set_ip_adapter_scale(0.8)
+    rest = {"width": 32, "height": 32, "num_inference_steps": 2, "ip_adapter_image": Image.fromarray(image)}
+    [expected] = stock_images(stock, 3, **rest)
+    assert np.abs(found.astype(int) - expected).max() <= 1
+    assert np.abs(found.astype(int) - plain).max() > 3
+    with pytest.raises(InvalidRequest, match=r"ip_adapter: diffusers' own code runs a .*, and takes none here"):
+        request_of("PixArtSigmaPipeline", ip_adapter=(use,))
 
 
 async def test_what_a_request_leaves_open_is_left_to_the_class(tmp_path: Path, open_host: OpenHost) -> None:

@@ -79,7 +79,7 @@ def test_the_seeds_are_valid(tmp_path: Path, inputs: dict[str, bytes], name: str
     PARSERS[name](tmp_path, inputs[name])
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", PARSERS)
 @settings(property_test, max_examples=150)
 @given(changes=CHANGES, other=st.sampled_from(list(PARSERS)))

@@ -45,6 +45,7 @@ def by_bitsandbytes(folder: Path, write: Any) -> dict[str, torch.Tensor]:
     return values
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("write", [bitsandbytes_nf4, bitsandbytes_int8], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("part", ["transformer", "text_encoder_3"])
 def test_a_folder_that_bitsandbytes_quantized_is_stored_as_a_plain_one(

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 from unit.weights.comparing import same
 
+from deployments.engines.diffusion.pipeline import settings_hash
 from deployments.engines.diffusion.solvers import SolverFactory
 from infra.bench.original_names import open_clip, sd3, unet_of_ldm, vae_of_ldm
 from weights.formats.checkpoint import read_checkpoint
@@ -310,6 +311,21 @@ def test_a_file_says_that_its_unet_predicts_velocities(
     assert (
         solver.configured("EulerDiscreteScheduler", {"prediction_type": "epsilon"}).config.prediction_type == "epsilon"
     )
+
+
+@pytest.mark.parametrize("config", [{}, {"clip_sample": True, "skip_prk_steps": False}], ids=["silent", "written"])
+def test_a_file_has_the_solver_and_the_size_of_its_base(
+    config: dict[str, Any], store: WeightStore, tmp_path: Path
+) -> None:
+    """Those that the pipelines of 2022 leave unsaid are mended by what the folder says, which is the same then."""
+    folder, file = sd15(tmp_path)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config | {"_diffusers_version": "0.6.0"}))
+    unet = folder / "unet" / "config.json"
+    unet.write_text(json.dumps(json.loads(unet.read_text()) | {"sample_size": 32, "_diffusers_version": "0.6.0"}))
+    skeleton = store.skeleton(externalize(store, "file", file, like=open_base(folder, store)))
+    assert pipeline_variant(skeleton) == pipeline_variant(folder)
+    assert pipeline_variant(skeleton)["sample_width"] == 64
+    assert settings_hash(skeleton) == settings_hash(folder)
 
 
 def test_configs_alone_are_enough_for_a_file_that_has_everything(store: WeightStore, tmp_path: Path) -> None:

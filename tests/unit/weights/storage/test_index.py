@@ -137,11 +137,14 @@ def enter(path: Path, model: str, *extents: str) -> None:
         index.enter(model, {id_: stored(id_) for id_ in extents}, extents)
 
 
-def test_killed_at_any_instruction_it_has_all_of_a_change_or_nothing(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [12, pytest.param(80, marks=pytest.mark.long)])
+def test_killed_at_any_instruction_it_has_all_of_a_change_or_nothing(
+    path: Path, tmp_path: Path, num_kills: int
+) -> None:
     """A kill also while it is made, and while a kill before is recovered from."""
     chance = seeded_random()
     entered: set[str] = set()
-    for number in range(40):
+    for number in range(num_kills):
         if chance.random() < 0.2:
             remove_index(path)
             entered = set()

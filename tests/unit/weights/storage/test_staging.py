@@ -76,7 +76,8 @@ def test_a_folder_without_a_sign_of_life_is_dead_only_when_empty(tmp_path: Path)
     assert sweep(tmp_path, "*") == [tmp_path / "empty"]
 
 
-def test_claiming_and_sweeping_at_once_never_meet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_claims", [75, pytest.param(600, marks=pytest.mark.long)])
+def test_claiming_and_sweeping_at_once_never_meet(tmp_path: Path, num_claims: int) -> None:
     """Whoever got its folder has it until it lets go, however the sweeps fall."""
     stop = threading.Event()
 
@@ -87,7 +88,7 @@ def test_claiming_and_sweeping_at_once_never_meet(tmp_path: Path) -> None:
     sweeper = threading.Thread(target=keep_sweeping)
     sweeper.start()
     try:
-        for number in range(300):
+        for number in range(num_claims):
             with claimed_folder(tmp_path / f"s-{number}") as folder:
                 (folder / "data").write_text("mine")
                 assert (folder / "data").read_text() == "mine"

@@ -1,9 +1,9 @@
 """Protocol buffer messages of the gRPC edge, in a descriptor pool of their own.
 
 Generated `_pb2` modules register in the one default pool of the process. Clients of the same protocol (tritonclient,
-kserve) bring theirs with the same names, and whoever comes second fails to import; grpcio-health-checking is the same
+kserve) bring theirs with the same names, and the second import fails; grpcio-health-checking is the same
 for `grpc.health.v1`. So the descriptors are shipped as data, and the classes are made here from a private pool.
-`open_inference.proto` says how the generated files are made again.
+`open_inference.proto` has the command that makes the generated files again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POOL: Any = _loaded()
 
 
 def names_of(path: str) -> dict[str, Any]:
-    """Return what a generated module of that .proto file has at its top: message classes, enums, DESCRIPTOR."""
+    """Return the top names of a generated module of that .proto file: message classes, enums, DESCRIPTOR."""
     file = POOL.FindFileByName(path)
     messages = {name: GetMessageClass(message) for name, message in file.message_types_by_name.items()}
     enums = {name: EnumTypeWrapper(enum) for name, enum in file.enum_types_by_name.items()}

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+from deployments.engines.diffusion.image_prompts import ImagePrompter, build_image_prompter
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.ip_adapter import canonical_name
 
 Kind = Literal["plain", "plus", "full", "flux"]
 WIDTH, VECTOR, LATENTS = 32, 24, 64  # of the encoder, of what it says of an image, of a resampler
@@ -89,3 +93,14 @@ def _resampler(width: int) -> dict[str, torch.Tensor]:
 
 def _norm(name: str, width: int) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": 1 + torch.randn(width) * 0.1, f"{name}.bias": torch.randn(width) * 0.1}
+
+
+def opened(folder: Path) -> ImagePrompter:
+    """As a replica has it: by the names that the store has."""
+    (component,) = read_checkpoint(folder).components
+    tensors = load_file(folder / "ip-adapter.safetensors")
+    encoder = load_file(folder / "image_encoder" / "model.safetensors")
+    tensors = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    tensors |= {f"image_encoder.{name}": tensor for name, tensor in encoder.items()}
+    assert tensors.keys() == component.tensors.keys()
+    return build_image_prompter(folder / "image_encoder", tensors)

@@ -165,7 +165,7 @@ def written(model: Model, layout: str, *, has_alpha: bool = True) -> Tensors:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-@pytest.mark.drawn(32)
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_of_each_family_is_applied(model: Model, layout: str, tmp_path: Path) -> None:
     save_file(written(model, layout), tmp_path / "a.safetensors")

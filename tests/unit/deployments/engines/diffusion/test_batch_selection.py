@@ -142,7 +142,7 @@ def poisson(chance: random.Random, count: int, mean_gap_s: float, num_steps: int
     return jobs
 
 
-@pytest.mark.drawn(by="load")
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CURVES)
 @pytest.mark.parametrize("load", ["at once", "light", "busy", "overloaded", "bursts"])
 def test_mean_latency_is_near_the_best_fixed_batch_size(name: str, load: str) -> None:

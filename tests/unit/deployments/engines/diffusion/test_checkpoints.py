@@ -9,6 +9,7 @@ import torch
 
 from deployments.engines.diffusion.checkpoints import conditioning_of, restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.stochastic_solvers import SOLVERS as SOLVERS_OF_OUR_OWN
 from deployments.engines.records.protocol import ConditionedRequest, EngineError
 
 SOLVERS = [  # without and with history, of first and second order, with noise of their own
@@ -47,13 +48,19 @@ def check_resumed(pair, load_pipeline, job, stops):
         assert torch.equal(run_to_end(elsewhere, other), whole)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, load_pipeline, solver):
     pair = make_sdxl_pair(solver)
     chance = random.Random(solver)
     request = make_request(num_inference_steps=7, num_images=2, guidance_scale=3.0, seed=chance.randrange(2**32))
     check_resumed(pair, load_pipeline, (request, pair.conditioning(3, negative=True)), {1, chance.randrange(2, 7)})
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS_OF_OUR_OWN))
+def test_a_solver_of_our_own_goes_on_in_the_middle_of_a_step(sdxl, make_request, load_pipeline, solver):
+    request = make_request(num_inference_steps=4, guidance_scale=3.0, seed=random.randrange(2**32), scheduler=solver)
+    check_resumed(sdxl, load_pipeline, (request, sdxl.conditioning(3, negative=True)), {1, 2, 3})
 
 
 @pytest.mark.drawn(2)

@@ -160,6 +160,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", list(ADAPTERS))
 def test_a_t2i_adapter_equals_stock(
     sdxl: Any, stable_diffusion: Any, make_request: Any, equals_stock: Any, tmp_path: Path, name: str

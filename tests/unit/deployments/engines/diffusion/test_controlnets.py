@@ -206,7 +206,6 @@ def test_what_is_refused(sdxl, stable_diffusion, flux, make_request):
 
 
 def test_a_family_says_whether_its_controls_may_be_encoded() -> None:
-    vae = SimpleNamespace(config={"scaling_factor": 1.0, "shift_factor": 0.0})
     for family in KNOWN.values():
         encoded = list[torch.Tensor]()
 
@@ -214,5 +213,5 @@ def test_a_family_says_whether_its_controls_may_be_encoded() -> None:
             encoded.append(images)
             return torch.zeros(1, 4, 8, 8)
 
-        family.adapters.control_image(SimpleNamespace(input_hint_block=None), torch.zeros(1, 3, 16, 16), encode, vae)
+        family.adapters.control_inputs(SimpleNamespace(input_hint_block=None), torch.zeros(1, 3, 16, 16), encode)
         assert family.adapters.encodes_controls == bool(encoded), family.class_name

@@ -130,6 +130,7 @@ def test_each_solver_has_a_noise_level_for_each_step(make_sdxl_pair, make_reques
     assert noise_levels(SimpleNamespace(timesteps=torch.tensor([9, 4]), sigmas=torch.tensor([1.0]))) == [9.0, 4.0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_checkpoint_between_extrapolated_steps_goes_on_bit_for_bit(
     make_sdxl_pair, make_request, load_pipeline, solver
@@ -151,6 +152,7 @@ def test_a_checkpoint_between_extrapolated_steps_goes_on_bit_for_bit(
         assert torch.equal(latents, whole)
 
 
+@pytest.mark.drawn(2)
 def test_requests_with_and_without_it_share_forwards_and_keep_their_bits(pair, make_request, monkeypatch):
     rules = [THIRDS, None, Acceleration(interval=2, order=2, warmup=1), Acceleration(max_error=0.3, interval=5)]
     jobs = [

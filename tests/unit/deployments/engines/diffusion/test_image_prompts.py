@@ -12,14 +12,13 @@ import torch
 from kit.seeding import seeded_rng
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_adapter
+from unit.deployments.engines.diffusion.ip_adapter_files import Kind, opened, write_ip_adapter
 
 from deployments.engines.diffusion.checkpoints import conditioning_of, restore_checkpoint, save_checkpoint
-from deployments.engines.diffusion.image_prompts import ImagePrompter, build_image_prompter
 from deployments.engines.records.protocol import EngineError, ImagePromptUse
 from deployments.engines.servable import why_unservable
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.ip_adapter import canonical_name, count_tokens
+from weights.formats.ip_adapter import count_tokens
 from weights.operations.externalize import externalize
 from weights.operations.layouts import write_inline
 from weights.records.errors import AdapterError, FormatError
@@ -36,17 +35,6 @@ def image_of(height: int, width: int) -> np.ndarray:
 @pytest.fixture(params=["sdxl", "stable_diffusion"])
 def prompted(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
-
-
-def opened(folder: Path) -> ImagePrompter:
-    """As a replica has it: by the names that the store has."""
-    (component,) = read_checkpoint(folder).components
-    tensors = load_file(folder / "ip-adapter.safetensors")
-    encoder = load_file(folder / "image_encoder" / "model.safetensors")
-    tensors = {canonical_name(name): tensor for name, tensor in tensors.items()}
-    tensors |= {f"image_encoder.{name}": tensor for name, tensor in encoder.items()}
-    assert tensors.keys() == component.tensors.keys()
-    return build_image_prompter(folder / "image_encoder", tensors)
 
 
 def stock_outputs(pair: Any, folders: list[Path], request: Any, conditioning: Any) -> tuple[torch.Tensor, np.ndarray]:

@@ -55,7 +55,7 @@ def all_latents(pair, states):
     return found
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("num_states", [1, 3])
 def test_has_the_bits_of_steps_that_compute_for_themselves(modulated, make_request, monkeypatch, num_states):
     changes = {"num_inference_steps": 11, "num_images": 2}

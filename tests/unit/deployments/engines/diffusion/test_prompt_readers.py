@@ -55,7 +55,7 @@ def request_of(**options: Any) -> DiffusionRequest:
     return DiffusionRequest(**(settings | options))  # type: ignore[arg-type]
 
 
-@pytest.mark.drawn(by="pair")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("negative", [None, "a dull dog"])
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_images_are_those_of_stock(pair: ReaderPair, scale: float, negative: str | None) -> None:

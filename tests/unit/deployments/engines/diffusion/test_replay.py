@@ -30,7 +30,7 @@ def latents_of(pipeline, jobs):
     return [state.latents for state in states]
 
 
-@pytest.mark.drawn(by="pair")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_latents_are_the_modules_own_and_few_forwards_are_its(pair, make_request, num_requests, monkeypatch):
     ours, _ = replaying(pair)

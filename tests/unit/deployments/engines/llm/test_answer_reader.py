@@ -22,7 +22,7 @@ from deployments.engines.llm.answer_grammars import LarkGrammar, call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import CalledTool, Function, whole_calls
 from deployments.engines.llm.chat_prompts import ChatOptions, render_chat
-from deployments.engines.llm.template_forms import answer_form, wants_text_arguments
+from deployments.engines.llm.template_forms import answer_form, template_forms
 from deployments.engines.records.protocol import EngineError
 
 FUNCTIONS = [
@@ -457,5 +457,35 @@ def test_a_form_is_found_where_prompts_begin_a_thought(name: str) -> None:
     """What the template writes behind a prompt then begins as a marker of calls does: with the same sign."""
     template = TEMPLATES[name] + "{% if add_generation_prompt %}<think>\n{% endif %}"
     assert answer_form(tokenizer_of(template), has_tools=True).tools is TOOL_FORMS[name]
-    wants_text = wants_text_arguments(tokenizer_of(TEMPLATES[name]))
-    assert wants_text_arguments(tokenizer_of(template)) == wants_text == (name == "deepseek-v3.1")
+    for one in (template, TEMPLATES[name]):
+        forms = template_forms(tokenizer_of(one), one)
+        assert (forms.has_text_arguments, forms.has_short_ids) == (name == "deepseek-v3.1", False)
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMS.items() if form.mark])
+@pytest.mark.parametrize("mark", ["\uff5c\uff5cDSML\uff5c\uff5c", "|DSML|", "||dsml||", "\uff5cDsml\uff5c\uff5c"])
+def test_marks_with_other_bars_and_letters_are_those_that_are_meant(name: str, mark: str) -> None:
+    """As models write them in long chats."""
+    rng = seeded_random()
+    calls = random_calls(rng)
+    _, text = written(TEMPLATES[name], calls)
+    assert TOOL_FORMS[name].mark in text
+    drifted = "So: " + text.replace(TOOL_FORMS[name].mark, mark)
+    for pieces in ([drifted], list(drifted), *(random_cuts(drifted, rng) for _ in range(5))):
+        assert read(form_of(name), pieces) == ("So:", "", calls)
+    for other in ("a < b", "<", "</", "a <|", "<|DSM", "if x <|y| else", "<|DSML", "</||DSM\n"):
+        assert read(form_of(name), list(other))[0].rstrip() == other.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{city: "O\'Neil, {and} \\"sons\\"", nights:3}', {"city": 'O\'Neil, {and} "sons"', "nights": 3}),
+        ('{"city":"Ulm","guests":["a, b", <|"|>c "d" }<|"|>]}', {"city": "Ulm", "guests": ["a, b", 'c "d" }']}),
+        ('{city:3" pipe,nights:1}', {"city": '3" pipe', "nights": 1}),
+    ],
+)
+def test_texts_in_plain_quotes_are_texts_in_gemma_s_calls(text: str, expected: dict[str, Any]) -> None:
+    answer = f"<|tool_call>call:book{text}<tool_call|>Well."
+    for pieces in ([answer], list(answer), random_cuts(answer, seeded_random())):
+        assert read(form_of("gemma4"), pieces) == ("Well.", "", [("book", expected)])

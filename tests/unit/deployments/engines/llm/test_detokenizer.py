@@ -139,6 +139,7 @@ def test_what_a_token_takes_does_not_grow_with_those_that_gave_no_text(monkeypat
 def shown(stop, parts) -> tuple[str, bool]:
     matcher = StopMatcher(stop)
     text = "".join(matcher.feed(part) for part in parts)
+    assert matcher.stopped == (matcher.found in stop)
     return text + matcher.flush(), matcher.stopped
 
 

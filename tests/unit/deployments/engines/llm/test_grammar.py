@@ -222,13 +222,16 @@ class Owner(BaseModel):
     website: Annotated[str, Field(pattern="^[a-z]{2}$", json_schema_extra={"format": "iri"})]
 
 
-def test_what_pydantic_writes_of_unions_and_sets_is_kept_to(engine: LLMEngine, run_all: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("num_answers", [3, pytest.param(12, marks=pytest.mark.long)])
+def test_what_pydantic_writes_of_unions_and_sets_is_kept_to(
+    engine: LLMEngine, run_all: Callable[..., Any], num_answers: int
+) -> None:
     schema = Owner.model_json_schema()
     assert "oneOf" in json.dumps(schema)
     assert "uniqueItems" in json.dumps(schema)
     seed = random.randrange(1000)
     print("seed", seed)
-    for number in range(6):
+    for number in range(num_answers):
         request = constrained(engine, str(number), schema, temperature=2.0, seed=seed + number, max_tokens=400)
         outcome = run_all(engine, [request])[str(number)]
         if outcome.finish_reason == "stop":

@@ -58,7 +58,7 @@ JOIN_AT = (0, 0, 2, 2, 5, 9)
 NUM_TOKENS = (20, 8, 12, 16, 6, 9)
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_equal_transformers_in_a_ragged_batch(case, tiny, run_all, prompt_of, request_of):
     family, seed, overrides = CASES[case]
@@ -139,7 +139,7 @@ def runner_logits(model, prompts, budget=2048):
     return torch.stack([found[str(i)] for i in range(len(prompts))])
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_close_to_transformers(case, tiny, prompt_of):
     family, seed, overrides = CASES[case]

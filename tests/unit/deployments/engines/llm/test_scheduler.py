@@ -174,6 +174,23 @@ def test_prompts_that_begin_alike_and_come_together_compute_their_beginning_once
     assert blocks.num_free == 200
 
 
+def test_an_error_while_a_prompt_is_seated_loses_none_of_the_line(monkeypatch):
+    subject, blocks = scheduler(num_blocks=200, budget=64)
+    first, second = sequence("first", 160, 5), sequence("second", 160, 5)
+    other = sequence("other", 40)
+    subject.add_sequence(first)
+    step(subject)
+    subject.add_sequence(second)
+    subject.add_sequence(other)
+    with monkeypatch.context() as broken:
+        broken.setattr(blocks, "allocate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            subject.schedule()
+    assert subject.num_waiting == 3
+    subject.finish(first)
+    assert [name for name, _, _ in step(subject)] == ["second", "other"]
+
+
 def test_a_prompt_waits_no_longer_than_what_it_has_in_common_is_computed():
     subject, _ = scheduler(num_blocks=200, budget=32)
     subject.add_sequence(long := sequence("long", 1000))

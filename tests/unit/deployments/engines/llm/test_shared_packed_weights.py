@@ -52,8 +52,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.drawn
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_two_processes_share_one_copy(form: Any, tiny: Callable[..., Any], tmp_path: Path) -> None:
     model = tiny("llama", hidden_size=1024, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8)

@@ -105,7 +105,7 @@ def test_weights_of_compel_are_bounded(prompt: str) -> None:
         parse_weights(from_compel(prompt))
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "unit", ["(", ")", "[a", "[", "(a)", "(:1.1)", "(a:1.1", ":", "\\", "1.1)", "BREAK ", "a b", "a+", "(a)-", "+"]
 )

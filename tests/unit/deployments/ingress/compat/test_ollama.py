@@ -18,6 +18,7 @@ from deployments.engines.llm.chat import CalledTool
 from deployments.ingress.compat.ollama_answers import shown_model
 from deployments.ingress.service.catalog import card_of
 from deployments.records import ChatRequest, CompletionRequest, TextChunk, TokenText
+from weights.formats.language_models import LanguageModelDetails
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
@@ -73,7 +74,9 @@ async def test_tool_calls_come_whole(client: ollama.AsyncClient, replicas: Repli
     if streams:
         pieces = [one async for one in await client.chat("chatty", ASKED, tools=[ADD], stream=True)]
         assert "".join(piece.message.content or "" for piece in pieces) == "so"
-        answer = pieces[-1]
+        *before, answer, last = pieces  # clients look for calls in lines that are not the last
+        assert not any(piece.message.tool_calls for piece in (*before, last))
+        assert [piece.done for piece in (answer, last)] == [False, True]
     else:
         answer = await client.chat("chatty", ASKED, tools=[ADD])
     assert answer.message.tool_calls is not None
@@ -159,11 +162,37 @@ async def test_the_models_that_can_be_asked(client: ollama.AsyncClient) -> None:
         ({"context_length": 4096, "knows_tools": True, "thinks": True}, ["completion", "tools", "thinking"]),
     ):
         card = card_of(replace(STATUSES["chatty"], variant=facts))
-        assert shown_model(card).capabilities == capabilities
-        assert shown_model(card).model_info["llm.context_length"] == 4096
+        shown_card = shown_model(card, LanguageModelDetails("qwen3"))
+        assert shown_card.capabilities == capabilities
+        assert shown_card.model_info["qwen3.context_length"] == 4096
     with pytest.raises(ollama.ResponseError, match="writes no text"):
         await client.show("flux")
     assert (await client.ps()).models == []
+
+
+async def test_what_clients_read_of_a_model(client: ollama.AsyncClient, replicas: Replicas) -> None:
+    """Its architecture, by which they find its context, how large it is, and its template."""
+    sizes = {"qwen3.embedding_length": 1024, "qwen3.context_length": 1}
+    replicas.details["chatty"] = LanguageModelDetails("qwen3", "{{ messages }}", "gguf", "Q4_K", 8_030_000_000, sizes)
+    replicas.states["chatty"] = replace(STATUSES["chatty"], variant={"context_length": 4096})
+    shown = await client.show("chatty")
+    assert shown.details is not None
+    assert shown.modelinfo is not None
+    assert (shown.template, shown.details.format, shown.details.quantization_level) == (
+        "{{ messages }}",
+        "gguf",
+        "Q4_K",
+    )
+    assert (shown.details.family, shown.details.families, shown.details.parameter_size) == ("qwen3", ["qwen3"], "8.0B")
+    architecture = shown.modelinfo["general.architecture"]
+    assert shown.modelinfo[f"{architecture}.context_length"] == 4096  # what is served, and not what the file says
+    assert shown.modelinfo["qwen3.embedding_length"] == 1024
+    assert shown.modelinfo["general.parameter_count"] == 8_030_000_000
+    for number, text in ((0, ""), (12, "12"), (1500, "1.50K"), (494_030_000, "494.03M"), (671_000_000_000, "671.0B")):
+        replicas.details["chatty"] = LanguageModelDetails(num_parameters=number)
+        details = (await client.show("chatty")).details
+        assert details is not None
+        assert details.parameter_size == text
 
 
 @pytest.mark.drawn(3)

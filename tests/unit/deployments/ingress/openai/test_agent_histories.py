@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from unit.deployments.ingress.http_fakes import CHAT, CHATS, COMPLETIONS, CONFIG, Replicas, served
+from unit.deployments.ingress.http_fakes import CHAT, CHATS, COMPLETIONS, CONFIG, Replicas, problem, served
 
 from deployments.records import LEAST_TOP_P
 
@@ -25,6 +25,87 @@ async def test_a_call_that_was_cut_is_sent_back(http: httpx.AsyncClient, replica
     _, cut, said, _ = replicas.requests[-1].messages
     assert cut.for_template()["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"ci'}
     assert said.text == "No."
+
+
+async def test_calls_and_results_without_ids_belong_together(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    """As clients of Gemini's and of llama.cpp's send them; a result may name its function, or take the next call."""
+
+    def call(name: str, id_: str | None = None) -> dict[str, Any]:
+        return {"id": id_, "type": "function", "function": {"name": name, "arguments": {"a": name}}}
+
+    said = {"role": "assistant", "tool_calls": [call("f"), call("g"), call("h", "own")]}
+    results = [
+        {"role": "tool", "name": "g", "content": "G"},
+        {"role": "tool", "tool_call_id": "own", "content": None},
+        {"role": "tool", "tool_call_id": "", "content": [{"type": "text", "text": "F"}]},
+    ]
+    chat = [
+        *QUESTION,
+        said,
+        *results,
+        {"role": "assistant", "tool_calls": [call("f")]},
+        {"role": "tool", "content": "1"},
+    ]
+    for path in (f"/v1/{CHATS}", "/tokenize"):
+        answer = await http.post(path, json={**CHAT, "messages": chat})
+        assert answer.status_code == 200, answer.text
+        _, first, *answered, second, last = replicas.requests[-1].messages
+        ids = [one.id for one in first.tool_calls]
+        assert len(set(ids)) == 3
+        assert [(one.tool_call_id, one.text) for one in answered] == [(ids[1], "G"), ("own", ""), (ids[0], "F")]
+        assert last.tool_call_id == second.tool_calls[0].id not in ids
+        assert [json.loads(one.function.arguments) for one in first.tool_calls] == [{"a": name} for name in "fgh"]
+    orphan = await http.post(f"/v1/{CHATS}", json={**CHAT, "messages": [*QUESTION, {"role": "tool", "content": "1"}]})
+    assert (orphan.status_code, problem(orphan)["param"]) == (400, "messages.1.tool_call_id")
+
+
+@pytest.mark.parametrize("name", ["two words", "mcp:db/list", "functions.f:0"])
+async def test_a_call_is_sent_back_whatever_the_model_named_it(
+    http: httpx.AsyncClient, replicas: Replicas, name: str
+) -> None:
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    blocks = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": name, "input": {}}]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": {}}}]}
+    for path, body in (
+        ("/v1/responses", {"model": "chatty", "input": items, "store": False}),
+        ("/v1/messages", {**MESSAGES, "messages": [*QUESTION, blocks, *QUESTION]}),
+        ("/api/chat", {**CHAT, "messages": [*QUESTION, called], "stream": False}),
+    ):
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert replicas.requests[-1].messages[1].tool_calls[0].function.name == name
+
+
+async def test_parts_of_chats_in_the_words_of_other_apis(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    chat = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "output_text", "text": "b"}],
+        },
+        *QUESTION,
+    ]
+    answer = await http.post(f"/v1/{CHATS}", json={**CHAT, "messages": chat})
+    assert answer.status_code == 200, answer.text
+    asked, said, _ = replicas.requests[-1].messages
+    assert (asked.text, said.text, said.reasoning) == ("a", "b", "Hm.")
+
+
+async def test_thoughts_of_which_a_summary_alone_is_known(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    summary = [{"type": "summary_text", "text": "Hm."}]
+    for thought, expected in (
+        ({"summary": summary}, "Hm."),
+        ({"summary": summary, "content": [{"type": "reasoning_text", "text": "So: "}]}, "So: "),
+        ({"summary": [], "encrypted_content": "x"}, ""),
+    ):
+        items = [*QUESTION, {"type": "reasoning", **thought}, {"role": "assistant", "content": "b"}, *QUESTION]
+        answer = await http.post("/v1/responses", json={"model": "chatty", "input": items, "store": False})
+        assert answer.status_code == 200, answer.text
+        assert (replicas.requests[-1].messages[1].reasoning or "") == expected
 
 
 async def test_blocks_that_only_anthropic_s_servers_know(http: httpx.AsyncClient, replicas: Replicas) -> None:
@@ -86,6 +167,7 @@ async def test_items_of_openai_s_own_tools(http: httpx.AsyncClient, replicas: Re
         ("/v1/messages", {**MESSAGES, "top_p": 0}, "top_p", LEAST_TOP_P),
         ("/api/chat", {**CHAT, "options": {"top_p": 0, "stop": ["x", ""]}, "stream": False}, "stop", ("x",)),
         ("/v1/messages", {**MESSAGES, "messages": [{"role": "user", "content": " "}]}, "model", "chatty"),
+        (f"/v1/{COMPLETIONS}", {"model": "chatty", "prompt": "x", "suffix": ""}, "prompt", "x"),
         (f"/v1/{CHATS}", {**CHAT, "messages": [{"role": "user", "content": ""}]}, "model", "chatty"),
     ],
 )

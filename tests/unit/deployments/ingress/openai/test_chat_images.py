@@ -93,6 +93,12 @@ def chat_with(content: Any) -> dict[str, Any]:
 
 
 ASKED: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
+    "an address alone": lambda data: (
+        "/v1/chat/completions",
+        chat_with(
+            [{"type": "image_url", "image_url": f"data:image/png;base64,{data}"}, {"type": "text", "text": "what"}]
+        ),
+    ),
     "responses": lambda data: (
         "/v1/responses",
         {
@@ -177,7 +183,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     ),
     "detail": (part("eA==", detail="ultra"), "messages.0.content.1.image_url.detail", "'auto', 'low' or 'high'"),
     "no url": ({"type": "image_url", "image_url": {}}, "messages.0.content.1.image_url.url", "[Ff]ield required"),
-    "sound": ({"type": "input_audio", "input_audio": {}}, "messages.0.content.1", "'text', 'image_url'"),
+    "sound": ({"type": "input_audio", "input_audio": {}}, "messages.0.content.1", "'text', .*'image_url'"),
     "no host": (part("http://169.254.169.254/latest"), "messages.0.content.1", "ingress.image_hosts: none"),
 }
 

@@ -108,6 +108,38 @@ async def test_what_is_asked_of_thinking_reaches_the_model(http: httpx.AsyncClie
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "reasoning_effort")
 
 
+async def test_tokens_of_thoughts_are_said(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
+    replicas.chunks = [*CHUNKS[:-1], TextChunk("", 4, 7, "tool_calls", **LAST, num_reasoning_tokens=2)]
+    asked: Any = {"model": "chatty", "messages": QUESTION}
+    usage = [(await client.chat.completions.create(**asked)).usage]
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    usage += [chunk.usage async for chunk in await client.chat.completions.create(**asked, **options) if chunk.usage]
+    assert [one.completion_tokens_details.reasoning_tokens for one in usage] == [2, 2]  # type: ignore[union-attr]
+    whole = await client.responses.create(model="chatty", input="x")
+    assert whole.usage is not None
+    assert (whole.usage.output_tokens, whole.usage.output_tokens_details.reasoning_tokens) == (7, 2)
+
+
+async def test_what_ended_an_answer_is_said(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    """`stop_reason` as vLLM has it, and Anthropic's stop sequence."""
+    asked = {"stop": ["x", "END"], "stop_token_ids": [7]}
+    message = {"model": "chatty", "max_tokens": 9, "messages": QUESTION, "stop_sequences": ["END"]}
+    cases = [("stop", "END", "stop_sequence"), ("stop", 7, "end_turn"), ("stop", None, "end_turn")]
+    for reason, found, ended in [*cases, ("length", None, "max_tokens"), ("tool_calls", "END", "tool_use")]:
+        replicas.chunks = [TextChunk("a", 4, 1), TextChunk("", 4, 2, reason, **LAST, stopped_by=found)]
+        for path, body in ((CHATS, CHAT), ("completions", {"model": "chatty", "prompt": "x"})):
+            (choice,) = (await http.post(f"/v1/{path}", json={**body, **asked})).json()["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == (reason, found)
+            events = events_of(await http.post(f"/v1/{path}", json={**body, **asked, "stream": True}))
+            said = [one["choices"][0] for one in events]
+            assert [one["stop_reason"] for one in said if "stop_reason" in one] == [found]
+        expected = {"stop_reason": ended, "stop_sequence": found if ended == "stop_sequence" else None}
+        whole = (await http.post("/v1/messages", json=message)).json()
+        assert {name: whole[name] for name in expected} == expected
+        events = events_of(await http.post("/v1/messages", json={**message, "stream": True}))
+        assert [one["delta"] for one in events if one["type"] == "message_delta"] == [expected]
+
+
 async def test_responses(client: openai.AsyncOpenAI, http: httpx.AsyncClient, replicas: Replicas) -> None:
     whole = await client.responses.create(model="chatty", input="x")
     kinds = [item.type for item in whole.output]

@@ -207,3 +207,28 @@ async def test_a_structural_tag_is_said_in_either_field(http: httpx.AsyncClient,
         assert grammar.structural_tag["format"] == form
     both = asked | {"response_format": tag, "structured_outputs": {"regex": "a"}}
     assert (await http.post("/v1/chat/completions", json=both)).status_code == 400
+
+
+async def test_some_of_the_tools_may_be_called(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient, replicas: Replicas
+) -> None:
+    functions: list[Any] = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in "fgh"]
+    tools: Any = [{"type": "function", "function": one} for one in functions]
+    for mode in ("auto", "required"):
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in "hf"]}
+        choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+        await client.chat.completions.create(model="chatty", messages=QUESTION, tools=tools, tool_choice=choice)
+        flat: Any = {"mode": mode, "tools": [*({"type": "function", "name": name} for name in "hf"), {"type": "mcp"}]}
+        asked: Any = {
+            "tools": [{"type": "function", "strict": False, **one} for one in functions],
+            "tool_choice": {"type": "allowed_tools", **flat},
+        }
+        answer = await client.responses.create(model="chatty", input="x", **asked)
+        assert answer.tool_choice.type == "allowed_tools"  # type: ignore[union-attr]
+        for request in replicas.requests[-2:]:
+            assert [tool.function.name for tool in request.tools] == ["f", "h"]
+            assert request.tool_choice == mode
+    allowed["tools"] = [{"type": "function", "function": {"name": "nobody"}}]
+    wrong = await http.post(f"/v1/{CHATS}", json={**CHAT, "tools": tools, "tool_choice": choice})
+    assert (wrong.status_code, problem(wrong)["param"]) == (400, "tool_choice")
+    assert "no tool 'nobody' (tools: f, g, h)" in problem(wrong)["message"]
