@@ -39,7 +39,7 @@ from deployments.engines.llm.models.registry import (
     is_text_alone,
     load_config,
 )
-from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
@@ -117,7 +117,7 @@ class LLMEngine:
         self.max_model_len = plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
         self.tokenizer, self.generation_defaults = load_tokenizer(folder), load_generation_defaults(folder)
-        vision = model.vision if isinstance(model, StockModel) else None
+        vision = model.vision if isinstance(model, StockLanguageModel) else None
         images = ImageReader.load(folder, self.tokenizer, model_config) if vision else None
         self.chats = ChatReader(self.tokenizer, images, vision)
         self._vocab_size, self._eos_token_ids = model.spec.vocab_size, load_eos_token_ids(folder, model_config)
@@ -435,7 +435,7 @@ def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, Mo
 
 def _recurrent_spec(model: AnyModel) -> RecurrentSpec | None:
     """Return the spec of a model's states in the shared batch."""
-    return model.spec.recurrent if isinstance(model, StockModel) else None
+    return model.spec.recurrent if isinstance(model, StockLanguageModel) else None
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from deployments.ingress.service.operations import Operations
 from deployments.ingress.service.preparing import Preparing
 from deployments.ingress.service.queues import Queues
 from deployments.ingress.service.retries import EncoderReply, ResumedImages, RetriedCalls
-from deployments.ingress.service.texts import Texts
+from deployments.ingress.service.texts import TextWriter
 from deployments.ingress.service.timing import account, timed_call
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
@@ -127,7 +127,7 @@ class Service:
         scaling = config.controller.scaling
         woken = {WORKER} if scaling and scaling.min_workers == 0 else set[str]()  # by a request
         self.listing = Listing(snapshot, queue, self.pipelines, self._pipeline_models, config.entries, woken)
-        self.texts = Texts(
+        self.texts = TextWriter(
             self._worker,
             self._catalog,
             self._preparing,
