@@ -113,11 +113,11 @@ class AnswerReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Return whether what comes next belongs to a thought, if only as its end."""
+        """Return whether the next text belongs to a thought, if only as its end."""
         return self._state == self._read_thought
 
     def feed(self, piece: str) -> AnswerPiece:
-        """Return what is certain now."""
+        """Read a piece, and return the part of the answer that is certain now."""
         self._read(piece if self._spelling is None else self._spelling.feed(piece))
         return self._taken()
 
@@ -127,26 +127,22 @@ class AnswerReader:
             pass
 
     def flush(self, *, is_cut: bool = False) -> AnswerPiece:
-        """Return what was held back, at the end of the answer; `is_cut`: it would have gone on."""
+        """Return the text held back, at the end of the answer. `is_cut`: a limit ended the answer before its end."""
         if self._spelling is not None:
             self._read(self._spelling.flush())
         if not is_cut and self._state == self._read_call and self._call is not None:
             self._call.flush()
         held, self._tape.held = self._tape.held, ""
+        is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by special tokens
         if self._state == self._read_thought:
             self._thought.add(held)
         elif self._state in (self._read_start, self._read_text):
             self._text.add(held)
-        elif self._may_be_text(self._tape.raw + held):
-            self._tape.raw += held
+        elif self._tape.keeps_raw and not is_marked and (self._tape.raw + held).strip() not in self._openings:
+            self._tape.raw += held  # no call, and more than an opening of one
             self._give_up()
         self._text.end()
         return self._taken()
-
-    def _may_be_text(self, raw: str) -> bool:
-        """Return whether the text read is no call, and more than an opening of one."""
-        is_marked = self._tools is not None and self._tools.syntax in ("braces", "channels")  # by special tokens
-        return self._tape.keeps_raw and not is_marked and raw.strip() not in self._openings
 
     def _taken(self) -> AnswerPiece:
         return AnswerPiece(self._text.take(), self._thought.take(), self._calls.take())
@@ -214,14 +210,12 @@ class AnswerReader:
             self._state = self._read_head
         elif tools.syntax in ("braces", "python"):
             stop = tools.call[1] if tools.syntax == "braces" else tools.section[1] if marker else ""
-            self._begin(WholeCall(tape, self._calls, tools, stop, must_know=self._must_know))
+            call = WholeCall(tape, self._calls, tools, stop, must_know=self._must_know)
+            self._call, self._state = call, self._read_call
         elif marker and marker == tools.call[0].strip() and tools.syntax != "object":
             self._state = self._read_kind
         else:
             self._state = self._read_section
-
-    def _begin(self, call: CallReader) -> None:
-        self._call, self._state = call, self._read_call
 
     @property
     def _must_know(self) -> bool:
@@ -275,7 +269,8 @@ class AnswerReader:
             is_call = body[0] == "{"
             tape.skip(blanks + (not is_call))
             if is_call:
-                self._begin(JsonCall(tape, self._calls, tools, must_know=self._must_know))
+                call = JsonCall(tape, self._calls, tools, must_know=self._must_know)
+                self._call, self._state = call, self._read_call
             return True
         return self._give_up()
 
@@ -296,13 +291,14 @@ class AnswerReader:
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         if tools.syntax == "tagged":
-            self._begin(TaggedCall(tape, self._calls, tools, must_know=self._must_know))
+            call = TaggedCall(tape, self._calls, tools, must_know=self._must_know)
+            self._call, self._state = call, self._read_call
             return True
         body = tape.held.lstrip()
         if body[:1] in ("[", "{"):
             self._state = self._read_section
         elif body:
-            self._begin(JsonCall(tape, self._calls, tools, must_know=self._must_know))
+            self._call, self._state = JsonCall(tape, self._calls, tools, must_know=self._must_know), self._read_call
         return bool(body)
 
     # Messages with heads
@@ -324,7 +320,7 @@ class AnswerReader:
         if recipient is not None and recipient[1] not in _PEOPLE:
             name = recipient[1].removeprefix("functions.")
             if self._calls.knows(name):
-                self._begin(JsonCall.named(tape, self._calls, tools, name))
+                self._call, self._state = JsonCall.named(tape, self._calls, tools, name), self._read_call
             else:
                 self._state = self._read_unwanted
             return True
