@@ -165,7 +165,7 @@ class _Heap(Generic[CandidateT]):
         self.placed: set[CandidateT] = set()
 
     def rank(self, candidate: CandidateT) -> float:
-        """Return what the candidates are ordered by."""
+        """Return the place of a candidate in the order."""
         raise NotImplementedError
 
     def add(self, candidate: CandidateT) -> None:
