@@ -85,9 +85,10 @@ class ClusterView:
 
     async def _events(self) -> AsyncGenerator[str]:
         self._num_viewers += 1
-        if self._task is None or self._task.done():
-            self._task = shared_task(self._look_on())
         try:
+            if self._task is None or self._task.done():
+                self._task = shared_task(self._look_on())
+                await self._changed.wait()  # the last picture is as old as the last watcher
             seen = 0
             while True:
                 if seen != self._number:
@@ -107,6 +108,7 @@ class ClusterView:
     async def _look_on(self) -> None:
         """Look every period while there are watchers. After a failed look the last picture stays."""
         self._is_new = True
+        self._chronicle.begin()
         while self._num_viewers:
             began_s = time.monotonic()
             try:

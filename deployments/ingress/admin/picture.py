@@ -73,22 +73,25 @@ class Chronicle:
     def __init__(self) -> None:
         self.switches: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_SWITCHES)
         self.requests: deque[tuple[int, list[Any]]] = deque(maxlen=MAX_REQUESTS)
-        self._seen: dict[tuple[str, str], Any] = {}
+        self._seen: dict[tuple[str, str], Any] | None = None  # None before a first look
         self._num_switches = 0
-        self._has_looked = False
+
+    def begin(self) -> None:
+        """Begin to look, perhaps after a while without looks: switches since the last one have no time."""
+        self._seen = None
 
     def note_replicas(self, replicas: Iterable[Mapping[str, Any]], at_s: float) -> None:
-        """Note new reports of switches. Those of the first look have no time."""
-        seen = {}
+        """Note new reports of switches, but for those of a first look."""
+        known, seen = self._seen, {}
         for replica in replicas:
             for model, report in replica.get("last_switches", {}).items():
                 key = (replica["name"], model)
                 seen[key] = report
-                if self._has_looked and report != self._seen.get(key) and report["built"]:
+                if known is not None and report != known.get(key) and report["built"]:
                     self._num_switches += 1
                     switch = {"at_s": round(at_s, 2), "replica": replica["name"], **_described(report)}
                     self.switches.append((self._num_switches, switch))
-        self._seen, self._has_looked = seen, True
+        self._seen = seen
 
     def note_requests(self, ended: Sequence[Any], first_number: int, clock_ahead_s: float) -> None:
         """Take in ended requests. `clock_ahead_s` turns the queue's times into Unix time."""

@@ -1,5 +1,6 @@
 // The page Chat: models that write, and models that turn texts into vectors and ranks.
 
+import { asCurl, chatAsPython } from "./as_code.js";
 import { ApiError, errorOfEvent, eventsOf, request } from "./api.js";
 import { asMarkdown, pathOf, showing, siblingsOf, titleOf, useConversations, withChange, withTurn } from "./conversations.js";
 import { base64Of, download } from "./image_files.js";
@@ -112,10 +113,20 @@ function Chat({ models }) {
     giveResult: (call, content) => say({ role: "tool", tool_call_id: call.id, content }, path.at(-1)?.id),
     turnTo: (turn) => change(shown, (one) => showing(one, turn)),
   };
+  // Copy the request that led to the answer shown last.
+  const copyAs = async (form) => {
+    try {
+      const asked = path.slice(0, path.findLastIndex((turn) => turn.role === "assistant"));
+      const { stream, stream_options, ...body } = await bodyOf(chat, asked, model);
+      copy(form === "curl" ? asCurl("v1/chat/completions", body) : chatAsPython(body));
+    } catch (error) {
+      tell(error.message, { isError: true });
+    }
+  };
   return html`<div class="chat">
     <div class="stack">
       <${Settings} chat=${chat} set=${set} models=${models} />
-      <${Conversations} ...${{ list, shown, choose, begin, remove, answering }} />
+      <${Conversations} ...${{ list, shown, choose, begin, remove, answering, copyAs }} />
     </div>
     <section class="panel talk" aria-label=${words.conversation}>
       <${Turns} conversation=${shown} path=${path} act=${act} />
@@ -126,13 +137,16 @@ function Chat({ models }) {
   </div>`;
 }
 
-function Conversations({ list, shown, choose, begin, remove, answering }) {
+function Conversations({ list, shown, choose, begin, remove, answering, copyAs }) {
+  const isAnswered = shown.turns.some((turn) => turn.role === "assistant");
   const ask = (one) => confirm(words.removeSure(titleOf(one))) && (answering.get(one.key)?.abort(), remove(one));
   const save = () => download(new Blob([asMarkdown(shown)], { type: "text/markdown" }), `${titleOf(shown).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40)}.md`);
   return html`<nav class="panel conversations" aria-label=${words.conversations}>
     <div class="row wrap">
       <button class="quiet" onClick=${begin}>${icon("plus")}<span>${words.clear}</span></button>
       <button class="quiet" disabled=${!shown.turns.length} onClick=${save}>${icon("download")}<span>${words.save}</span></button>
+      <button class="quiet" disabled=${!isAnswered} onClick=${() => copyAs("curl")}>${icon("copy")}<span>${texts.gallery.asCurl}</span></button>
+      <button class="quiet" disabled=${!isAnswered} onClick=${() => copyAs("python")}>${icon("copy")}<span>${texts.gallery.asPython}</span></button>
     </div>
     <ul>
       ${list.map(

@@ -115,11 +115,11 @@ export function Places({ picture, workers, about = "", within }) {
   const lost = workers.filter(([, worker]) => worker.unreachable);
   const encoders = Object.entries(picture.encoders).filter(([, encoder]) => !encoder.unreachable);
   const held = [...workers, ...encoders].map(([, one]) => sum((one.modules ?? []).map((module) => module[2])));
-  const scale = 1.05 * Math.max(1, ...held, ...nodes.map(([, node]) => node.resident_bytes ?? 0));
+  const scale = 1.05 * Math.max(1, ...held); // of workers, so that they can be compared; a node's bar ends with its budget
   return html`<section class="panel part" aria-labelledby=${labels(within, heading)}>
     <div class="section-head"><h2 id=${heading}>${words.nodes}</h2><small>${about}</small></div>
     ${nodes.map(([id, node]) => html`<div class="node" key=${id}>
-      <${Node} id=${id} node=${node} scale=${scale} />
+      <${Node} id=${id} node=${node} />
       ${of(id).slice(0, MAX_WORKERS).map(([name, worker]) => !worker.unreachable && html`<${Worker} key=${name} name=${name} worker=${worker} scale=${scale} overrides=${picture.totals.overrides} />`)}
     </div>`)}
     ${encoders.map(([name, encoder]) => html`<${Worker} key=${name} name=${name} worker=${encoder} scale=${scale} isEncoder />`)}
@@ -127,7 +127,7 @@ export function Places({ picture, workers, about = "", within }) {
   </section>`;
 }
 
-function Node({ id, node, scale }) {
+function Node({ id, node }) {
   return useMemo(() => {
     if (node.unreachable) return html`<h3>${words.node(id.slice(0, 8))}</h3><p class="problem">${words.unreachable(node.unreachable)}</p>`;
     if (node.resident_bytes === undefined) return html`<h3>${words.node(id)}</h3>`; // of a recording
@@ -139,12 +139,13 @@ function Node({ id, node, scale }) {
       { nbytes: resident - used, color: "#5870d8", label: words.free, isFaint: true },
     ].filter((part) => part.nbytes > 0);
     const text = words.ofBudget(bytes(resident), bytes(budget));
+    const scale = Math.max(1, budget, resident);
     return html`<div class="holder">
       <h3>${words.node(id.slice(0, 8))}</h3>
       <${Bar} parts=${parts} scale=${scale} budget=${budget} label=${`${words.memory}: ${text}; ${parts.map((part) => `${part.label} ${bytes(part.nbytes)}`).join(", ")}`} drawn=${`${resident} ${leased} ${pinned} ${scale}`} />
       <small>${words.memory}: ${text}</small>
     </div>`;
-  }, [id, node, scale]);
+  }, [id, node]);
 }
 
 function Worker({ name, worker, scale, overrides, isEncoder = false }) {
@@ -152,11 +153,13 @@ function Worker({ name, worker, scale, overrides, isEncoder = false }) {
   const draining = Boolean(overrides?.draining.includes(name));
   return useMemo(() => {
     const parts = modulesOf(worker.modules);
-    const budget = worker.budget_bytes;
     const used = sum(parts.map((part) => part.nbytes));
+    const own = Math.min(used, worker.charged_bytes ?? used); // the rest are views of the node's memory, which counts it
+    const budget = own === used ? worker.budget_bytes : Infinity; // a bound of this bar only if all of it counts
     const running = Object.entries(worker.running).map(([model, count]) => `${count} ${model}`).join(", ");
     const says = [
-      words.ofBudget(bytes(used), bytes(budget)),
+      words.ofBudget(bytes(own), bytes(worker.budget_bytes)),
+      used > own ? words.shownOfNode(bytes(used - own)) : "",
       running,
       worker.used ? words.busy(percent(worker.used)) : "",
       worker.switching_to ? words.switchingTo(worker.switching_to) : "",

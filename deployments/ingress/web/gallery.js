@@ -1,6 +1,7 @@
 // The gallery: images of this browser with their parameters; one large, two beside each other.
 
-import { Dialog, html, icon, seconds, sharp, useEffect, useRef, useState, useUrl } from "./parts.js";
+import { Dialog, copy, html, icon, seconds, sharp, useEffect, useRef, useState, useUrl } from "./parts.js";
+import { imageAsCurl, imageAsPython, imageRequest } from "./as_code.js";
 import { download } from "./image_files.js";
 import { texts } from "./texts.js";
 
@@ -92,6 +93,8 @@ function Viewer({ entry, entries, enlarging, onView, onReuse, onStart, onRemove,
           <button class="primary" onClick=${() => onReuse(entry)}>${icon("reuse")}<span>${words.reuse}</span></button>
           <button onClick=${() => onStart(entry)}>${icon("image")}<span>${words.start}</span></button>
           ${enlarging && html`<${Enlarge} entry=${entry} enlarging=${enlarging} />`}
+          ${!entry.parameters.source && html`<button onClick=${async () => copy(imageAsCurl(await imageRequest(entry.parameters)))}>${icon("copy")}<span>${words.asCurl}</span></button>
+            <button onClick=${async () => copy(imageAsPython(await imageRequest(entry.parameters)))}>${icon("copy")}<span>${words.asPython}</span></button>`}
           <button onClick=${() => download(entry.file, name)}>${icon("download")}<span>${words.download}</span></button>
           <button class="quiet" onClick=${() => onRemove(entry)}>${icon("trash")}<span>${words.remove}</span></button>
         </div>

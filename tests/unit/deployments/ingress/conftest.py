@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.routing import Match
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas, client_over
+from unit.deployments.ingress.page_server import PageServer, page_server_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.process.ray_calls import NamedActor
@@ -117,6 +118,12 @@ def dependants() -> Dependants:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.service.retries.PAUSE_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def page_server() -> Iterator[PageServer]:
+    with page_server_over(Replicas()) as found:
+        yield found
 
 
 @pytest.fixture

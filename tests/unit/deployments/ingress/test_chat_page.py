@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
 from PIL import Image
-from unit.deployments.ingress.http_fakes import CONFIG, Replicas
-from unit.deployments.serve_fakes import FakeHandle
+from unit.deployments.ingress.http_fakes import Replicas
+from unit.deployments.ingress.page_server import PageServer, page_server_over
 
-from cluster.process.ray_calls import NamedActor
-from cluster.registry.snapshot import RegistrySnapshot
-from configs.cluster import ClusterConfig
-from deployments.ingress.http import create_http_app
-from deployments.ingress.service.service import Service
 from deployments.records import ChatRequest, TextChunk
-from infra.ports import free_port
 
 MARKDOWN = """## Steps
 
@@ -64,28 +56,16 @@ class Talker(Replicas):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, Talker]]:
-    talker, port = Talker(), free_port()
-    url = f"http://127.0.0.1:{port}"
-    changes = {"access": {"allowed_hosts": ["127.0.0.1"]}, "controller": {"enabled": False}}
-    config = ClusterConfig.model_validate(CONFIG.model_dump(mode="json", exclude_unset=True) | changes)
-    watch, handle = RegistrySnapshot(NamedActor(lambda: talker)), FakeHandle(talker)
-    app = create_http_app(Service(config, watch, handle, handle), config)
-    served = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=served.run)
-    thread.start()
-    wait_until(lambda: served.started, "the server has started")
-    yield url, talker
-    talker.is_held = False
-    served.should_exit = True
-    thread.join()
-    watch.close()
+def server() -> Iterator[PageServer]:
+    with page_server_over(Talker()) as found:
+        yield found
+        found.replicas.is_held = False
 
 
 @pytest.fixture
-def talker(server: tuple[str, Talker]) -> Iterator[Talker]:
+def talker(server: PageServer) -> Iterator[Talker]:
     """The replicas, as they were before the test when it ends."""
-    found = server[1]
+    found = server.replicas
     yield found
     found.requests.clear()
     found.answers.clear()
@@ -93,8 +73,8 @@ def talker(server: tuple[str, Talker]) -> Iterator[Talker]:
 
 
 @pytest.fixture
-def chat(server: tuple[str, Talker], talker: Talker, open_page: OpenPage) -> Any:
-    page = open_page(f"{server[0]}/chat")
+def chat(server: PageServer, talker: Talker, open_page: OpenPage) -> Any:
+    page = open_page(f"{server.url}/chat")
     page.locator(".near").first.wait_for()  # the model is chosen
     return page
 
@@ -206,22 +186,22 @@ def test_a_conversation_is_downloaded_and_deleted(chat: Any, talker: Talker) -> 
     assert titles(chat) == []
 
 
-def test_what_older_pages_kept_is_a_conversation(server: tuple[str, Talker], chat: Any) -> None:
+def test_what_older_pages_kept_is_a_conversation(server: PageServer, chat: Any) -> None:
     turns = [{"role": "user", "content": "of old"}, {"role": "assistant", "content": "an answer", "model": "chatty"}]
-    chat.goto(f"{server[0]}/pipelines")
+    chat.goto(f"{server.url}/pipelines")
     chat.evaluate("turns => localStorage.setItem('atelier.chat', JSON.stringify({turns, draft: 'half'}))", turns)
-    chat.goto(f"{server[0]}/chat")
+    chat.goto(f"{server.url}/chat")
     chat.get_by_role("button", name="of old", exact=True).click()
     chat.get_by_text("an answer").wait_for()
     assert chat.get_by_label("Message", exact=True).input_value() == "half"
 
 
 def test_a_model_that_sees_is_shown_images(
-    server: tuple[str, Talker], talker: Talker, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: PageServer, talker: Talker, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("deployments.ingress.service.catalog._sees_images", lambda record: record.id == "chatty")
     Image.new("RGB", (6, 4), "red").save(tmp_path / "red.png")
-    page = open_page(f"{server[0]}/chat")
+    page = open_page(f"{server.url}/chat")
     page.locator(".near").first.wait_for()
     page.get_by_label("Add images").set_input_files(tmp_path / "red.png")
     ask(page, "what is it")
@@ -235,8 +215,8 @@ def test_a_model_that_sees_is_shown_images(
 
 @needs_axe
 @pytest.mark.parametrize("width", [360, 1280])
-def test_people_with_other_senses_can_chat(server: tuple[str, Talker], talker: Talker, open_page: OpenPage, width: int):
-    page = open_page(f"{server[0]}/chat", viewport={"width": width, "height": 800}, bypass_csp=True)
+def test_people_with_other_senses_can_chat(server: PageServer, talker: Talker, open_page: OpenPage, width: int):
+    page = open_page(f"{server.url}/chat", viewport={"width": width, "height": 800}, bypass_csp=True)
     page.locator(".near").first.wait_for()
     talker.answers = {"how": MARKDOWN}
     ask(page, "how")

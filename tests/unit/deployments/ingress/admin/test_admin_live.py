@@ -175,6 +175,20 @@ async def test_a_look_that_fails_ends_nothing(told: Cluster, view: ClusterView) 
     await events.aclose()
 
 
+async def test_what_happened_while_nobody_watched_is_not_told_as_new(told: Cluster, view: ClusterView) -> None:
+    events = view.watch()
+    await anext(events)
+    await events.aclose()
+    await until(lambda: view._task is not None and view._task.done(), "nobody looks any more")
+    told.now["workers"] = [worker("a", last_switches={"flux": REPORT}), worker("b")]
+    events = view.watch()
+    name, picture = parsed(await anext(events))
+    assert (name, list(picture["workers"]), picture["switches"]) == ("picture", ["a", "b"], {})
+    told.now["workers"][1]["last_switches"] = {"flux": REPORT}
+    assert [one["replica"] for one in (await changed(events, "switches")).values()] == ["b"]
+    await events.aclose()
+
+
 async def test_requests_and_switches_are_told_once(told: Cluster, view: ClusterView) -> None:
     for _ in range(MAX_REQUESTS + 50):
         view._queues._queue.ended._kept.append(ENDED)  # type: ignore[attr-defined]

@@ -1,0 +1,72 @@
+"""The page Cluster in a real browser, over a picture that is given: its numbers are the picture's."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from kit.browser import OpenPage
+from unit.deployments.ingress.page_server import PageServer
+
+MIB = 2**20
+
+
+def picture(**changes: Any) -> dict[str, Any]:
+    totals = {"cluster": "demo", "num_models": 0, "num_nodes": 1, "enabled": True, "policy": "latency-first"}
+    empty: dict[str, Any] = {name: {} for name in ("models", "encoders", "loads", "tenants", "shares", "requests")}
+    own = {"totals": totals | {"at_s": time.time()}, "nodes": {}, "workers": {}, "decisions": {}, "switches": {}}
+    return empty | own | changes
+
+
+def worker(charged: int, modules: list[list[Any]], **changes: Any) -> dict[str, Any]:
+    told = {"node": "n1", "budget_bytes": 8 * MIB, "charged_bytes": charged, "running": {}, "used": 0.0}
+    return told | {"modules": modules} | changes
+
+
+def opened(server: PageServer, open_page: OpenPage, shown: dict[str, Any]) -> Any:
+    page = open_page(server.url)
+    event = f"event: picture\ndata: {json.dumps(shown)}\n\n"
+    page.route("**/admin/live", lambda route: route.fulfill(body=event, content_type="text/event-stream"))
+    page.goto(f"{server.url}/cluster")
+    page.locator(".holder").first.wait_for()
+    return page
+
+
+def test_a_worker_counts_what_is_its_own_and_a_node_ends_with_its_budget(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    modules = [["transformer", ["flux"], 9 * MIB, True, False, "k1"], ["vae", ["flux"], 2 * MIB, True, False, "k2"]]
+    workers = {"shares": worker(0, modules), "owns": worker(11 * MIB, modules, budget_bytes=16 * MIB)}
+    node = {"resident_bytes": 13 * MIB, "leased_bytes": 13 * MIB, "pinned_bytes": 0, "budget_bytes": 358 * MIB}
+    page = opened(page_server, open_page, picture(nodes={"n1": node}, workers=workers))
+    told = {one.split("\n")[0]: one for one in page.locator(".holder").all_inner_texts()}
+    assert "0 B of 8.0 MiB · 11 MiB in the node's memory" in told["Worker shares"]
+    assert "11 MiB of 16 MiB" in told["Worker owns"]
+    assert "in the node's memory" not in told["Worker owns"]
+    (canvas,) = page.locator(".holder:not(.worker) canvas").all()
+    filled = canvas.evaluate(
+        """one => {
+          const { width, height } = one;
+          const row = one.getContext("2d").getImageData(0, Math.floor(height / 4), width, 1).data;
+          let count = 0;
+          for (let x = 0; x < width; x++) count += row[4 * x + 2] - row[4 * x] > 60;
+          return count / width;
+        }"""
+    )
+    assert 0.02 < filled < 0.06  # 13 of 358
+
+
+def test_a_switch_is_as_old_as_its_time_says(page_server: PageServer, open_page: OpenPage) -> None:
+    now = time.time()
+    switch = {"replica": "w", "model": "flux", "switch_ms": 20.0, "attached_bytes": 5 * MIB, "reused": ["vae"]}
+    switches = {"1": switch | {"at_s": now - 300}, "2": switch | {"at_s": now, "model": "sdxl"}}
+    totals = picture()["totals"] | {"at_s": now}
+    page = opened(
+        page_server,
+        open_page,
+        picture(totals=totals, workers={"w": worker(0, [])}, nodes={"n1": {}}, switches=switches),
+    )
+    rows = page.locator(".decisions li").all_inner_texts()
+    assert ["5 min ago" in row for row in rows] == [False, True]
+    assert all("kept vae" in row for row in rows)
