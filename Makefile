@@ -81,6 +81,7 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 # Each part is one process. Two workers of pytest-xdist would both collect all tests, and each would ask the first process
 # before a test whether it is to run again: a question that waits 40 ms for the network's acknowledgement.
 UNIT_TESTS := test-deployments test-engines test-cluster test-weights test-rest
+LONGEST_FIRST := test-ray test-deployments test-engines test-cluster check test-device test-weights test-rest
 FOLDERS_deployments := tests/unit/deployments --ignore tests/unit/deployments/engines
 FOLDERS_engines := tests/unit/deployments/engines
 FOLDERS_cluster := tests/unit/cluster
@@ -89,7 +90,7 @@ FOLDERS_rest := tests/unit --ignore tests/unit/deployments --ignore tests/unit/c
 
 test: setup judges  ## Lint, types, contracts, unit and Ray tests: PARTS (cores + 1) at once, each told when it has ended
 	@rm -rf $(TIME_FILES)
-	@$(MAKE) --jobs $(PARTS) --keep-going --output-sync=target --no-print-directory test-ray $(UNIT_TESTS) test-device check; \
+	@$(MAKE) --jobs $(PARTS) --keep-going --output-sync=target --no-print-directory $(LONGEST_FIRST); \
 	  outcome=$$?; $(BIN)/python infra/times_report.py $$(ls $(TIME_FILES)/*.tsv); exit $$outcome
 
 test-ray: setup judges

@@ -138,7 +138,7 @@ class ControllerConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _who_scales_is_there(self) -> Self:
+    def _scaling_needs_controller(self) -> Self:
         if self.scaling is not None and not self.enabled:
             raise ValueError("scaling needs the controller; it is off (`enabled: false`)")
         return self

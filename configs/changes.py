@@ -70,13 +70,18 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
         (Concern.INGRESS,),
         "ingress",
         "num_replicas num_cpus num_gpus placement max_ongoing_requests limits image_hosts image_links image_streams "
-        "stored_responses videos shared_memory",
+        "stored_responses shared_memory",
     ),
     (
         (Concern.LIMITS,),
         "admission",
         "max_waiting max_waiting_per_model default_timeout_s priority_levels default_priority max_overtakes tenants "
         "unknown_tenants max_running_pipelines",
+    ),
+    (
+        (Concern.INGRESS,),
+        "jobs",
+        "keep_s max_bytes max_jobs max_unfinished max_running max_result_bytes timeout_s max_starts",
     ),
     ((Concern.CONTROL_PLANE,), "controller", "enabled"),
     ((Concern.LIMITS,), "controller", "policy tick_s slo_classes models"),

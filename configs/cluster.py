@@ -14,6 +14,7 @@ from configs.access import AccessConfig, is_loopback
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig, LanguageModelConfig
 from configs.http import GrpcConfig, HttpConfig
+from configs.jobs import JobsConfig
 from configs.model import (
     AdapterConfig,
     Bytes,
@@ -251,19 +252,6 @@ class ImageStreamsConfig(StrictModel):
     )
 
 
-class VideosConfig(StrictModel):
-    """Videos of /v1/videos: jobs, and files that are kept for a while."""
-
-    folder: Path | None = Field(
-        None, description="folder of the files; ingress replicas on several nodes must share it"
-    )
-    ttl_s: float = Field(86_400.0, gt=0, description="seconds that a video is kept after its end")
-    max_bytes: Bytes = Field(2**32, validate_default=True, description="maximum size of all; the oldest are removed")
-    max_videos: int = Field(1000, ge=1, description="maximum videos that are kept; the oldest are removed")
-    max_unfinished: int = Field(16, ge=1, description="maximum unfinished videos of one key; further ones are refused")
-    timeout_s: float = Field(3600.0, gt=0, description="maximum duration of a job, its wait included")
-
-
 class SharedMemoryConfig(StrictModel):
     """Triton's system shared memory for clients on the same machine: regions of files in /dev/shm that they own."""
 
@@ -295,7 +283,6 @@ class IngressConfig(ReplicaConfig):
     image_links: ImageLinksConfig = ImageLinksConfig()
     image_streams: ImageStreamsConfig = ImageStreamsConfig()
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
-    videos: VideosConfig = VideosConfig()
     shared_memory: SharedMemoryConfig | None = Field(
         None, description="shared memory of clients; null: off. Needs num_replicas: 1"
     )
@@ -503,6 +490,7 @@ class ClusterConfig(StrictModel):
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()
     controller: ControllerConfig = ControllerConfig()
+    jobs: JobsConfig = JobsConfig()
     text_encoder: TextEncoderConfig = TextEncoderConfig()
     worker: WorkerConfig = WorkerConfig()
     model_roots: tuple[Root, ...] | None = Field(
@@ -617,8 +605,8 @@ class ClusterConfig(StrictModel):
             hosts["grpc.host"] = self.grpc.host
         return {
             key: f"other machines reach {host}, and nobody needs a key: make one with `atelier keys add NAME "
-            "--admin --file FILE` and set `access: {keys_file: FILE}`, or say --insecure "
-            "(`access: {insecure: true}`) to let everybody in"
+            "--admin --file FILE` and set `access: {keys_file: FILE}`, or pass --insecure "
+            "(`access: {insecure: true}`) to accept every caller"
             for key, host in hosts.items()
             if not is_loopback(host)
         }
@@ -643,7 +631,7 @@ class ClusterConfig(StrictModel):
         configured = self.entries.get(entry.id)
         if not isinstance(configured, ModelConfig) or not isinstance(entry, ModelConfig):
             return configured is not None and configured.path == entry.path
-        return (configured.path, configured.like, configured.vae) == (entry.path, entry.like, entry.vae)
+        return (configured.path, configured.like, configured.own_vaes) == (entry.path, entry.like, entry.own_vaes)
 
     def defaults_of(self, model: str) -> GenerationDefaults:
         """Return the defaults of requests for `model`; none for an adapter or an unknown id."""

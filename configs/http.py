@@ -37,6 +37,7 @@ UPLOAD_PATHS: Final = (
         "/v1/images/",
         "/v1/videos",
         "/v1/audio/generations",
+        "/v1/jobs",
         "/sdapi/v1/img2img",
         "/v1/chat/completions",
         "/v1/responses",
@@ -44,6 +45,10 @@ UPLOAD_PATHS: Final = (
     ),
     *("/api/chat", "/api/generate", "/tokenize", "/v1/pipelines/"),
 )
+
+
+# Beginnings of those by which jobs are followed while they are in progress.
+JOB_PATHS: Final = ("/v1/jobs", "/v1/videos")
 
 
 class CompatConfig(StrictModel):

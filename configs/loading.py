@@ -130,7 +130,7 @@ def _unfilled(
     """Yield placeholders that were left in the file, with their problems. Aliased parts are visited once."""
     if isinstance(data, str):
         if location and location[-1] in _PLACES and _PLACEHOLDER.search(data):
-            text = f"{data!r} is a placeholder: put in its place what it stands for"
+            text = f"{data!r} is a placeholder: replace it by its value"
             yield location, Problem(_line_of(node, location), ".".join(map(str, location)), text)
     elif isinstance(data, dict | list) and id(data) not in seen and len(location) < _MAX_DEPTH:
         seen.add(id(data))
@@ -206,7 +206,7 @@ def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
                     update={
                         "path": located(m.path),
                         "like": m.like and located(m.like),
-                        "vae": m.vae and absolute(m.vae),
+                        **{name: absolute(path) for name, path in m.own_vaes.items()},
                     }
                 )
                 for m in config.models

@@ -262,7 +262,8 @@ class ModelConfig(StrictModel):
     embedding model, say). `like` is for a whole pipeline, or parts of one, in a single .safetensors file: the pipeline
     that gives its configs, its tokenizers and what it lacks, by the id of a model or as a folder (a path with a slash);
     a .gguf file is a denoiser alone. `transformer` is another word for the `path` of what is but a denoiser.
-    `vae` takes the place of a pipeline's own: a folder of diffusers on this machine, or a .safetensors file.
+    `vae` takes the place of a pipeline's own: a folder of diffusers on this machine, or a .safetensors file; a
+    `preview_vae`, a folder with an AutoencoderTiny, makes the partial images alone.
     `dtype` other than `auto` casts floating tensors once, when they enter the store. `auto`
     keeps their types, but for those that a worker on the CPU would compute slowly: these become float32.
     """
@@ -272,6 +273,7 @@ class ModelConfig(StrictModel):
     component: str | None = None
     like: Like | None = None
     vae: Annotated[Path | None, PlainValidator(_parse_local)] = None
+    preview_vae: Annotated[Path | None, PlainValidator(_parse_local)] = None
     dtype: DType = "auto"
     long_text: LongText = Field(
         "truncate",
@@ -301,9 +303,16 @@ class ModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _vae_of_a_whole(self) -> ModelConfig:
-        if self.vae is not None and self.component is not None:
-            raise ValueError("vae is for a whole pipeline, and component takes one part of it")
+        for name in self.own_vaes:
+            if self.component is not None:
+                raise ValueError(f"{name} is for a whole pipeline, and component takes one part of it")
         return self
+
+    @property
+    def own_vaes(self) -> dict[str, Path]:
+        """Return the sources of its VAEs that are not those of the pipeline, by the component that each becomes."""
+        both = {"vae": self.vae, "preview_vae": self.preview_vae}
+        return {name: path for name, path in both.items() if path is not None}
 
     @model_validator(mode="before")
     @classmethod

@@ -29,7 +29,7 @@ class Acceleration(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    interval: int = Field(3, ge=1, le=20, description="steps from one that is computed to the next; 1: all are")
+    interval: int = Field(3, ge=1, le=20, description="steps from one computed step to the next; 1: all are computed")
     order: int = Field(1, ge=0, le=3, description="of the polynomial; 0 takes the last output again")
     warmup: int = Field(3, ge=1, le=1000, description="steps that are computed first")
     max_error: _Finite | None = Field(None, gt=0, le=1, description="of a prediction; then the interval adapts")

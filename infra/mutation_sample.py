@@ -1,9 +1,10 @@
 """Break the product at random places, one at a time, and say which breaks no unit test notices.
 
-`python infra/mutation_sample.py [--count 60] [--seed 0] [--since REVISION]`, in a checkout of its own: files change
-and are put back. A break turns a comparison, swaps `and` and `or`, negates a condition, moves a number by one, swaps
-plus and minus, or leaves out a call. The tests are those that import the module (one without any is passed over), and
-where these do not fail, all of its package. A survivor may be as good as what stood there: each wants a look.
+`python infra/mutation_sample.py [--count 60] [--seed 0] [--since REVISION] [--quick] [--near]`, in a checkout of its
+own: files change and are put back. A break turns a comparison, swaps `and` and `or`, negates a condition, moves a
+number by one, swaps plus and minus, or leaves out a call. The tests are those that import the module (one without any
+is passed over), and where these do not fail, all of its package; `--near` stops before that, `--quick` leaves out the
+long tests, as `make test` does. A survivor may be as good as what stood there: each wants a look.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 PACKAGES: Final = ("configs", "weights", "cluster", "deployments")
 TIMEOUT_S: Final = 240
+_NO_TESTS: Final = 5  # pytest's exit code
 _SWAPS: Final[dict[type[ast.AST], Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -79,11 +81,13 @@ def packages_of(module: Path) -> list[str]:
     return [str(next(folder for folder in folders if folder.is_dir()))]
 
 
-def is_caught(tests: list[str], workers: int = 0) -> bool:
+def is_caught(tests: list[str], quick: bool, workers: int = 0) -> bool:
     """Return whether one of the tests fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", str(workers), *tests]
+    command += ["-m", "not long"] if quick else []
     try:
-        return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode != 0
+        code = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
+        return code not in (0, _NO_TESTS)
     except subprocess.TimeoutExpired:
         return True
 
@@ -104,6 +108,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--since")
+    parser.add_argument("--quick", action="store_true", help="the tests of `make test` alone")
+    parser.add_argument("--near", action="store_true", help="those alone that import the module")
     given = parser.parse_args()
     rng, files, caught, survived = random.Random(given.seed), candidates(given.since), 0, 0
     while caught + survived < given.count:
@@ -115,7 +121,9 @@ def main() -> None:
         line, what, text = rng.choice(places)
         file.write_text(text)
         try:
-            found = is_caught(tests) or is_caught(packages_of(file), workers=2)
+            found = is_caught(tests, given.quick)
+            if not found and not given.near:
+                found = is_caught(packages_of(file), given.quick, workers=2)
         finally:
             file.write_text(source)
         caught, survived = caught + found, survived + (not found)

@@ -142,11 +142,11 @@ def joined_loads(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
     found: dict[TenantKey, TenantLoad] = {}
     for one in loads:
         known = found.get(one.key)
-        found[one.key] = one if known is None else _both(known, one)
+        found[one.key] = one if known is None else _added_loads(known, one)
     return _most_telling(found.values())
 
 
-def _both(one: TenantLoad, other: TenantLoad) -> TenantLoad:
+def _added_loads(one: TenantLoad, other: TenantLoad) -> TenantLoad:
     return replace(
         one,
         waiting=one.waiting + other.waiting,

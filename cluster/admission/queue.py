@@ -159,7 +159,7 @@ class AdmissionQueue:
         except Exception:  # any error: the slot is free, and waiting requests need no statistics
             if not self._has_failed_to_learn:
                 logger.exception(
-                    "requests are not measured; what was known of model %r holds", ended.waiting.demand.model
+                    "requests are not measured; the last figures of model %r holds", ended.waiting.demand.model
                 )
             self._has_failed_to_learn = True
 

@@ -32,15 +32,15 @@ class Starts:
             options = self._places.options(waiting, self._full, self._now_s)
             where = best_replica(replicas, waiting.demand, options, self._now_s)
             if where is not None:
-                yield self._or_rival(waiting, where, options), where
+                yield self._prefer_loaded_model(waiting, where, options), where
                 if not replicas.has_room(LEAST_SHARE, (where.replica,)):
                     self._close_full((where.replica,))
             elif options.among is None:
                 return  # no request slips past: a large one would wait for ever
             else:
-                self._let_wait(waiting.demand.model, options.among, options.held_until_s)
+                self._skip_model(waiting.demand.model, options.among, options.held_until_s)
 
-    def _or_rival(self, waiting: Waiting, where: Assignment, options: Options) -> Waiting:
+    def _prefer_loaded_model(self, waiting: Waiting, where: Assignment, options: Options) -> Waiting:
         """Return the tenant's request for a model that the replica has, not one that would switch it too soon."""
         at_hand = self._pool.slots.replicas[where.replica].recent
         if self._now_s >= options.held_until_s or waiting.demand.model in at_hand:
@@ -48,7 +48,7 @@ class Starts:
         rivals = self._places.rivals(self._name, where.replica, self._now_s)
         return self._pool.lanes.beside(waiting, [model for model in rivals if model in self._models.names]) or waiting
 
-    def _let_wait(self, model: str, among: Collection[str], until_s: float) -> None:
+    def _skip_model(self, model: str, among: Collection[str], until_s: float) -> None:
         """Skip the model from now on. Where it may start nothing else does, unless the request itself is held back."""
         self._models.close(model)
         if self._now_s < until_s:

@@ -65,7 +65,7 @@ _PATH_RULES: Final = f"""    timeout http-request {_HEAD_TIMEOUT_S}s
     # Of the head alone: the body is waited for in the backends.
     no option http-buffer-request
     http-response del-header {UNREAD}
-    # Also of what HAProxy answers itself.
+    # Also on HAProxy's own answers.
     http-after-response set-header {REQUEST_ID} %[var(txn.request_id)] if {{ var(txn.request_id) -m found }}
     acl inference path_beg {" ".join(INFERENCE_PATHS)}
     http-request set-header {CLIENT} %[src]:%[src_port] if {{ path_beg /v2 }}

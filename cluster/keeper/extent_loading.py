@@ -256,7 +256,7 @@ class ExtentLoader:
             if self._peers:
                 answer = self._peers.locate(question)
         except Exception:
-            logger.exception("nobody says which node has an extent")
+            logger.exception("no node is known that has an extent")
         finally:  # after any error: while one thread asks, the others wait
             with self._notifying():
                 unused = self._queue.apply_answer(question, answer, self._clock())

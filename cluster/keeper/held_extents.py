@@ -68,7 +68,9 @@ class HeldExtents:
         claims: list[Claim] = []
         sizes = {extent.id: extent.nbytes for extent in extents}
         with self._changed:
-            ticket = self._book.queue.ask(_named(extents), sizes, holder, partial(self._on_settled, extents, claims))
+            ticket = self._book.queue.ask(
+                _listed_extents(extents), sizes, holder, partial(self._on_settled, extents, claims)
+            )
             try:
                 self._book.serve()
                 while ticket.is_waiting and (left_s := ticket.since_s + self._max_wait_s - self._table.now_s()) > 0:
@@ -266,7 +268,7 @@ class HeldExtents:
         claims.append(Claim(entries, tuple(map(self._book.arrival, entries)), to_load, epoch))
 
 
-def _named(extents: Sequence[ExtentRef]) -> str:
+def _listed_extents(extents: Sequence[ExtentRef]) -> str:
     """Return the name of these extents in a refusal."""
     packs = sorted({extent.pack for extent in extents})
     return f"{len(extents)} extents of {listed(packs, MAX_NAMED)}"

@@ -124,7 +124,7 @@ class ObjectStore:
         if self._is_shared and not _in_shared_memory(view):
             raise StoreFull(
                 f"Ray's object store of {self.capacity_bytes} bytes has no room in memory for {nbytes} bytes "
-                f"beside {used_bytes} bytes of weights and what else is in it"
+                f"beside {used_bytes} bytes of weights and of other objects"
             )
         return ref, view
 

@@ -186,7 +186,7 @@ class RayExtents:
         try:
             self._user.release_recalled(recall.ids, recall.is_overdue)
         except Exception:
-            logger.exception("what was made of extents that were called back stays")
+            logger.exception("modules of recalled extents were not released")
         finally:
             del self._answering.given_back
         surplus = self._leases.surplus_of(recall.ids)

@@ -133,7 +133,7 @@ class DamageLog:
 
     def note_damage(self, id_: str, ref: Any, where: str) -> None:
         """Log that the copy `ref` of an extent is damaged, and `where` it was found."""
-        logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
+        logger.error("extent %s was written to (%s): the next request gets a fresh copy", id_, where)
         with self._lock:
             self.num_corrupt += 1
             self._corrupt.append(id_)
@@ -287,12 +287,12 @@ class _ObjectWriting:
         return self._object.reserved_bytes if self._object else 0
 
     def place(self) -> ByteArray:
-        return self._made().out
+        return self._get_object().out
 
     def seal(self) -> tuple[Any, ByteArray]:
-        return self._writer.with_room(self._extent, lambda: self._made().seal(self._writer.used_bytes))
+        return self._writer.with_room(self._extent, lambda: self._get_object().seal(self._writer.used_bytes))
 
-    def _made(self) -> NewObject:
+    def _get_object(self) -> NewObject:
         self._object = self._object or self._writer.create_object(self._extent)
         return self._object
 

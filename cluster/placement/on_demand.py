@@ -60,7 +60,7 @@ def on_demand_models(
         and usual_fixed_s + model.components.total_bytes / usual_attach_bytes_per_s < max(model.service_s, longest_s)
     ]
     wanted = nlargest(MAX_ON_DEMAND, found, key=_how_wanted)
-    workers = _few(workers, len(wanted))
+    workers = _first_workers(workers, len(wanted))
     return frozenset(
         [
             model.id
@@ -80,7 +80,7 @@ def on_demand_switches(
 ) -> dict[str, dict[str, OnDemandSwitch]]:
     """Return the workers where each of these models may start. Arguments are those of `on_demand_models`."""
     ids = list(on_demand)
-    workers = _few(workers, len(ids))
+    workers = _first_workers(workers, len(ids))
     found = {}
     for id_ in ids:
         model = state.models[id_]
@@ -128,7 +128,7 @@ def chances_of(state: ClusterState) -> dict[str, float]:
     return {id_: round(rate / total, 3) for id_, rate in found}
 
 
-def _few(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerState]:
+def _first_workers(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerState]:
     return workers[: max(LEAST_WORKERS, MAX_STARTS // max(num_models, 1))]
 
 

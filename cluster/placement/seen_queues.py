@@ -98,11 +98,11 @@ class SeenQueues:
             for load in snapshot.models:
                 if load.pool == pool:
                     before = found.get(load.model)
-                    found[load.model] = load if before is None else _together(before, load)
+                    found[load.model] = load if before is None else _added_loads(before, load)
         return found
 
 
-def _together(one: ModelLoad, other: ModelLoad) -> ModelLoad:
+def _added_loads(one: ModelLoad, other: ModelLoad) -> ModelLoad:
     slacks = [load.slack_s for load in (one, other) if load.slack_s is not None]
     return ModelLoad(
         one.pool,

@@ -154,9 +154,12 @@ class SlotBook:
         ]
 
     def _divide_pool(self, pool: str, members: Mapping[str, _Member], now_s: float) -> dict[str, PoolPart]:
-        told = {name: found for name, member in members.items() if (found := member.claims(pool)) is not None}
-        waited_s = {name: max(0.0, now_s - members[name].reported_s) for name in told}
-        claims = {name: replace(one, share_per_s=faded(one.share_per_s, waited_s[name])) for name, one in told.items()}
+        claims_by_name = {name: found for name, member in members.items() if (found := member.claims(pool)) is not None}
+        waited_s = {name: max(0.0, now_s - members[name].reported_s) for name in claims_by_name}
+        claims = {
+            name: replace(one, share_per_s=faded(one.share_per_s, waited_s[name]))
+            for name, one in claims_by_name.items()
+        }
         overtaken = {
             name
             for name in claims

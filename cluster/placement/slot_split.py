@@ -194,7 +194,9 @@ def _whole_parts(
             num = used + (num - used) // want.size * want.size
         whole[name] = num
         left -= num
-    order = sorted([name for name, want in group.wants.items() if want.first], key=lambda name: _first(group, name))
+    order = sorted(
+        [name for name, want in group.wants.items() if want.first], key=lambda name: _first_order(group, name)
+    )
     has_given = True
     while left and has_given:
         has_given = False
@@ -217,7 +219,7 @@ def _whole_parts(
     return whole, reserved
 
 
-def _first(group: _ClaimGroup, name: str) -> tuple[tuple[int, float], str]:
+def _first_order(group: _ClaimGroup, name: str) -> tuple[tuple[int, float], str]:
     first = group.wants[name].first
     assert first is not None
     return first, name

@@ -13,18 +13,19 @@ the loaded model is served until its queue is empty, unless another queue outwei
 1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when more wait than its workers have
     slots for, and longer than a switch of one more. A worker whose load failed is passed over for a while. Getting
     ready counts: a thousand requests are one load. A model that switches about as fast as it serves needs no order
-    (`on_demand.py`). The model that ends the most waiting per second comes first.
-2.  *Where.* On the worker with the least sum of harm and wait: the wait is for requests that must end first, and for a
-    switch that moves only the bytes that the worker (and its node) lacks, so the most similar model is the cheapest.
-    Harm is in request-seconds: the extra wait of requests for the evicted models until those could be back.
-3.  *Evictions.* Free bytes first; then the models that suffice with the least harm together, of few candidates the
-    best choice there is. Components that a remaining model shares stay. Running, leased and pinned models are never
-    evicted, nor those that have got ready and whose requests have not begun yet.
-4.  *Worth it.* A worker whose models' requests wait goes on with them, unless to switch ends more waiting per second.
-    Its running requests end in either case: until then only the slots are lost that are empty before the others. The
-    next request of an idle model comes by the rate over minutes, and no sooner than in twice the time that none has
-    come. The worker waits for it only until the waiting requests have waited, together, as long as the ones that come
-    meanwhile would wait if it switched. `throughput-first` also demands work for several times the switch's duration,
+    (`on_demand.py`). What ends the most waiting per second comes first.
+2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
+    switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
+    Harm is in request-seconds: what the requests of the models that go wait longer until those could be back.
+3.  *What goes.* Free bytes first; then the models with the least harm together that suffice, of few candidates the
+    best choice there is. Components that a remaining model shares stay. What runs, is leased or pinned by hand never
+    goes, nor what has got ready and whose requests have not begun yet.
+4.  *Whether.* A worker whose models' requests wait goes on with them, unless to switch ends more waiting per second.
+    What it runs ends in either case: until then only the slots are lost that are empty before the others. Of one that
+    nobody waits for the next request comes by the rate over minutes, and no sooner than in twice the time that none has
+    come. It waits for that no longer than until those that wait have waited, together, as long as those that come
+    meanwhile would wait if it switched. For a worker that loses nothing, those that come until it is ready count as
+    well. `throughput-first` also wants work for several times the switch's duration,
     for as long as an idle worker would take for several switches.
 5.  *Bounded wait.* A model *starves* without a start of any request for `MAX_WAIT_TARGETS` times its class's target,
     and for a whole round: a turn of each model that waits, with its switch. It then goes before all that do not, and
@@ -123,7 +124,7 @@ def _follow_pins(outlook: Outlook) -> Outlook:
                 continue
             if (option := _option_for(outlook, model, worker)) is None:
                 outlook = outlook.with_notes(
-                    f"{id_} is pinned to {worker.id} and does not fit beside what must stay there"
+                    f"{id_} is pinned to {worker.id} and does not fit beside the models that must stay there"
                 )
             else:
                 outlook = outlook.after(model, option, "pinned to this worker by hand")
@@ -132,14 +133,16 @@ def _follow_pins(outlook: Outlook) -> Outlook:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """A model that lacks a worker. `rank` and `urgency` order needs. `wait_s` is its last request's wait if nothing
-    changes, or its wait so far if no worker has the model; for a starving model, how long it starves.
+    """A model that lacks a worker. `rank` and `urgency` order needs; `wait_s` is what its last request waits if nothing
+    changes, or has waited where no worker has the model; where it starves, how long it does. `coming_s` is the work
+    that comes to each of its workers until one more could be ready.
     """
 
     rank: int
     urgency: float
     model: ModelState
     wait_s: float
+    coming_s: float = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -159,8 +162,9 @@ def _find_needs(outlook: Outlook) -> list[_Need]:
         urgency = _ended_per_s(model, _num_for_one(outlook, model), switch_s)
         if workers := serving.get(model.id):
             wait_s = min([busy_s[worker] for worker in workers]) - model.service_s
-            if wait_s > switch_s:
-                found.append(_Need(_USUAL, urgency, model, wait_s))
+            coming_s = model.rate_long * switch_s * model.service_s / len(workers)
+            if wait_s + coming_s > switch_s:
+                found.append(_Need(_USUAL, urgency, model, wait_s, coming_s))
         elif (over_s := model.unstarted_s - max(MAX_WAIT_TARGETS * model.slo.target_s, round_s)) >= 0:
             found.append(_Need(_STARVING, model.unstarted_s / model.slo.target_s, model, over_s))
         else:
@@ -339,7 +343,7 @@ def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option:
         return (
             others_s > option.harm
             if option.evict
-            else need.wait_s > (1 + EMPTY_MARGIN * policy.margin) * option.ready_s
+            else need.wait_s + need.coming_s > (1 + EMPTY_MARGIN * policy.margin) * option.ready_s
         )
     others = pushed or _expected(outlook, option)
     back_s = max([outlook.usual.seconds(each) for each in others], default=0.0)

@@ -87,7 +87,7 @@ class _DoorProcess(HAProxyApi):
             if why := why_taken(host, port):
                 node = ray.util.get_node_ip_address()
                 raise RuntimeError(
-                    f"HAProxy of node {node} cannot listen on {host}:{port} ({why}): end what does there, or choose "
+                    f"HAProxy of node {node} cannot listen on {host}:{port} ({why}): end the program there, or choose "
                     "another `http.port`"
                 ) from error
             raise

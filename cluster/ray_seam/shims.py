@@ -84,7 +84,7 @@ HANDLES: Final = Shim(
     is_needed=False,
 )
 CHANNELS: Final = Shim(
-    "connections between replicas that nobody answers: they are given up soon; and no proxy of the environment",
+    "connections between replicas without an answer: they are given up soon; and no proxy of the environment",
     "a node that is gone holds calls up for 20 s, and calls go to an `http_proxy`",
     public={f"grpc.aio:{name}": "ray._private.grpc_utils" for name in ("insecure_channel", "secure_channel")},
     is_needed=False,

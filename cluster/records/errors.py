@@ -10,6 +10,9 @@ ClusterError
 │   └── RegistrationConflict     it conflicts with what is registered already
 ├── OverrideRefused              an order by hand cannot be followed; nothing has changed
 │   └── NotKept                  the disk does not take what is to survive; also a RegistrationRefused
+├── JobsFull                     the key, or the disk, has as many jobs as it may have
+├── JobConflict                  the idempotency key is that of another request
+├── JobsUnavailable              the folder of jobs cannot be used now; names the reason
 ├── KeeperFailed                 a node's keeper cannot start; names the reason
 ├── PeerUnavailable              another node's keeper cannot give an extent; storage or another peer may
 │   ├── PeerBusy                 it has no free connection or slot now (peers/connections.py)
@@ -67,6 +70,18 @@ class OverrideRefused(ClusterError):
 
 class NotKept(RegistrationRefused, OverrideRefused):
     """The store's disk does not take, or let go of, what is to survive a restart. The order was sound."""
+
+
+class JobsFull(ClusterError):
+    """A key has as many unfinished jobs as it may have, or all of them together as many bytes. Nothing was kept."""
+
+
+class JobConflict(ClusterError):
+    """A key has sent another request with the same idempotency key. Nothing was kept."""
+
+
+class JobsUnavailable(ClusterError):
+    """The folder of jobs cannot be used now. What was kept there stays."""
 
 
 class KeeperFailed(ClusterError):

@@ -52,12 +52,12 @@ def changed(
     named = {*overrides.frozen, *overrides.draining, *overrides.pins} if not change.is_on else set()
     worker = _full_name(change.worker, {*workers, *named})
     if change.kind == "freeze":
-        return overrides.model_copy(update={"frozen": _with(overrides.frozen, worker, change.is_on)})
+        return overrides.model_copy(update={"frozen": _with_or_without(overrides.frozen, worker, change.is_on)})
     if change.kind == "drain":
-        return overrides.model_copy(update={"draining": _with(overrides.draining, worker, change.is_on)})
+        return overrides.model_copy(update={"draining": _with_or_without(overrides.draining, worker, change.is_on)})
     if change.is_on and change.model not in models:
         raise OverrideRefused(f"model: no worker serves {change.model!r} (models: {listed(sorted(models))})")
-    pinned = _with(overrides.pins.get(worker, frozenset()), change.model, change.is_on)
+    pinned = _with_or_without(overrides.pins.get(worker, frozenset()), change.model, change.is_on)
     pins = {name: of_worker for name, of_worker in overrides.pins.items() if name != worker}
     if pinned:
         pins[worker] = pinned
@@ -76,5 +76,5 @@ def _full_name(given: str, workers: Collection[str]) -> str:
     return found[0]
 
 
-def _with(names: frozenset[str], name: str, is_in: bool) -> frozenset[str]:
+def _with_or_without(names: frozenset[str], name: str, is_in: bool) -> frozenset[str]:
     return names | {name} if is_in else names - {name}

@@ -1,8 +1,9 @@
 """WeightRegistry: the cluster's directory of models. A named, detached actor.
 
 It imports checkpoints into the store, says which models are ready and which are not and why, knows which node holds
-which extents, and gives each node its keeper. It never holds weights or references to them, and nothing is lost with
-it: the models come back from the config and the registration files, the map of residency from the keepers.
+which extents, gives each node its keeper, and keeps the jobs. It never holds weights or references to them, and nothing
+is lost with it: the models come back from the config and the registration files, the map of residency from the keepers,
+jobs from their book.
 
 The actor is its parts. What a part answers as it is, is exposed as the part's method; the rest is written here.
 """
@@ -23,6 +24,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import psutil
 import ray
 
+from cluster.jobs.disk import FOLDER as JOBS_FOLDER
+from cluster.jobs.owner import JobOwner
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.process.logs import configure_logs
@@ -193,6 +196,7 @@ class WeightRegistry:
         self._users = Users(had_some=_is_restarted())
         self._settings = RuntimeSettings(overrides_file(store.path, config.name))
         self._settings.follow(first, config)
+        self._jobs = JobOwner(store.path / JOBS_FOLDER / config.name, config.jobs, was_restarted=_is_restarted())
         await self._models.begin_imports()
         self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
         self._polling = asyncio.ensure_future(self._nodes.follow())
@@ -230,6 +234,7 @@ class WeightRegistry:
             try:
                 await self._models.configure(config.entries, Room.of(config))
                 self._settings.follow(before, config)
+                self._jobs.config = config.jobs
             except BaseException:
                 config = before.with_entries(self._models.configured)
                 with contextlib.suppress(RegistrationRefused):
@@ -365,6 +370,19 @@ class WeightRegistry:
     set_overrides = _expose("_settings", RuntimeSettings.set_overrides)
     overrides = _expose("_settings", RuntimeSettings.overrides)
 
+    # jobs
+
+    add_job = _expose("_jobs", JobOwner.add_job)
+    find_job = _expose("_jobs", JobOwner.find_job)
+    list_jobs = _expose("_jobs", JobOwner.list_jobs)
+    watch_job = _in_group(WATCHING)(_expose("_jobs", JobOwner.watch_job))
+    cancel_job = _expose("_jobs", JobOwner.cancel_job)
+    forget_job = _expose("_jobs", JobOwner.forget_job)
+    read_result = _expose("_jobs", JobOwner.read_result)
+    take_jobs = _in_group(WATCHING)(_expose("_jobs", JobOwner.take_jobs))
+    beat_jobs = _expose("_jobs", JobOwner.beat_jobs)
+    end_job = _expose("_jobs", JobOwner.end_job)
+
 
 def _node_of_several() -> str:
     """Return the address of this process's node where Ray has others, else ""."""
@@ -397,8 +415,8 @@ def _check_source(entry: Entry, config: ClusterConfig) -> None:
             check_inside(entry.path, roots)
         if isinstance(entry, ModelConfig) and isinstance(entry.like, Path):
             check_inside(entry.like, roots)
-        if isinstance(entry, ModelConfig) and entry.vae is not None:
-            check_inside(entry.vae, roots)
+        for path in entry.own_vaes.values() if isinstance(entry, ModelConfig) else ():
+            check_inside(path, roots)
         if isinstance(entry.path, str) and not (config.trusts(entry) or config.may_download(entry.path)):
             raise SourceRefused(f"{entry.path}: no hf:// pattern of model_roots fits it")
 

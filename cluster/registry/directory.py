@@ -239,8 +239,9 @@ def check_entry(directory: Directory, entry: Entry) -> None:
         raise RegistrationConflict(f"{entry.id!r} is {was} already; {now} needs another id", "id")
     if isinstance(entry, ModelConfig) and entry.like is not None:
         _check_like(directory, entry.id, entry.like)
-    if isinstance(entry, ModelConfig) and entry.vae is not None and not entry.vae.is_absolute():
-        raise RegistrationRefused(f"{str(entry.vae)!r} is relative; expected an absolute path", "vae")
+    for name, path in entry.own_vaes.items() if isinstance(entry, ModelConfig) else ():
+        if not path.is_absolute():
+            raise RegistrationRefused(f"{str(path)!r} is relative; expected an absolute path", name)
     if isinstance(entry, AdapterConfig):
         found = {id_: directory.get(id_) for id_ in entry.base}
         unknown = sorted(id_ for id_, base in found.items() if not base or isinstance(base.entry, AdapterConfig))

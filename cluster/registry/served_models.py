@@ -164,7 +164,7 @@ class ServedModels:
         return await asyncio.to_thread(read_files, self._store.models, manifest)
 
     async def model_details(self, model: str) -> LanguageModelDetails:
-        """Return what the files of a language model say of it. Raises what `manifest` does."""
+        """Return the facts in a language model's files. Raises as `manifest` does."""
         manifest = await self.manifest(model)
         return await asyncio.to_thread(language_model_details, manifest, self._store.skeleton(manifest))
 

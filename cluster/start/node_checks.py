@@ -182,10 +182,10 @@ def describe_look(node: str, look: Mapping[str, Any], wanted: Wanted) -> Iterato
     if other := why_other_code(node, look["code"], running_code()):
         yield other
     if wanted.needs_haproxy and look["haproxy"]:
-        yield f"node {node} answers no HTTP: {look['haproxy']}; install what is missing there"
+        yield f"node {node} answers no HTTP: {look['haproxy']}; install the missing packages there"
     for key, why in look["ports"].items():
         host, port = wanted.ports[key]
-        yield f"node {node} cannot listen on {host}:{port} ({why}): end what does there, or choose another `{key}`"
+        yield f"node {node} cannot listen on {host}:{port} ({why}): end the program there, or choose another `{key}`"
     for key, why in look["files"].items():
         yield f"node {node} cannot read {wanted.files[key]} ({why}), the `{key}`: copy it there"
 

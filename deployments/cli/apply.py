@@ -27,7 +27,7 @@ MAX_VALUE: Final = 60  # characters
 @app.command()
 def apply(
     config: Annotated[Path, typer.Argument(help="Cluster YAML, changed since the cluster was started with it.")],
-    plan: Annotated[bool, typer.Option("--plan", help="Print what would change, and change nothing.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the changes without making them.")] = False,
     port: Port = None,
     insecure: Insecure = False,
     address: Address = None,

@@ -93,7 +93,7 @@ class _Conversation:
 
     def greet(self) -> None:
         """Print the name of the model."""
-        self._out.print(f"[dim]{escape(self.model)}; /help says what else there is[/dim]", highlight=False)
+        self._out.print(f"[dim]{escape(self.model)}; /help lists the other commands[/dim]", highlight=False)
 
     def take_text(self, text: str, *, shows_speed: bool = True) -> bool:
         """Answer a text, or run its command. Returns False at the end of the conversation."""

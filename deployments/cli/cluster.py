@@ -43,9 +43,7 @@ _out = Console()
 DEFAULT_CONFIG: Final = Path("configs/clusters/demo.yaml")
 ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Accept everybody who reaches an address beyond this machine.")
-]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Accept every caller on an address beyond this machine.")]
 Address = Annotated[str | None, typer.Option(help="Of the Ray that it is on; default: this machine's.")]
 
 _POLL_S: Final = 0.2

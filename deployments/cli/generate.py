@@ -41,7 +41,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same image.")] = None,
     lora: Annotated[list[str] | None, typer.Option(help="Adapter, as NAME or NAME:SCALE; may be repeated.")] = None,
     image: Annotated[Path | None, typer.Option(help="Image file to begin at.")] = None,
-    mask: Annotated[Path | None, typer.Option(help="What to paint anew in it: transparent, or else white.")] = None,
+    mask: Annotated[
+        Path | None, typer.Option(help="The mask of the part to paint anew: transparent, or else white.")
+    ] = None,
     strength: Annotated[float | None, typer.Option(help="How much of the image is made anew, up to 1.")] = None,
     control: Annotated[
         list[str] | None, typer.Option(help="ControlNet and its image, as NAME:FILE[:SCALE[:MODE]].")

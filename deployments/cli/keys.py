@@ -15,7 +15,7 @@ from deployments.console.output import SHORT_HASH, Column, Json, OptionError, Wi
 
 app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
 
-Name = Annotated[str, typer.Argument(help="Whose key it is: one word.")]
+Name = Annotated[str, typer.Argument(help="The owner's name: one word.")]
 ConfigPath = Annotated[Path, typer.Option("--config", help="Cluster YAML, whose access.keys_file is meant.")]
 FilePath = Annotated[Path | None, typer.Option("--file", help="The keys file itself, without a cluster YAML.")]
 
@@ -34,8 +34,10 @@ COLUMNS: Final = (
 @app.command()
 def add(
     name: Name,
-    admin: Annotated[bool, typer.Option("--admin", help="It may also do what operators do.")] = False,
-    tenant: Annotated[str | None, typer.Option(help="Whose share its requests take; default: its own.")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Allow the operators' routes, too.")] = False,
+    tenant: Annotated[
+        str | None, typer.Option(help="The tenant whose share its requests take; default: its own.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second; default: the config's.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests at once; default: the config's.")] = None,
     max_priority: Annotated[

@@ -65,20 +65,22 @@ def run(
 ) -> None:
     """Fetch models, fit a config to them and this machine, start the cluster and open its page."""
     options = {"store": {"path": str(store.expanduser().resolve())}} if store else {}
-    models, adapters = _named(sources, lora or [], options)
+    models, adapters = _fetch_models(sources, lora or [], options)
     document = {"name": NAME, **options, **_fitted(models, adapters, options)}
     text = _HEADER + yaml.safe_dump(document, sort_keys=False)
     if print_config:
         sys.stdout.write(text)
         return
     _out.print(summary([model.id for model in models], document), markup=False, highlight=False, soft_wrap=True)
-    config = _written(NAME, text)
+    config = _write_config(NAME, text)
     _out.print(f"config: {config}", markup=False, highlight=False, soft_wrap=True)
     has_display = sys.stdout.isatty() and any(os.environ.get(name) for name in _DISPLAYS)
     start_attached(config, port, insecure, timeout_s, webbrowser.open if open_page and has_display else None)
 
 
-def _named(sources: Sequence[str], loras: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Named], list[Named]]:
+def _fetch_models(
+    sources: Sequence[str], loras: Sequence[str], options: Mapping[str, Any]
+) -> tuple[list[Named], list[Named]]:
     """Return the command line's models and adapters, fetched. Raises OptionError, and StoreError for a failed fetch."""
     models: list[Named] = []
     for source in sources:
@@ -137,7 +139,7 @@ def _fitted(models: Sequence[Named], adapters: Sequence[Named], options: Mapping
     }
     # Headers say how large the models are, so it is checked twice: with budgets for nothing, and with theirs.
     for _ in range(2):
-        draft = _written(DRAFT, yaml.safe_dump({"name": NAME, **options, **fitted_config(local, nbytes, machine)}))
+        draft = _write_config(DRAFT, yaml.safe_dump({"name": NAME, **options, **fitted_config(local, nbytes, machine)}))
         _, read, problems = check_config(draft)
         nbytes |= {id_: one.record.nbytes for id_, one in read.items()}
     if problems:
@@ -162,7 +164,7 @@ def _machine() -> Machine:
     return Machine(os.cpu_count() or 1, memory_bytes, shared_bytes, card_bytes)
 
 
-def _written(name: str, text: str) -> Path:
+def _write_config(name: str, text: str) -> Path:
     """Write a config to a permanent place, for `atelier apply`, and return its path."""
     file = private_folder(state_folder()) / f"{name}.yaml"
     file.write_text(text)

@@ -102,7 +102,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
 def _print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
     """Print the controller's decisions in the form of /admin/decisions."""
     if not found["enabled"]:
-        print_line("the controller is off: every worker switches to what it is asked for")
+        print_line("the controller is off: every worker switches to the model of its requests")
         return
     age = f"the last plan is {found['age_s']:.1f} s old" if found["age_s"] is not None else "it has no plan yet"
     print_line(f"controller: {found['policy']}, {age}")

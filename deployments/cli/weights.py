@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -121,7 +121,7 @@ def externalize(
             weight_dir=folder,
             allow_torch=allow_torch,
             like=base,
-            vae=vae,
+            vaes={} if vae is None else {"vae": vae},
             progress=progress,
         )
     _print_model(weight_store, manifest, as_json)
@@ -261,7 +261,7 @@ def index(store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
 
 @app.command()
 def compact(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would save.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the savings.")] = False,
     keep_plain: Annotated[
         bool, typer.Option("--keep-plain", help="Keep the plain bytes beside, for loads that are faster so.")
     ] = False,
@@ -344,11 +344,15 @@ def gc(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Remove bytes that no model of the store needs: old versions, leftovers of dead writers."""
+    """Remove bytes that no model of the store needs, and results of jobs whose time is over."""
+    from cluster.jobs.disk import collect_results
     from weights.operations.maintenance import gc as collect
 
-    report = collect(_open(store), grace_s=grace_s, dry_run=dry_run)
-    removed = [str(path) for path in report.removed]
+    opened = _open(store)
+    report = collect(opened, grace_s=grace_s, dry_run=dry_run)
+    results, num_bytes = collect_results(opened.path, time.time(), dry_run=dry_run)
+    report = replace(report, freed_bytes=report.freed_bytes + num_bytes)
+    removed = [str(path) for path in (*report.removed, *(path.relative_to(opened.path) for path in results))]
     summary = f"{decimal(report.freed_bytes)} {'would be ' if dry_run else ''}freed"
     rows = [[path] for path in removed]
     _print_report(asdict(report) | {"removed": removed}, (Column("removed", "name"),), rows, summary, as_json, wide)

@@ -93,7 +93,7 @@ def _layout(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
         max(cell_len(column.header), *(cell_len(row[index]) for row in flat), 0) for index, column in enumerate(columns)
     ]
     if width is not None:
-        least = [_least(column, [row[index] for row in flat]) for index, column in enumerate(columns)]
+        least = [_min_width(column, [row[index] for row in flat]) for index, column in enumerate(columns)]
         widths = _fitted(columns, widths, least, width - len(GAP) * (len(columns) - 1))
     lines = [_joined(columns, [column.header for column in columns], widths)]
     for row in flat:
@@ -126,7 +126,7 @@ def size(nbytes: int) -> str:
     return f"{value:.2f} GiB"
 
 
-def _least(column: Column, cells: Sequence[str]) -> int:
+def _min_width(column: Column, cells: Sequence[str]) -> int:
     """Return the width that a column keeps on any screen: a text column keeps its words whole."""
     longest = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
     return max(cell_len(column.header), min(longest, MAX_WORD) if column.fit == "text" else MIN_NAME)

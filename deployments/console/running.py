@@ -162,7 +162,9 @@ def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
         import ray
 
         if config.ray.templates:
-            say_ordinary(f"the Ray at {config.ray.address} was started by others, who start its processes as well")
+            say_ordinary(
+                f"the Ray at {config.ray.address} was started by another user, who starts its processes as well"
+            )
         _import_application()
         with ray_session(config), _left_clean(config):
             if check_beside_others(config):

@@ -154,9 +154,7 @@ def _check_language_model(checkpoint: Checkpoint) -> None:
         check_gguf_tokenizer(headers[0].metadata)
         return
     if path.is_file():
-        raise EngineError(
-            f"{path}: says nothing of the tokenizer: put it into a folder, beside its config.json and tokenizer.json"
-        )
+        raise EngineError(f"{path}: has no tokenizer: put it into a folder, beside its config.json and tokenizer.json")
     class_name = check_config(checkpoint.config, path / "config.json")
     sees = class_name in SEEING
     check_tokenizer(path)
@@ -192,7 +190,7 @@ def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
 
 def _check_processor(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
-        raise EngineError(f"{folder}: says nothing of its image processor: {_PROCESSOR_FILES[0]} is missing")
+        raise EngineError(f"{folder}: has no image processor: {_PROCESSOR_FILES[0]} is missing")
 
 
 def _check_head(checkpoint: Checkpoint) -> None:
@@ -237,17 +235,17 @@ def _refuse_tensors(checkpoint: Checkpoint) -> None:
     if component.format == "gguf" and checkpoint.class_name in (*DENOISERS, *TEXT_ENCODERS):
         what = "denoiser" if checkpoint.class_name in DENOISERS else "text encoder"
         raise EngineError(
-            f"{path}: a {what} alone (GGUF architecture {checkpoint.class_name!r}): say which pipeline it is `like`, "
-            "by the id of a model or as a folder that has its configs and its other parts (`like: flux`)"
+            f"{path}: a {what} alone (GGUF architecture {checkpoint.class_name!r}): name the pipeline that it is "
+            "`like`, by the id of a model or as a folder that has its configs and its other parts (`like: flux`)"
         )
     if component.format == "gguf":
         raise EngineError(f"{path}: GGUF architecture {checkpoint.class_name!r} is no language model that is served")
     if any(name.startswith(_ALL_IN_ONE) for name in component.tensors):
         raise EngineError(
-            f"{path}: a whole model in one file, without configs and tokenizer: say which pipeline it is `like`, "
+            f"{path}: a whole model in one file, without configs and tokenizer: name the pipeline that it is `like`, "
             "by the id of a model or as a folder that has them (`like: sdxl-base`)"
         )
-    raise EngineError(f"{path}: bare tensors, of which nothing says what computes with them; name a model's folder")
+    raise EngineError(f"{path}: bare tensors, without a config of the model that uses them; name a model's folder")
 
 
 _CHECKS: Final[Mapping[ModelKind, Callable[[Checkpoint], None]]] = {

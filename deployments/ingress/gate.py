@@ -38,8 +38,8 @@ from cluster.door.deadlines import HideDeadline
 from cluster.door.haproxy_rules import RECEIVED, machine_clock
 from configs.access import AccessConfig, is_loopback
 from configs.cluster import LimitsConfig
-from configs.http import INFERENCE_PATHS
-from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
+from configs.http import INFERENCE_PATHS, JOB_PATHS
+from deployments.ingress.access.callers import CALLER, Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.error_forms import error_response_at, form_at
 from deployments.ingress.messages.bodies import (
     SMALL_BYTES,
@@ -51,6 +51,7 @@ from deployments.ingress.messages.bodies import (
     receive_small,
 )
 from deployments.ingress.messages.responses import error_content
+from deployments.ingress.messages.running_job import current_job
 from deployments.ingress.messages.terms import current_terms, read_terms, refusal_error
 from deployments.ingress.openai.image_files import PATH as LINKS
 from deployments.ingress.web_pages import FILES_PATH, PAGES, SCRIPT_PATH, STYLE_PATH
@@ -63,13 +64,12 @@ _OPEN: Final = _PROBES | {"/docs", SCRIPT_PATH, STYLE_PATH, "/openapi.json"} | P
 _OF_KEYS: Final = ("/v1/", "/v2/", "/api/", "/sdapi/")
 _OF_KEYS_ALONE: Final = frozenset({"/v2", "/version", "/tokenize", "/detokenize"})
 _REFUSALS: Final = {
-    "401": "no API key, or one that does not hold",
+    "401": "no API key, or an invalid one",
     "403": "not an admin key",
     "429": "the key has used up its rate, or has as much in progress as it may",
 }
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-WAITED: Final = "atelier.waited_s"  # in the ASGI scope, once the whole body is here: the request's wait so far
-_CALLER: Final = "atelier.caller"  # in the ASGI scope: the caller, None where no key is needed
+WAITED: Final = "atelier.waited_s"  # in the ASGI scope, once the whole body is here: how long the request has waited
 _SERVE: Final = "/-/"  # HAProxy's health checks, which have no key
 _TIMEOUT: Final = b"x-request-timeout-seconds"
 _RECEIVED: Final = RECEIVED.encode()
@@ -235,11 +235,11 @@ class ReadGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_probe = scope["type"] != "http" or (self._before_serve and scope["path"].startswith(_SERVE))
-        if is_probe or _CALLER in scope:
+        if is_probe or CALLER in scope:
             await self._app(scope, receive, send)
             return
         try:
-            scope[_CALLER] = self._caller_of(scope)
+            scope[CALLER] = self._caller_of(scope)
         except ServiceError as error:
             await _refuse(error, scope, receive, send)
             return
@@ -297,7 +297,7 @@ class BodyGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        caller: Caller | None = scope[_CALLER]
+        caller: Caller | None = scope[CALLER]
         tenant = _tenant_of(scope)
         with contextlib.ExitStack() as request:
             try:
@@ -306,11 +306,13 @@ class BodyGate:
                     body = BoundedBody(scope, receive, send, self._limits, large)
                     receive, send = body.receive, body.send
                 if caller:
-                    request.enter_context(caller.begin_request())
+                    request.enter_context(caller.begin_request(is_look=_looks_at_jobs(scope)))
                     request.enter_context(acting_for(caller))
                 if _asks_a_model(scope):
                     terms = read_terms(Headers(scope=scope), tenant)
-                    current_terms.set(replace(terms, waited_s=scope.get(WAITED, 0.0)))
+                    max_timeout_s = job.timeout_s if (job := current_job.get()) else None
+                    waited_s = scope.get(WAITED, 0.0)
+                    current_terms.set(replace(terms, waited_s=waited_s, max_timeout_s=max_timeout_s))
             except ServiceError as error:
                 await _refuse(error, scope, receive, send)
                 return
@@ -321,6 +323,12 @@ def _asks_a_model(scope: Scope) -> bool:
     """Return whether this is a request for inference. Probes, lists and the admin API never wait behind those."""
     path: str = scope.get("path", "")
     return scope["type"] == "http" and scope["method"] == "POST" and path.startswith(INFERENCE_PATHS)
+
+
+def _looks_at_jobs(scope: Scope) -> bool:
+    """Return whether a request begins or follows a job, which is in progress itself once it runs."""
+    path: str = scope["path"]
+    return path.startswith(JOB_PATHS) and not path.endswith("/events") and current_job.get() is None
 
 
 def put_gate_before_serve(
@@ -349,7 +357,7 @@ async def _refuse(error: ServiceError, scope: Scope, receive: Receive, send: Sen
 
 
 def _tenant_of(scope: Scope) -> str:
-    caller: Caller | None = scope.get(_CALLER)
+    caller: Caller | None = scope.get(CALLER)
     return caller.tenant if caller else ""
 
 

@@ -56,6 +56,9 @@ from deployments.ingress.gate import (
     describe_keys,
     put_gate_before_serve,
 )
+from deployments.ingress.jobs.desk import JobDesk
+from deployments.ingress.jobs.routes import create_jobs_router
+from deployments.ingress.jobs.runner import JobRunner
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
@@ -117,7 +120,7 @@ def create_http_app(
     loop of its requests, before the first one. A gate before this one has `callers` and `limiter`, too.
     """
     callers = callers or Callers(config.access, config.ingress.num_replicas)
-    statistics, repository = Statistics(), Repository(service)
+    statistics, repository, desk = Statistics(), Repository(service), JobDesk(service, config.jobs)
     inference = Inference(service, config.ingress.limits, statistics, SharedMemory(config.ingress.shared_memory))
     app = FastAPI(
         title="Atelier",
@@ -125,7 +128,7 @@ def create_http_app(
         description=_DESCRIPTION,
         docs_url=None,  # FastAPI's page comes from servers of others
         redoc_url=None,
-        lifespan=_lifespan(config, callers, inference, repository, statistics, on_start),
+        lifespan=_lifespan(config, callers, inference, repository, statistics, desk, on_start),
     )
     install_error_handlers(app)
     readers = ImageReaders()
@@ -134,7 +137,7 @@ def create_http_app(
     controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, controller)
     for router in (
-        *_client_routers(service, config, readers, images, view),
+        *_client_routers(service, config, readers, images, view, desk),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
         create_inference_router(inference, config.ingress.limits),
         create_shared_memory_router(inference.shared_memory),
@@ -172,11 +175,13 @@ def _client_routers(
     readers: ImageReaders,
     images: ChatImages,
     view: ClusterView,
+    desk: JobDesk,
 ) -> Iterator[APIRouter]:
     """Yield the routes for people, and for programs that call models."""
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
-    yield from _openai_routers(service, config, readers, images, view)
+    yield create_jobs_router(desk)
+    yield from _openai_routers(service, config, readers, images, view, desk)
     yield from _compat_routers(service, config, readers, images)
     yield create_live_router(view)
 
@@ -206,24 +211,24 @@ def _http_access(callers: Callers, config: ClusterConfig, http_host: str | None,
 
 
 def _openai_routers(
-    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages, view: ClusterView
+    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages, view: ClusterView, desk: JobDesk
 ) -> Iterator[APIRouter]:
     """Yield the routes under /v1."""
     links = ImageLinks(config.ingress.image_links, config.name)
     streams = ResumableStreams(config.ingress.image_streams, config.ingress.num_replicas)
-    yield create_images_router(service, links, streams, readers, config.ingress.limits)
+    yield create_images_router(service, links, streams, readers, config.ingress.limits, desk)
     yield create_streams_router(streams)
     yield create_links_router(links)
-    yield create_videos_router(service, config.ingress.videos, config.name, readers, config.ingress.limits)
+    yield create_videos_router(service, desk, readers, config.ingress.limits)
     yield create_audio_router(service, readers, config.ingress.limits)
     yield create_embeddings_router(service)
     yield create_scores_router(service)
-    yield create_text_router(service, images)
+    yield create_text_router(service, images, desk)
     kept = config.ingress.stored_responses
     stored = StoredResponses(kept, config.name) if kept.enabled else None
     yield create_responses_router(service, stored, config.ingress.limits, images)
     yield create_models_router(service, view.nearness)
-    yield create_pipelines_router(service, readers, config.ingress.limits)
+    yield create_pipelines_router(service, readers, config.ingress.limits, desk)
 
 
 def _compat_routers(
@@ -247,13 +252,19 @@ def _lifespan(
     inference: Inference,
     repository: Repository,
     statistics: Statistics,
+    desk: JobDesk,
     on_start: Callable[[], None],
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Return the application's lifespan, which calls `on_start` and runs the gRPC server."""
+    """Return what calls `on_start`, and runs jobs and the gRPC server beside the application."""
 
     @contextlib.asynccontextmanager
-    async def running(_: FastAPI) -> AsyncIterator[None]:
+    async def running(app: FastAPI) -> AsyncIterator[None]:
         on_start()
+        async with JobRunner(app, desk, callers).running(), serving_grpc():
+            yield
+
+    @contextlib.asynccontextmanager
+    async def serving_grpc() -> AsyncIterator[None]:
         if config.grpc is None:
             yield
             return

@@ -195,9 +195,9 @@ class FootprintBook:
         if shape not in known.calls and not known.is_hopeless:
             with self._attempt(manifest, ()):
                 twin = self._call_twin(manifest, folder)
-                told = set(twin.unplanned)
+                known_before = set(twin.unplanned)
                 known.calls.note(shape, twin.plan_call(stretched(request)))
-                for name in twin.unplanned.keys() - told:
+                for name in twin.unplanned.keys() - known_before:
                     logger.info("the memory of %r (%s) is not planned: %s", manifest.model, name, twin.unplanned[name])
         names = {name for name, component in manifest.components.items() if wanted(component)}
         return {call: most for call, most in known.calls.get(shape, {}).items() if call.partition(".")[0] in names}

@@ -273,7 +273,7 @@ class ResidentModules(MemoryTier):
         if plan.missing_bytes:
             self.table.elsewhere = before
             missing = shown_bytes(plan.missing_bytes)
-            raise BudgetExceeded(f"{shown_bytes(budget_bytes)} are {missing} less than what is leased or pinned")
+            raise BudgetExceeded(f"{shown_bytes(budget_bytes)} are {missing} less than the leased and pinned bytes")
         self.table.evict(plan.evict)
         if isinstance(self._tier, ArenaTier):
             self._tier.resize(budget_bytes)

@@ -3,7 +3,7 @@
     ServiceError
     ├── InvalidRequest       400  a value of the request is out of range, or a combination is not supported
     │   └── ContextExceeded  400  the prompt has more tokens than the model reads
-    ├── NotAuthenticated     401  no API key, or one that does not hold
+    ├── NotAuthenticated     401  no API key, or an invalid one
     ├── NotAllowed           403  this key, or the web page that asks, may not do that
     ├── UnknownModel         404  no such model or adapter; the message has the known names
     ├── RequestTooSlow       408  the body of the request did not come in time
@@ -60,7 +60,7 @@ class ContextExceeded(InvalidRequest):
 
 
 class NotAuthenticated(ServiceError):
-    """The request has no API key, or one that does not hold."""
+    """The request has no API key, or an invalid one."""
 
 
 class NotAllowed(ServiceError):

@@ -90,7 +90,7 @@ def _timing(request: ClipRequest, class_name: str, source: PipelineSource) -> di
             raise EngineError(f"{asked}: {class_name} takes no duration")
         found[name] = said
     if both := found.keys() & request.extra.keys():
-        raise EngineError(f"extra: {min(both)!r} is said by a field of the request, too")
+        raise EngineError(f"extra: {min(both)!r} is set by a field of the request, too")
     return found
 
 

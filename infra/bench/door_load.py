@@ -140,7 +140,7 @@ class _Sender:
             problem = f"{type(error).__name__}: {error}"
         pieces_s = [piece_s - self._start_s for piece_s in answer.pieces_s]
         done_s = answer.done_s - self._start_s if answer.status else self._now_s()
-        told = answer.headers.get(b"retry-after", b"").decode()
+        retry_after = answer.headers.get(b"retry-after", b"").decode()
         return Outcome(
             ask.kind,
             status,
@@ -150,7 +150,7 @@ class _Sender:
             done_s,
             ask.timeout_s,
             tuple(after_s - before_s for before_s, after_s in itertools.pairwise(pieces_s)),
-            float(told) if told.replace(".", "", 1).isdecimal() else None,
+            float(retry_after) if retry_after.replace(".", "", 1).isdecimal() else None,
             None,
             problem[:MAX_PROBLEM],
         )

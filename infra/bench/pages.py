@@ -173,8 +173,8 @@ def _large_clusters(rng: random.Random) -> Iterator[tuple[dict[str, Any], dict[s
 
 
 def _model(name: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"id": name, "kind": "diffusion", "state": "ready", "error": "", "nbytes": 7 << 30}
-    return told | {"resident": {}, "built": []}
+    answer: dict[str, Any] = {"id": name, "kind": "diffusion", "state": "ready", "error": "", "nbytes": 7 << 30}
+    return answer | {"resident": {}, "built": []}
 
 
 def _worker(name: str, rng: random.Random) -> dict[str, Any]:
@@ -189,8 +189,8 @@ def _worker(name: str, rng: random.Random) -> dict[str, Any]:
         }
         for _ in range(MODULES_EACH)
     ]
-    told = {"name": name, "device": "cuda", "budget_bytes": 80 << 30, "charged_bytes": 0, "resident_bytes": 0}
-    return told | {"modules": modules, "num_switches": 1, "last_switches": {}}
+    answer = {"name": name, "device": "cuda", "budget_bytes": 80 << 30, "charged_bytes": 0, "resident_bytes": 0}
+    return answer | {"modules": modules, "num_switches": 1, "last_switches": {}}
 
 
 def _browser_share(browser: Any) -> float:

@@ -250,7 +250,7 @@ def print_refusal_figures(verdicts: Sequence[Verdict], as_json: bool) -> None:
         return
     columns = [Column(name) for name in ("load", "refused", "in time if let in", "in time of those let in", "reasons")]
     rows = [
-        (f"{load:g}", f"{one.refused:.1%}", f"{one.wrong:.2%}", f"{one.right:.2%}", _told(reasons))
+        (f"{load:g}", f"{one.refused:.1%}", f"{one.wrong:.2%}", f"{one.right:.2%}", _listed_reasons(reasons))
         for load, one, reasons in lines
     ]
     print_table(columns, rows)
@@ -267,5 +267,5 @@ def _reasons(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, str]]:
         yield reason, f"{wrong[reason]} of {count}"
 
 
-def _told(reasons: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"{reason}: {told}" for reason, told in reasons)
+def _listed_reasons(reasons: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{reason}: {counts}" for reason, counts in reasons)

@@ -1,6 +1,6 @@
 """`infra.bench schedule`: switching under the controller and under others, in the simulator.
 
-Every simulation is a task of its own, on all cores; a part is told as soon as its tasks are done.
+Every simulation is a task of its own, on all cores; a part is shown as soon as its tasks are done.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def _measure_sizing(
     rows: dict[tuple[int, str, float], dict[str, Any]] = {}
     for case, least in zip(cases, pool.map(partial(_least_workers, duration_s, seed), cases), strict=True):
         num_models, (label, switch_s), rate, policy = case
-        told = {"switch": label, "switch_s": switch_s, "models": num_models, "rate": rate}
-        rows.setdefault((num_models, label, rate), told)[policy] = least
+        new_row = {"switch": label, "switch_s": switch_s, "models": num_models, "rate": rate}
+        rows.setdefault((num_models, label, rate), new_row)[policy] = least
         sys.stderr.write(f"sizing: {num_models} models, {rate:g}/s, switch {label}: {policy} {least or 'never'}\n")
     return list(rows.values())
 

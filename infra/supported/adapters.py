@@ -7,7 +7,7 @@ the kind has; registration's own check says whether it is read. Denoisers have s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,6 +21,7 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.lora_names import layer_names
 from deployments.engines.records.protocol import EngineError
+from deployments.engines.stock.known import check_class, class_names, takes_image_prompts
 from weights.operations.adapters import parse_adapter
 from weights.records.errors import AdapterError
 
@@ -49,9 +50,16 @@ _UNET: Final = {
     "layers_per_block": 1,
     "cross_attention_dim": 32,
 }
+_UNET_XL: Final = {
+    **_UNET,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 80,
+}
 DENOISERS: Final = (
     Denoiser("SD 1, 2", "StableDiffusionPipeline", "UNet2DConditionModel", _UNET),
-    Denoiser("SDXL", "StableDiffusionXLPipeline", "UNet2DConditionModel", _UNET | {"use_linear_projection": True}),
+    Denoiser("SDXL", "StableDiffusionXLPipeline", "UNet2DConditionModel", _UNET_XL),
     Denoiser("SD 3", "StableDiffusion3Pipeline", "SD3Transformer2DModel", {"num_layers": 2}),
     Denoiser("Flux", "FluxPipeline", "FluxTransformer2DModel", _TWO_KINDS),
     Denoiser("FLUX.2", "Flux2KleinPipeline", "Flux2Transformer2DModel", _TWO_KINDS),
@@ -136,6 +144,35 @@ KINDS: Final[Mapping[str, Write]] = {
 _KINDS_LAYOUT: Final = Layout("lycoris_", True, False, _DOWN_UP)
 
 
+# What controls an image: the class of diffusers by that of the denoiser, and what its config says beside that one's.
+_UNET_NAME, _FLUX_NAME, _SD3_NAME = "UNet2DConditionModel", "FluxTransformer2DModel", "SD3Transformer2DModel"
+CONTROLS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]]] = {
+    "ControlNet": (
+        {
+            _UNET_NAME: "ControlNetModel",
+            _FLUX_NAME: "FluxControlNetModel",
+            _SD3_NAME: "SD3ControlNetModel",
+            "QwenImageTransformer2DModel": "QwenImageControlNetModel",
+            "ZImageTransformer2DModel": "ZImageControlNetModel",
+        },
+        {},
+    ),
+    "union (ControlNet++, Union Pro)": (
+        {_UNET_NAME: "ControlNetUnionModel", _FLUX_NAME: "FluxControlNetModel"},
+        {"addition_embed_type": "text_time", "num_mode": 5},
+    ),
+    "Control-LoRA, `difference` file": ({_UNET_NAME: "ControlNetModel"}, {}),
+    "T2I-Adapter: full, light, XL": (
+        {_UNET_NAME: "T2IAdapter"},
+        {"adapter_type": "full_adapter", "channels": _UNET["block_out_channels"]},
+    ),
+    "ControlNet-XS": ({_UNET_NAME: "ControlNetXSAdapter"}, {}),
+}
+IP_ADAPTER: Final = "IP-Adapter"
+BESIDE: Final = (*CONTROLS, IP_ADAPTER)
+_PIXELS_PER_LATENT: Final = 8
+
+
 class Cell(NamedTuple):
     """A file of one layer, for a denoiser, by what it is in the tables. `refusal` is what registration says, or ""."""
 
@@ -143,6 +180,9 @@ class Cell(NamedTuple):
     column: str
     tensors: Tensors
     refusal: str
+
+
+TABLES: Final[Mapping[str, Collection[str]]] = {"layout of a LoRA": LAYOUTS, "kind": KINDS, "beside LoRAs": BESIDE}
 
 
 def parts_of(denoiser: Denoiser) -> AdaptedParts:
@@ -214,15 +254,45 @@ def cell(row: str, denoiser: Denoiser) -> Cell:
     return Cell(row, denoiser.title, tensors, _refusal(denoiser, module, tensors))
 
 
+def is_served(row: str, denoiser: Denoiser) -> bool:
+    """Return whether registration takes what a row of any table is, for a denoiser."""
+    if row not in BESIDE:
+        return not cell(row, denoiser).refusal
+    family = FAMILIES.get(denoiser.pipeline)
+    if row == IP_ADAPTER:
+        return family.adapters.takes_image_prompts if family else takes_image_prompts(denoiser.pipeline)
+    classes, config = CONTROLS[row]
+    if family is None or denoiser.class_name not in classes:
+        return False
+    own: Any = _blank(DENOISERS.index(denoiser)).config
+    return family.control_misfit(classes[denoiser.class_name], config, own, _PIXELS_PER_LATENT) is None
+
+
+def prompted_classes() -> list[str]:
+    """Return the pipelines that diffusers runs with which IP-Adapters are served."""
+    return [name for name in class_names() if name not in FAMILIES and takes_image_prompts(name) and _runs(name)]
+
+
+def _runs(class_name: str) -> bool:
+    try:
+        check_class(class_name)
+    except EngineError:  # a package is not installed
+        return False
+    return True
+
+
 def tables() -> str:
-    """Return both tables."""
+    """Return the tables, and the pipelines that diffusers runs of one kind that none of them has a column for."""
     parts = []
-    for title, rows in {"layout of a LoRA": LAYOUTS, "kind": KINDS}.items():
-        marks = [["" if cell(row, denoiser).refusal else "✓" for denoiser in DENOISERS] for row in rows]
+    for title, rows in TABLES.items():
+        marks = [["✓" if is_served(row, denoiser) else "" for denoiser in DENOISERS] for row in rows]
         lines = [f"| {' | '.join([row, *found])} |" for row, found in zip(rows, marks, strict=True)]
         titles = [title, *(denoiser.title for denoiser in DENOISERS)]
         parts.append("\n".join([f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *lines]))
-    return "\n\n".join(parts)
+    names = ", ".join(name.removesuffix("Pipeline") for name in prompted_classes())
+    return "\n\n".join(
+        [*parts, f"Of pipelines that diffusers runs, these read IP-Adapters (each `…Pipeline`): {names}."]
+    )
 
 
 def with_tables(page: str) -> str:

@@ -254,10 +254,10 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Return a row for each causal language model of the library, as the tables of the engine have it."""
-    return [Row(name, _way(name)) for name in class_names()]
+    return [Row(name, _how_served(name)) for name in class_names()]
 
 
-def _way(class_name: str) -> str:
+def _how_served(class_name: str) -> str:
     if class_name in CLASS_NAMES.values():
         return "our decoder"
     if class_name in PAGED:
@@ -269,7 +269,7 @@ def _way(class_name: str) -> str:
     if class_name in SEEING:
         return "paged, with eyes"
     if class_name in TEXT_ALONE:
-        return f"{_way(TEXT_ALONE[class_name])}, text alone"
+        return f"{_how_served(TEXT_ALONE[class_name])}, text alone"
     images = _IMAGES if class_name.endswith("ForConditionalGeneration") else _UNEQUAL
     return f"refused: {REFUSED.get(class_name, images)}"
 

@@ -427,7 +427,7 @@ async def test_models_on_two_devices_take_turns_there(
     host.set_budget(budget * 2)
     assert places(await engine_of(host, "plain")) == [device.type] * NUM_LAYERS
     await host.pin("plain", is_denoise_component)
-    with pytest.raises(BudgetExceeded, match="less than what is leased or pinned"):
+    with pytest.raises(BudgetExceeded, match="less than the leased and pinned bytes"):
         host.set_budget(budget // 2)
     used_by(host)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from integration.judging import judge
+from integration.judging import judge, node_judge
 from kit.waiting import wait_until
-from unit.deployments.ingress.scripted_agents import ANSWER, Agents, larger_limits
+from unit.deployments.ingress.scripted_agents import ANSWER, THOUGHT, Agents, larger_limits
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.process.ray_calls import NamedActor
@@ -56,13 +56,33 @@ def serve() -> Callable[[Agents], AbstractContextManager[str]]:
     return serving
 
 
+ASKED = {"question": "Will it rain?", "result": "rain"}
+
+
+@pytest.mark.parametrize("family", SYNTAXES)
+def test_clients_call_a_tool_and_tell_what_it_said(
+    family: str, serve: Callable[[Agents], AbstractContextManager[str]], tmp_path: Path
+) -> None:
+    """litellm by four protocols, OpenAI's client for JavaScript and the AI SDK, whole and in streams."""
+    expected = {"answer": ANSWER, "calls": [{"city": CITY, "days": 2}]}
+    with serve(Agents(tmp_path / "model", family, CITY)) as url:
+        litellm = judge("litellm_agents", "litellm", url, "none", tmp_path / "litellm", ASKED)
+        node = node_judge("openai_agents", "openai_node", url, "none", tmp_path / "node", ASKED)
+    for provider in ("openai", "hosted_vllm", "anthropic", "ollama_chat"):
+        for name in (provider, f"{provider}_stream"):
+            assert litellm[name] == expected | {"thoughts": THOUGHT}, name
+    for way in ("chats", "responses"):
+        for name in (way, f"{way}_stream"):
+            assert node[name] == expected | {"thoughts": THOUGHT}, name
+            assert node[f"ai_sdk_{name}"] == expected, name
+
+
 @pytest.mark.parametrize("family", SYNTAXES)
 def test_agents_call_a_tool_and_tell_what_it_said(
     family: str, serve: Callable[[Agents], AbstractContextManager[str]], tmp_path: Path
 ) -> None:
-    asked = {"question": "Will it rain?", "result": "rain"}
     with serve(Agents(tmp_path / "model", family, CITY)) as url:
-        seen = judge("agent_loops", "agents", url, "none", tmp_path / "seen", asked)
+        seen = judge("agent_loops", "agents", url, "none", tmp_path / "seen", ASKED)
     names = ["pydantic_ai_chat", "pydantic_ai_chat_stream", "pydantic_ai_responses", "pydantic_ai_anthropic"]
     for name in (*names, "langgraph"):
         assert seen[name] == {"answer": ANSWER, "calls": [{"city": CITY, "days": 2}]}, name

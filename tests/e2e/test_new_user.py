@@ -381,7 +381,7 @@ BAD: Final[dict[str, tuple[Callable[[User, Path], Path | str], tuple[str, ...], 
     "a tokenizer": (without("adder", "tokenizer*"), (), r"tokenizer"),
     "a class": (misspelt, (), r"has no pipeline class 'WanVidPipeline' \(near names: WanPipeline"),
     "code of its own": (with_own_code, (), r"MineForCausalLM"),
-    "no like": (single_file, (), r"say which pipeline it is `like`"),
+    "no like": (single_file, (), r"name the pipeline that it is `like`"),
     "unlike": (
         single_file,
         ("--like", "digits-flux"),

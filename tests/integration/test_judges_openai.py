@@ -17,7 +17,7 @@ from integration.judging import Observed, demo_module, digit_judge, judge, node_
 from integration.text_bodies import BODIES, essence
 from PIL import Image
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 EDITED, OUTLINED = 2, 5  # digits that come with requests; another one is asked for
 

@@ -39,7 +39,7 @@ def test_nodes_with_other_code_or_a_port_that_is_taken_are_named_with_what_to_do
     taken = [line for line in observed["nodes"] if f":{observed['taken']} (Address already in use)" in line]
     assert (len(others), len(taken), len(observed["nodes"])) == (1, 2, 3), observed["nodes"]
     assert others[0].endswith("install the same there, and start Ray of that node again")
-    assert all(line.endswith("end what does there, or choose another `http.port`") for line in taken)
+    assert all(line.endswith("end the program there, or choose another `http.port`") for line in taken)
 
 
 def test_a_node_with_other_code_than_the_registrys_gets_no_keeper(observed: dict[str, Any]) -> None:

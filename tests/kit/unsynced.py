@@ -15,7 +15,9 @@ import pytest
 
 class _Unsynced(sqlite3.Connection):
     def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
-        return super().execute(sql.replace("synchronous = NORMAL", "synchronous = OFF"), *parameters)
+        for kept in ("NORMAL", "FULL"):
+            sql = sql.replace(f"synchronous = {kept}", "synchronous = OFF")
+        return super().execute(sql, *parameters)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -196,9 +196,9 @@ def _fields(folder: Path) -> dict[str, Any]:
         "model_roots": [str(folder), str(DEMO_MODELS)],
         "ingress": SMALL | {
             "num_replicas": 2,
-            "videos": {"folder": str(folder / "videos"), "max_videos": 20},
             "stored_responses": {"folder": str(folder / "responses"), "max_bytes": "64 KiB"},
         },
+        "jobs": {"max_jobs": 20},
         "text_encoder": SMALL | {"cache_bytes": "1 MiB"},
         "worker": SMALL | {"num_replicas": 2, "num_threads": 1, "resident_bytes": "64 MiB", "kv_cache_bytes": "16 MiB"},
         "models": [*models, {"id": VIDEO, "path": str(_video_model(folder))}],

@@ -137,7 +137,10 @@ def test_each_unit_test_is_in_one_part_of_make_test() -> None:
             and not any(path.is_relative_to(TESTS.parent / one) for one in re.findall(r"--ignore (\S+)", ignored))
         ]
         assert len(has_it) == 1, path
-    assert f"UNIT_TESTS := {' '.join(f'test-{part}' for part, *_ in parts)}\n" in makefile
+    targets = [f"test-{part}" for part, *_ in parts]
+    assert f"UNIT_TESTS := {' '.join(targets)}\n" in makefile
+    [all_parts] = re.findall(r"^LONGEST_FIRST := (.*)", makefile, re.MULTILINE)
+    assert {*targets, "test-ray", "test-device", "check"} == {*all_parts.split()}
 
 
 def test_a_wait_ends_with_the_value_or_says_what_did_not_come() -> None:

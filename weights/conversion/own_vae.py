@@ -1,4 +1,5 @@
-"""A VAE in the place of a pipeline's own: a folder of diffusers, or a `.safetensors` file as UIs have it.
+"""VAEs that a pipeline gets: in the place of its own, a folder of diffusers or a `.safetensors` file as UIs have it;
+beside it, a small one that makes partial images.
 
 Imported by `weights.formats.checkpoint` alone, where a model names a VAE.
 """
@@ -6,9 +7,11 @@ Imported by `weights.formats.checkpoint` alone, where a model names a VAE.
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weights.formats.checkpoint import read_component
 from weights.formats.folder import read_json
@@ -19,45 +22,61 @@ from weights.formats.untrusted import shown
 from weights.records.errors import FormatError
 
 _NAME: Final = "vae"
-_CONFIG: Final = f"{_NAME}/config.json"
+_SMALL: Final = "AutoencoderTiny"  # of diffusers; its latents are those of the class below
+_LARGE: Final = "AutoencoderKL"
+_INDEX: Final = "model_index.json"
 
 
-def with_vae(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """Return the pipeline with the VAE of `path`: its folder, that of a pipeline that has it, or a single file.
+def with_vaes(checkpoint: Checkpoint, paths: Mapping[str, Path]) -> Checkpoint:
+    """Return the pipeline with the VAEs of `paths`, by component: "vae" in the place of its own, and "preview_vae".
 
-    Raises FormatError for what is no VAE of the class of the model's own, or one whose latents have another shape.
+    Each is a folder, that of a pipeline that has it, or (in the place of the own) a single file. Raises FormatError for
+    what is no VAE of the class of the model's own, or an AutoencoderTiny, or one whose latents have another shape.
     """
     own = next((part for part in checkpoint.components if part.name == _NAME), None)
     if checkpoint.kind != "diffusion" or own is None:
-        raise FormatError(f"vae: {checkpoint.path} has no VAE to replace")
-    folder = path / _NAME if (path / "model_index.json").is_file() else path
-    headers = dict(checkpoint.headers)
-    if folder.is_dir():
-        vae = _read_folder(folder, own, checkpoint.root / _CONFIG)
-        headers[_CONFIG] = (folder / "config.json").read_bytes()
-    else:
-        vae = _read_file(path, own, checkpoint)
-    others = tuple(vae if part.name == _NAME else part for part in checkpoint.components)
-    return replace(checkpoint, components=others, headers=headers)
+        raise FormatError(f"{'/'.join(paths)}: {checkpoint.path} has no VAE to replace")
+    components, headers = {part.name: part for part in checkpoint.components}, dict(checkpoint.headers)
+    for name, path in paths.items():
+        folder = path / _NAME if (path / _INDEX).is_file() else path
+        if folder.is_dir() or name != _NAME:
+            components[name] = _read_folder(name, folder, own, checkpoint.root / _NAME)
+            headers[f"{name}/config.json"] = (folder / "config.json").read_bytes()
+        else:
+            components[name] = _read_file(path, own, checkpoint)
+    if components[_NAME].class_name != own.class_name:
+        index = read_json(checkpoint.root / _INDEX)
+        headers[_INDEX] = json.dumps(index | {_NAME: [own.library, _SMALL]}).encode()
+    return replace(checkpoint, components=tuple(components.values()), headers=headers)
 
 
-def _read_folder(folder: Path, own: SourceComponent, own_config: Path) -> SourceComponent:
-    config, expected = read_json(folder / "config.json"), read_json(own_config)
+def _read_folder(name: str, folder: Path, own: SourceComponent, own_folder: Path) -> SourceComponent:
+    if not folder.is_dir():
+        raise FormatError(f"{name}: {folder}: expected a folder of diffusers with an {_SMALL}")
+    config, expected = read_json(folder / "config.json"), read_json(own_folder / "config.json")
     class_name = config.get("_class_name")
-    if class_name != own.class_name:
-        raise FormatError(f"vae: {folder}: of class {shown(class_name)}, the model's is {own.class_name}")
+    known = {_SMALL} if name != _NAME else {own.class_name} | ({_SMALL} if own.class_name == _LARGE else set())
+    if class_name not in known or own.class_name not in (_LARGE, class_name):
+        wanted = f", expected an {_SMALL}" if name != _NAME else ""
+        raise FormatError(f"{name}: {folder}: of class {shown(class_name)}, the model's is {own.class_name}{wanted}")
     (channels, depth), (own_channels, own_depth) = (
-        (one.get("latent_channels"), len(one.get("block_out_channels") or ())) for one in (config, expected)
+        (one.get("latent_channels", 4), _num_sizes(one)) for one in (config, expected)
     )
     if (channels, depth) != (own_channels, own_depth):
         raise FormatError(
-            f"vae: {folder}: latents of {channels} channels and {depth} sizes, the model's have {own_channels} and "
+            f"{name}: {folder}: latents of {channels} channels and {depth} sizes, the model's have {own_channels} and "
             f"{own_depth}"
         )
-    vae = read_component(folder, _NAME, own.library, own.class_name, _NAME, allow_torch=False)
+    vae = read_component(folder, name, own.library, str(class_name), name, allow_torch=False)
     if vae is None:
-        raise FormatError(f"vae: {folder}: no safetensors weights beside config.json")
+        raise FormatError(f"{name}: {folder}: no safetensors weights beside config.json")
     return replace(vae, tensors=read_as_plain(folder, vae.tensors, vae.metadata))
+
+
+def _num_sizes(config: Mapping[str, Any]) -> int:
+    """Return how many sizes the images of a VAE have within it, each half of that before."""
+    blocks = config.get("block_out_channels") or config.get("decoder_block_out_channels")
+    return len(blocks) if isinstance(blocks, list) else 0
 
 
 def _read_file(path: Path, own: SourceComponent, checkpoint: Checkpoint) -> SourceComponent:

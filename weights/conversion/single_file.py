@@ -87,7 +87,7 @@ def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
         elif name in base.components:
             components.append(base.components[name])
         else:
-            raise FormatError(f"{path}: has no {name}, and neither has {base.name!r}, which it is said to be like")
+            raise FormatError(f"{path}: has no {name}, and neither has {base.name!r}, given as its `like`")
     if not found:
         known = ", ".join(classes)
         raise FormatError(f"{path}: none of its {len(mapped)} tensors are of a component of {base.name!r} ({known})")
@@ -426,7 +426,7 @@ def read_gguf_denoiser(path: Path, base: BasePipeline) -> Checkpoint:
         elif part in base.components:
             components.append(base.components[part])
         else:
-            raise FormatError(f"{path}: has no {part}, and neither has {base.name!r}, which it is said to be like")
+            raise FormatError(f"{path}: has no {part}, and neither has {base.name!r}, given as its `like`")
     class_name = str(read_json(base.folder / "model_index.json").get("_class_name"))
     return Checkpoint(path, "diffusion", class_name, tuple(components), skeleton=base.folder)
 
@@ -444,8 +444,8 @@ def _part_of(path: Path, architecture: str | None, base: BasePipeline, classes: 
     if found is None:
         has = ", ".join(f"{name} {class_name}" for name, (_, class_name) in classes.items())
         raise FormatError(
-            f"{path}: GGUF architecture {architecture!r} is a {' or '.join(wanted)}, and {base.name!r}, which it is "
-            f"said to be like, has none ({has})"
+            f"{path}: GGUF architecture {architecture!r} is a {' or '.join(wanted)}, and {base.name!r}, given as "
+            f"its `like`, has none ({has})"
         )
     return found
 

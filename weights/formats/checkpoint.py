@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from weights.formats import classifier, dense_head
 from weights.formats.control_files import CONTROL_CLASSES, control_kind, is_control_file, read_control_file, why_alone
@@ -112,19 +113,19 @@ def read_checkpoint(
     component: str | None = None,
     allow_torch: bool = False,
     like: BasePipeline | None = None,
-    vae: Path | None = None,
+    vaes: Mapping[str, Path] = MappingProxyType({}),
 ) -> Checkpoint:
     """Recognise the folder or file and read every header. `component` keeps one component of a pipeline only.
 
     `like` is the pipeline that a single file is of (in GGUF: its denoiser), whose configs and tokenizers it takes.
-    `vae` takes the place of the pipeline's own. `allow_torch` also reads torch's pickles (no code in them is run),
-    where there are no safetensors.
+    `vaes` are those that it gets, by component: a "vae" in the place of its own, and a small "preview_vae".
+    `allow_torch` also reads torch's pickles (no code in them is run), where there are no safetensors.
     Raises FormatError: nothing there, unknown layout, a file that its header does not fit; AdapterError for a LoRA
     whose metadata cannot be used.
     """
-    if vae is not None:
-        found: Checkpoint = importlib.import_module("weights.conversion.own_vae").with_vae(
-            read_checkpoint(path, allow_torch=allow_torch, like=like), vae
+    if vaes:
+        found: Checkpoint = importlib.import_module("weights.conversion.own_vae").with_vaes(
+            read_checkpoint(path, allow_torch=allow_torch, like=like), vaes
         )
         return _only(found, component)
     layout = recognise(path)
@@ -221,14 +222,18 @@ def _is_control_class(config: Mapping[str, Any]) -> bool:
     return class_name in CONTROL_CLASSES or class_name.endswith("ControlNetModel")
 
 
+_OF_ITS_OWN: Final = ("conv_in.weight", "pos_embed.pos_embed")
+
+
 def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
     """Check that the layers that a ControlNet has in common with a denoiser, the `part`, have the shapes of that one's.
 
-    Its first layer is its own: that of an inpainting model reads more. Raises AdapterError naming the tensor.
+    Its first layer is its own, since that of an inpainting model reads more, and so is how many places it knows. Raises
+    AdapterError naming the tensor.
     """
     for name, tensor in net.components[0].tensors.items() if part.format == "safetensors" else ():
         layer = part.tensors.get(name)
-        if layer is not None and name != "conv_in.weight" and list(layer.shape) != list(tensor.shape):
+        if layer is not None and name not in _OF_ITS_OWN and list(layer.shape) != list(tensor.shape):
             given, wanted = list(tensor.shape), list(layer.shape)
             raise AdapterError(f"{net.path}: tensor {name} has shape {given}, which in {base.model!r} is {wanted}")
 
@@ -268,7 +273,7 @@ def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
         if only is None and name not in components and _needs_weights(path / name, class_name):
             raise FormatError(
                 f"{path / name}: no weights of component {name!r}, a {shown(class_name)} (a file that was not copied? "
-                "what a pipeline does without is [null, null] in its model_index.json)"
+                "a part that a pipeline lacks is [null, null] in its model_index.json)"
             )
     if only is None and not components:
         raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")

@@ -503,7 +503,7 @@ def read_gguf_model(files: list[Path]) -> GgufModel:
 def _check_split(file: Path, header: GgufHeader, number: int, count: int) -> None:
     found = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1)
     if not (_equals(found[0], number) and (_equals(found[1], count) or (count == 1 and _equals(found[1], 0)))):
-        raise FormatError(f"{file}: says split.no {shown(found[0])} of {shown(found[1])}, expected {number} of {count}")
+        raise FormatError(f"{file}: has split.no {shown(found[0])} of {shown(found[1])}, expected {number} of {count}")
 
 
 def _equals(value: GgufValue, number: int) -> bool:

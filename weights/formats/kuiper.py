@@ -94,13 +94,13 @@ class KuiperHeader:
             yield from self._norms("attention_norm")
             yield from self._norms("ffn_norm")
             yield "norm.weight", "F32", (self.dim,)
-            yield from self._named({"tok_embeddings": (self.vocab_size, self.dim)})
+            yield from self._matrix_specs({"tok_embeddings": (self.vocab_size, self.dim)})
             yield from self._matrices(attention | ffn)
-            yield from self._named(classifier)
+            yield from self._matrix_specs(classifier)
             return
         if self.group_size is not None:
             yield from self._matrices(attention | ffn)
-            yield from self._named(classifier)
+            yield from self._matrix_specs(classifier)
             yield embedding
             yield from self._norms("attention_norm")
             yield from self._norms("ffn_norm")
@@ -116,7 +116,7 @@ class KuiperHeader:
         rope = (self.max_seq_len, self.dim // self.num_heads // 2)
         yield "freqs_cos", "F32", rope
         yield "freqs_sin", "F32", rope
-        yield from self._named(classifier)
+        yield from self._matrix_specs(classifier)
         yield from self._biases(kv_dim)
 
     def _biases(self, kv_dim: int) -> Iterator[TensorSpec]:
@@ -130,9 +130,9 @@ class KuiperHeader:
 
     def _matrices(self, kinds: Mapping[str, tuple[int, int]]) -> Iterator[TensorSpec]:
         for kind, shape in kinds.items():
-            yield from self._named({f"layers.{layer}.{kind}": shape for layer in range(self.num_layers)})
+            yield from self._matrix_specs({f"layers.{layer}.{kind}": shape for layer in range(self.num_layers)})
 
-    def _named(self, matrices: Mapping[str, tuple[int, int]]) -> Iterator[TensorSpec]:
+    def _matrix_specs(self, matrices: Mapping[str, tuple[int, int]]) -> Iterator[TensorSpec]:
         for name, shape in matrices.items():
             if self.group_size is None:
                 yield f"{name}.weight", "F32", shape

@@ -86,10 +86,10 @@ def body_of(class_name: str, tensors: Mapping[str, _T]) -> tuple[str, Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelDetails:
-    """What the files of a language model say of it, "" and 0 where they do not.
+    """The facts in a language model's files, "" and 0 for missing ones.
 
-    `sizes` are what GGUF files say under the names of the architecture and under `general`, without texts that are
-    long; of configs those of them that these have. `num_parameters` is 0 where values are packed into integers;
+    `sizes` are the GGUF keys of the architecture and of `general`, without long texts; of configs, the keys that
+    configs have, too. `num_parameters` is 0 if values are packed into integers;
     `quantization` is the type of most bytes.
     """
 

@@ -218,7 +218,7 @@ class _Grouped(_Matrix):
         found = self.integers()
         if found.min() < -128 or found.max() > 127:
             name = self.module.name
-            raise FormatError(f"{self.module.file}: {name} has zero points that are not in the middle, as sym says")
+            raise FormatError(f"{self.module.file}: {name} has zero points that are not in the middle, as sym demands")
         return found.astype(np.int8)
 
 

@@ -39,7 +39,11 @@ class BlockStream:
 
     def first_tensors(self) -> dict[str, torch.Tensor]:
         """Return tensors of all blocks by name, on the device, of the right types and shapes, with any content."""
-        return {name: tensor for block in range(len(self.plan.blocks)) for name, tensor in self._seen(block, 0).items()}
+        return {
+            name: tensor
+            for block in range(len(self.plan.blocks))
+            for name, tensor in self._block_views(block, 0).items()
+        }
 
     @torch.inference_mode(False)  # another thread writes what this one may only read in its own mode
     def tensors_of(self, block: int) -> Mapping[str, torch.Tensor]:
@@ -56,7 +60,7 @@ class BlockStream:
         following = self._follows.get(block, (block + 1) % len(self.plan.blocks))
         if following not in self._holds:
             self._begin(following, 1 - buffer)
-        return self._seen(block, buffer)
+        return self._block_views(block, buffer)
 
     def close(self) -> None:
         """Wait for the upload that is under way, and let the memory go."""
@@ -69,7 +73,7 @@ class BlockStream:
         self._wait(buffer, is_needed=False)
         pairs = [
             (_bytes(self._hosts[name]), target.reshape(-1).view(torch.uint8))
-            for name, target in self._seen(block, buffer).items()
+            for name, target in self._block_views(block, buffer).items()
             if target.numel()
         ]
         self._holds[buffer] = block
@@ -86,7 +90,7 @@ class BlockStream:
             if is_needed:
                 raise error
 
-    def _seen(self, block: int, buffer: int) -> dict[str, torch.Tensor]:
+    def _block_views(self, block: int, buffer: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a block as views of a buffer."""
         key = block, buffer
         if key not in self._views:

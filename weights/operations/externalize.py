@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Final
 
 from pydantic import ValidationError
@@ -48,7 +49,7 @@ def externalize(
     weight_dir: Path | None = None,
     allow_torch: bool = False,
     like: BasePipeline | None = None,
-    vae: Path | None = None,
+    vaes: Mapping[str, Path] = MappingProxyType({}),
     origin: Origin | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -56,7 +57,7 @@ def externalize(
 
     `dtype` is a name of the config's, or one of `auto_without`. `layout` says where tensors go that the store does not
     have yet; what it has stays where it is. `inline` keeps the model's own files: nothing in them is shared on disk.
-    `like` is the pipeline that a single file is of, `vae` what takes the place of a pipeline's own. Packs are written
+    `like` is the pipeline that a single file is of, `vaes` what takes the place of a pipeline's own. Packs are written
     in `weight_dir` before they move into the store.
     `progress` gets the bytes that are read and hashed. A source that looks changed is read again; if its bytes are
     those of before, nothing but the manifest is written and the version stays. Raises FormatError (names file and
@@ -66,7 +67,7 @@ def externalize(
     origin = origin or Origin()
     check_inside(source, origin.roots)
     recognise(source)
-    settings = mark_settings(component, dtype, like, vae, origin.roots)
+    settings = mark_settings(component, dtype, like, vaes, origin.roots)
 
     def look() -> str:
         return source_mark(source, settings, roots=origin.roots, etags=origin.etags)
@@ -79,7 +80,7 @@ def externalize(
     mark = look()
     if manifest := _find_current(store, model, mark, layout):
         return manifest
-    checkpoint = read_checkpoint(source, component=component, allow_torch=allow_torch, like=like, vae=vae)
+    checkpoint = read_checkpoint(source, component=component, allow_torch=allow_torch, like=like, vaes=vaes)
     dtypes = stored_dtypes(checkpoint, dtype)
     hashed = hash_tensors({part.name: part.tensors for part in checkpoint.components}, dtypes, progress)
     try:
@@ -108,13 +109,13 @@ def mark_settings(
     component: str | None,
     dtype: str,
     like: BasePipeline | None,
-    vae: Path | None = None,
+    vaes: Mapping[str, Path] = MappingProxyType({}),
     roots: Sequence[Path] | None = None,
 ) -> dict[str, str | None]:
     """Return the settings that the mark of a source counts in. Raises as `source_mark` does, of a VAE."""
     settings: dict[str, str | None] = {"component": component, "dtype": dtype}
     settings |= {"like": like.mark} if like else {}
-    return settings | ({"vae": source_mark(vae, {}, roots=roots)} if vae else {})
+    return settings | {name: source_mark(path, {}, roots=roots) for name, path in vaes.items()}
 
 
 def stored_dtypes(checkpoint: Checkpoint, wanted: str) -> dict[str, str]:

@@ -132,7 +132,7 @@ def _read_all(store: WeightStore) -> Sequence[Manifest]:
         except WeightsError as error:
             problems.append(f"{error} (put the file back, or `remove {model}` and bring it in again)")
     if problems:
-        raise StoreError(f"nothing was deleted: what a model needs is unknown: {'; '.join(problems)}")
+        raise StoreError(f"nothing was deleted: the extents of a model are unknown: {'; '.join(problems)}")
     return manifests
 
 

@@ -208,7 +208,7 @@ def repair(
         except (OSError, DiskFull):  # it follows from the manifests, and names what is damaged: the next `gc` makes it
             remove_path(store.meta_file)
     rewritten = tuple(manifest.model for manifest in concerned if manifest.model not in problems)
-    left = tuple(_left(store, found, [manifest.model for manifest in concerned], problems))
+    left = tuple(_remaining_damage(store, found, [manifest.model for manifest in concerned], problems))
     keys = {_key(damage) for damage in left}
     repaired = tuple(damage for damage in found.damages if _key(damage) not in keys)
     return RepairReport(found.num_models, rewritten, repaired, left)
@@ -304,7 +304,7 @@ def _is_sound(store: WeightStore, form: ExtentRef) -> bool:
     return True
 
 
-def _left(
+def _remaining_damage(
     store: WeightStore, found: VerifyReport, concerned: Sequence[str], problems: dict[str, str]
 ) -> Iterator[Damage]:
     """Yield damage that is still there, and everything wrong with the models that were to be repaired."""

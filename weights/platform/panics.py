@@ -31,9 +31,9 @@ def panics_as_errors() -> Iterator[None]:
     except _ENDINGS:
         raise
     except BaseException as error:
-        if (told := as_error(error)) is error:
+        if (translated := as_error(error)) is error:
             raise
-        raise told from error
+        raise translated from error
 
 
 def telling(tell: Callable[[Exception], object]) -> contextlib.AbstractContextManager[None, bool]:

@@ -39,7 +39,7 @@ def private_folder(path: Path) -> Path:
         )
     if found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
-        raise PermissionError(f"{path}: not used: its mode is {mode:04o}, so that others get in; `chmod 700` closes it")
+        raise PermissionError(f"{path}: not used: its mode is {mode:04o}, other users can read it; `chmod 700` helps")
     return path
 
 

@@ -55,7 +55,7 @@ def problems(shim: Shim) -> list[str]:
     other = [
         f"{name} is not the one that was replaced: its source has the digest {found}"
         for name, known in shim.sources.items()
-        if name not in missing and (found := source_digest(_found(name))) != known
+        if name not in missing and (found := source_digest(_find_object(name))) != known
     ]
     return [f"{name} is missing" for name in missing] + unread + other
 
@@ -68,7 +68,7 @@ def source_digest(function: Any) -> str:
         return ""
 
 
-def _found(name: str) -> Any:
+def _find_object(name: str) -> Any:
     """Return the object or module of a name; None if there is none."""
     module, _, path = name.partition(":")
     try:
@@ -84,7 +84,7 @@ def _exists(name: str) -> bool:
     """Return whether the module has the attribute, or its class has one that only instances have."""
     module, _, path = name.partition(":")
     parents, _, attribute = path.rpartition(".")
-    owner = _found(f"{module}:{parents}")
+    owner = _find_object(f"{module}:{parents}")
     if owner is None or hasattr(owner, attribute):
         return owner is not None
     return isinstance(owner, type) and any(attribute in _names_in(vars(base).values()) for base in owner.__mro__)
@@ -93,7 +93,7 @@ def _exists(name: str) -> bool:
 @cache
 def _names_read_by(module: str) -> frozenset[str]:
     """Return the globals and attributes that the functions and methods of a module read."""
-    values = vars(_found(module) or object).values()
+    values = vars(_find_object(module) or object).values()
     return frozenset(_names_in(value for value in values if getattr(_unwrapped(value), "__module__", None) == module))
 
 

@@ -124,8 +124,8 @@ def _dtype(value: ValueInfoProto, dtypes: Mapping[int, str]) -> str:
 def _ranges(model: ModelProto, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     text = next((entry.value for entry in model.metadata_props if entry.key == RANGES), "{}")
     try:
-        told = json.loads(text)
-        bounds = {size: (int(least), int(most)) for size, (least, most) in told.items()}
+        given_bounds = json.loads(text)
+        bounds = {size: (int(least), int(most)) for size, (least, most) in given_bounds.items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
         bounds = {"": (1, 0)}
     if not all(size in names and 1 <= least <= most for size, (least, most) in bounds.items()):

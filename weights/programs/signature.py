@@ -79,8 +79,8 @@ class ProgramSignature:
     @property
     def may_lack(self) -> frozenset[str]:
         """The inputs that are made where they are not given: masks of what another input tells the size of."""
-        told = {size for one in self.inputs if not _is_mask(one.name) for size in one.shape}
-        return frozenset(name for size, name in self.masks.items() if size in told)
+        input_sizes = {size for one in self.inputs if not _is_mask(one.name) for size in one.shape}
+        return frozenset(name for size, name in self.masks.items() if size in input_sizes)
 
     def ranges_text(self) -> str:
         """Return `batch 1 to 64, input_ids.1 1 to 128`, "" where all sizes are fixed."""

@@ -106,7 +106,7 @@ class Admission(Generic[Thing]):
             self._grant(ticket)
             return True
         if plan.missing_bytes and self._is_hopeless(ticket):
-            ticket.refusal = self._refuse(ticket, "it can never fit beside what is pinned")
+            ticket.refusal = self._refuse(ticket, "it can never fit beside the pinned entries")
             ticket.on_settled(ticket)
             return True
         self._table.recall(plan.recall)

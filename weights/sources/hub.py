@@ -92,7 +92,7 @@ class HubRepository:
 
         Raises StoreError: no such repository, revision or path, no permission, out of reach, or nothing to choose by.
         """
-        info = self._asked(self._model_info)
+        info = self._call_hub(self._model_info)
         files = {file.rfilename: file for file in info.siblings or ()}
         if len(files) > MAX_OBJECTS:
             raise StoreError(f"{self.url}: more than {MAX_OBJECTS} files, expected those of one model")
@@ -127,7 +127,7 @@ class HubRepository:
 
     def _read(self, remote: RemoteObject, start: int, stop: int) -> Iterator[bytes]:
         with contextlib.ExitStack() as held:
-            response = self._asked(lambda: held.enter_context(self._opened(remote, start, stop)))
+            response = self._call_hub(lambda: held.enter_context(self._opened(remote, start, stop)))
             if response.status_code != 206 and (start, stop) != (0, remote.nbytes):
                 raise StoreError(f"{self.url}: the server gave all of {remote.name} where a part was asked for")
             yield from response.iter_raw()  # as it arrives: what did is not asked for again
@@ -155,12 +155,12 @@ class HubRepository:
 
     def _object(self, file: Any, name: str) -> RemoteObject:
         if not is_inside(name) or file.size is None or not file.blob_id:
-            raise StoreError(f"{self.url}: the hub does not say what {file.rfilename!r} is")
+            raise StoreError(f"{self.url}: the hub has no {file.rfilename!r} is")
         sha256 = file.lfs.sha256 if file.lfs else ""
         digest = ("sha256", sha256) if sha256 else ("git", file.blob_id)
         return RemoteObject(file.rfilename, name, file.size, sha256 or file.blob_id, digest)
 
-    def _asked(self, ask: Callable[[], T]) -> T:
+    def _call_hub(self, ask: Callable[[], T]) -> T:
         """Return the hub's answer. Ask again later where the hub says when to come back, or has an error of its own."""
         for num_waits in range(_MAX_WAITS + 1):
             with self._named_errors():

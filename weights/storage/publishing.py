@@ -103,7 +103,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
             files = _write_inline(pack, skeleton, draft.components)
         else:
             with store.locked():
-                known = _known(store, draft, layout, shared)
+                known = _shareable(store, draft, layout, shared)
             shared.choose(known)
         with store.locked():
             found = draft.recheck()
@@ -121,7 +121,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
     return manifest
 
 
-def _known(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExtents) -> StoreMeta:
+def _shareable(store: WeightStore, draft: Draft, layout: Layout, shared: SharedExtents) -> StoreMeta:
     """Return the extents and tensors of the index that the draft may share."""
 
     def look_up(index: StoreIndex) -> StoreMeta:
@@ -140,7 +140,7 @@ def _layout_of(extent: StoredExtent) -> Layout:
 
 def _place_shared(store: WeightStore, draft: Draft, layout: Layout, staged: Path, shared: SharedExtents) -> _Placed:
     """Place tensors as `combined` or `separate`: what the store has, whoever brought it, is not written again."""
-    meta = _known(store, draft, layout, shared)
+    meta = _shareable(store, draft, layout, shared)
     damaged = shared.choose(meta)
     known = dict(meta.extents)
     tensors = [component.tensors.values() for component in draft.components]

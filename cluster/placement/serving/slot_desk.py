@@ -107,7 +107,7 @@ class SlotDesk:
             try:
                 gone = self._book.tick()
             except Exception:  # from the look at a process; the next tick looks again
-                logger.exception("nobody has looked whether ingresses are still there")
+                logger.exception("the check of ingresses failed")
                 continue
             for name in gone:
                 logger.warning("an ingress is gone with its slots")

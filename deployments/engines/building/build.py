@@ -233,12 +233,12 @@ def _check_names(module: Any, shapes: Mapping[str, tuple[int, ...]], folder: Pat
     tied = {name for group in tied_groups(module) if any(n in shapes for n in group) for name in group}
     absent = [name for name in expected if name not in shapes and name not in tied]
     may_lack, may_have = ignored_names(module)
-    missing = _without(absent, may_lack)
+    missing = _not_matching(absent, may_lack)
     if missing:
         raise EngineError(f"{folder}: {listed(missing, 'tensor')} missing for a {type(module).__name__}")
     # Persistent in old checkpoints, computed today; transformers ignores them for every class.
     ignored = {*may_have, r"(^|\.)position_ids$", r"rotary_emb\.inv_freq"}
-    unexpected = _without((name for name in shapes if name not in expected), ignored)
+    unexpected = _not_matching((name for name in shapes if name not in expected), ignored)
     if unexpected:
         raise EngineError(f"{folder}: a {type(module).__name__} has no place for {listed(unexpected, 'tensor')}")
     for name, shape in shapes.items():
@@ -254,6 +254,6 @@ def _check_complete(module: nn.Module, given: Collection[str], folder: Path) -> 
         raise EngineError(f"{folder}: {listed(left, 'tensor')} of {type(module).__name__} got no value")
 
 
-def _without(names: Iterable[str], patterns: Collection[str] | None) -> list[str]:
+def _not_matching(names: Iterable[str], patterns: Collection[str] | None) -> list[str]:
     found = [re.compile(pattern) for pattern in patterns or ()]
     return [name for name in names if not any(pattern.search(name) for pattern in found)]

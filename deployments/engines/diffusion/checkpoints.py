@@ -78,7 +78,7 @@ def restore_checkpoint(state: DenoiseState, checkpoint: bytes) -> None:
     if state.extrapolation is not None and "extrapolation" in content:
         state.extrapolation.restore(content["extrapolation"], device)
     for name, value in content["solver"].items():
-        setattr(state.solver, name, _moved(value, device))
+        setattr(state.solver, name, _to_device(value, device))
 
 
 def _load(checkpoint: bytes) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def _put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {name: _put_together(one, tensors) for name, one in value.items()}
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
-        return [_moved(one, device) for one in value]
+        return [_to_device(one, device) for one in value]
     # A scalar stays on the host, where a solver keeps its sigmas.
     return value.to(device) if isinstance(value, torch.Tensor) and value.ndim else value

@@ -91,8 +91,8 @@ class DiffusionEngine:
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        told = {"posteriors": request.posteriors} if request.posteriors else {}
-        state = self.pipeline.start_request(request.request, request.conditioning, request.adapters, **told)
+        extra = {"posteriors": request.posteriors} if request.posteriors else {}
+        state = self.pipeline.start_request(request.request, request.conditioning, request.adapters, **extra)
         if request.resume_from is not None:
             restore_checkpoint(state, request.resume_from)
         state.preview_at = preview_steps(state.num_steps, request.num_previews)

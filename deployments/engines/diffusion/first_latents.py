@@ -78,7 +78,7 @@ class LatentsMaker:
             raise EngineError("this model refines images, and makes none of a prompt alone: give it an init_image")
         num_extra = family.latents.num_extra_channels(self.denoiser_config)
         if num_extra and request.mask_image is None:
-            raise EngineError("this model paints what a mask says: give it an init_image and a mask_image")
+            raise EngineError("this model paints the masked part: give it an init_image and a mask_image")
         shape = (request.num_images, *family.latents.noise_shape(self.denoiser_config, size))
 
         def draw(num_images: int) -> torch.Tensor:

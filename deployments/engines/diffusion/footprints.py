@@ -153,7 +153,7 @@ class PipelineTwin(DenoisePipeline):
         found: list[torch.Tensor] = []
 
         def read() -> None:
-            inputs = family.adapters.control_inputs(twin, pixels, lambda images: latents)
+            inputs = family.adapters.control_inputs(twin, pixels, lambda images, **_: latents)
             found.extend(one.to(self._dtype) for one in inputs)
 
         self._record(read, {})  # it has the shapes of convolutions that fake tensors have no rule for
@@ -166,16 +166,18 @@ class PipelineTwin(DenoisePipeline):
 
         targets, dtype = check_targets(self.denoiser, pairs), self._dtype
         with self._mode:
-            return {
-                targets[path]: replace(
-                    pair,
-                    down=fake(pair.down, dtype),
-                    up=fake(pair.up, dtype),
-                    magnitude=None if pair.magnitude is None else fake(pair.magnitude, torch.float32),
-                    **_fake_map(pair, fake),
-                )
-                for path, pair in pairs.items()
-            }
+            return FittedPairs(
+                {
+                    targets[path]: replace(
+                        pair,
+                        down=fake(pair.down, dtype),
+                        up=fake(pair.up, dtype),
+                        magnitude=None if pair.magnitude is None else fake(pair.magnitude, torch.float32),
+                        **_fake_map(pair, fake),
+                    )
+                    for path, pair in pairs.items()
+                }
+            )
 
     def _part(self, height: int, width: int, text_length: int, adapted: _Adapted) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""

@@ -61,7 +61,7 @@ from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
-from deployments.engines.nn.lora import Batch, applied_adapters
+from deployments.engines.nn.lora import Batch, MergedLayers, applied_adapters
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
 from weights.operations.adapters import LoraAdapter, LoraPair
@@ -70,6 +70,7 @@ Adapter = LoraAdapter | nn.Module | ImagePrompter
 # What each adapter of a request adds to its forwards, with its name: the pairs of a LoRA by module, a ControlNet, or
 # the tokens that an IP-Adapter makes of an image.
 AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | int | None]]
+PREVIEW_VAE: Final = "preview_vae"  # the name of a small VAE among the modules
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,12 @@ class DenoisePipeline:
         self._bounds = bounds
         self._workspace = workspace
         self._memory = MemoryLimits()
-        self._decoder = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
+        self._decoder = self._previewer = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
+        if PREVIEW_VAE in modules:
+            small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
+            self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
-        for name in (family.denoiser_name, "vae"):
+        for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
         config: Any = self.denoiser.config
@@ -310,11 +314,14 @@ class DenoisePipeline:
         return [outcomes[id(state)] for state in states]
 
     def decode_previews(self, states: Sequence[DenoiseState]) -> list[np.ndarray | None]:
-        """Return the images that the last step of each state expects, as `decode` does; None if they are not finite."""
+        """Return the images that the last step of each state expects, as `decode` does; None if they are not finite.
+
+        A small VAE makes them where the model has one for that.
+        """
         previews: dict[int, np.ndarray | None] = {}
         for group in grouped(states, decode_key):
             expected = [state.expected for state in group if state.expected is not None]
-            images, is_finite = self._decoder.decode_group(expected, group)
+            images, is_finite = self._previewer.decode_group(expected, group)
             first = 0
             for state in group:
                 rows = slice(first, first := first + len(state.latents))
@@ -351,16 +358,18 @@ class DenoisePipeline:
         with adapters, images, self._modulation.given(rows.modulation):
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
-    def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Replay `_forward` where the denoiser's layers are its own. A replay is short and cannot be cancelled."""
-        if self._replays is None or rows.adapters or rows.controls or rows.image_prompts:
+    def _replayed(self, merged: MergedLayers | None, rows: Rows, height: int, width: int) -> torch.Tensor:
+        """Return what `_forward` does, of layers that are the denoiser's own or `merged`. A replay is not ended."""
+        if self._replays is None:
             return self._forward(rows, height, width)
-        inputs = rows.tensors()
-        shapes = tuple((one.shape, one.dtype) for one in inputs)
-        optional = rows.pooled is None, rows.mask is None
         lengths = rows.lengths if self.family.texts.counts_tokens else ()
-        key = shapes, optional, height, width, rows.sizes, lengths, torch.get_num_threads()
-        return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
+        return self._replays.run(
+            (rows.form(), height, width, lengths, torch.get_num_threads()),
+            rows.tensors(),
+            lambda given: self._forward(rows.with_tensors(given), height, width),
+            rows.lasting_tensors(),
+            [*(control.net for control in rows.controls), *([] if merged is None else [merged])],
+        )
 
     def _predict(self, group: Sequence[Condition]) -> torch.Tensor:
         """Return the denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
@@ -369,7 +378,7 @@ class DenoisePipeline:
         with kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
-            forward = self._forward if first.merged or first.runs_alone else self._replayed
+            forward = self._forward if first.runs_alone else partial(self._replayed, first.merged)
             num_rows = sum(len(state.latents) for state, _ in group)
             largest = self._workspace.largest({workspace_kind(part) for part in group}, num_rows)
             with self._workspace.lend(largest, num_rows, bound) as most:
@@ -423,7 +432,8 @@ def create_pipeline(
     workspace: Workspace = UNBOUNDED,
     replays: Replays | None = None,
 ) -> DenoisePipeline:
-    """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`.
+    """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`, and
+    perhaps a "preview_vae".
 
     Text encoders live elsewhere. Raises EngineError for a class that no family knows.
     """

@@ -22,6 +22,7 @@ from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import FittedPairs, MergedLayers
 from deployments.engines.records.input_images import find_bad_image
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
+from weights.memory.devices import host_generator
 
 if TYPE_CHECKING:
     from deployments.engines.diffusion.families.prompted import ImagePrompt
@@ -62,6 +63,12 @@ def make_controls(
 
     `known` has them by name. Raises EngineError for an unknown one or one that does not fit the denoiser.
     """
+    draws = host_generator(request.seed) if family.adapters.draws_controls_apart else generator
+
+    def encode(images: torch.Tensor, *, shifts: bool = True) -> torch.Tensor:
+        latents = codec.encode(images, draws)
+        return family.latents.scale(latents, codec.vae) if shifts else latents * codec.vae.config["scaling_factor"]
+
     controls = []
     for use in request.control:
         net = known.get(use.name)
@@ -75,9 +82,7 @@ def make_controls(
         make_batch_invariant(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
-            inputs = family.adapters.control_inputs(
-                net, pixels, lambda images: family.latents.scale(codec.encode(images, generator), codec.vae)
-            )
+            inputs = family.adapters.control_inputs(net, pixels, encode)
         inputs = tuple(one.to(device, denoiser.dtype) for one in inputs)
         reads_prompt = family.adapters.controls_read_prompt
         controls.append(Control(use.name, net, inputs, use.scale, use.start, use.end, reads_prompt, use.mode))

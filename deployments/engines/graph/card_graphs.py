@@ -15,8 +15,9 @@ it goes on. So a forward is watched first, and what would wait for the host is n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from deployments.engines.graph.recording import Recorder, Recording, tensors_in
-from deployments.engines.graph.replay import Forward, Inputs, NotReplayable, Replays
+from deployments.engines.graph.replay import Forward, Inputs, NotReplayable, OwnInputs, Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from weights.memory.devices import with_index
 from weights.platform.torch_seam import buffers_of, parameters_of
@@ -65,33 +66,34 @@ class _Pool:
 class CapturedForward:
     """A captured graph with its inputs and output. The pool's next replay overwrites the output.
 
-    `kept` is the memory that it reads beside inputs and weights. `pool` is None once the graph has ended.
+    `kept` is the memory that it reads beside inputs and weights, `beside` are the modules whose weights it reads beside
+    the owner's. `pool` is None once the graph has ended.
     """
 
     owner: CardGraphs
-    inputs: Inputs
+    inputs: OwnInputs
     graph: Any
     result: torch.Tensor
     kept: Sequence[torch.UntypedStorage]
+    beside: Sequence[weakref.ref[nn.Module]]
     addresses: Sequence[int]
     pool: _Pool | None
 
     @property
     def is_current(self) -> bool:
         """Return whether it would run, and over the weights that the module has now."""
-        return self.pool is not None and self.owner.addresses() == self.addresses
+        return self.pool is not None and self.owner.addresses(_there(self.beside)) == self.addresses
 
-    def run(self, inputs: Inputs) -> torch.Tensor:
+    def run(self, inputs: Inputs, lasting: Inputs = ()) -> torch.Tensor:
         """Return the result for other inputs of the same shapes and dtypes."""
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
+        self.inputs.fill(inputs, lasting)
         self.graph.replay()
         return self.result.clone()
 
     def end(self) -> None:
         """Let its memory go, whoever still knows it."""
         self.graph.reset()
-        self.pool, self.inputs, self.kept = None, (), ()
+        self.pool, self.inputs, self.kept = None, OwnInputs(()), ()
         self.result = torch.empty(0)
 
 
@@ -112,44 +114,49 @@ class CardGraphs:
         max_bytes: int = MAX_POOL_BYTES,
     ) -> None:
         self._device = with_index(device)
-        self._tables = [table for part in module.modules() for table in (parameters_of(part), buffers_of(part))]
+        self._tables = _tables_of(module)
         self._workspace = workspace
         self._cuda = cuda
         self._max_bytes = max_bytes
         self._stream: Any = None  # made by the thread that captures
         self._pool: _Pool | None = None
 
-    def addresses(self) -> list[int]:
-        """Return the present addresses of the module's weights."""
-        return [tensor.data_ptr() for tensor in self._weights()]
+    def addresses(self, beside: Iterable[nn.Module] = ()) -> list[int]:
+        """Return where the weights of the module, and of those beside it, are now."""
+        return [tensor.data_ptr() for tensor in self._weights(beside)]
 
-    def bind(self, inputs: Inputs, forward: Forward) -> tuple[CapturedForward, torch.Tensor]:
+    def bind(
+        self, inputs: Inputs, forward: Forward, lasting: Inputs = (), owners: Sequence[Any] = ()
+    ) -> tuple[CapturedForward, torch.Tensor]:
         """Return a forward captured, and its result for these inputs.
 
         Raises NotReplayable, and what `forward` raises.
         """
-        if away := {str(tensor.device) for tensor in self._weights()} - {str(self._device)}:
+        beside = [one for one in owners if isinstance(one, nn.Module)]
+        if away := {str(tensor.device) for tensor in self._weights(beside)} - {str(self._device)}:
             raise NotReplayable(f"weights are elsewhere, or come block by block: on {', '.join(sorted(away))}")
         if self._stream is None:
             self._stream = self._cuda.Stream(self._device)
-        own = [one.clone() for one in inputs]
+        own = OwnInputs(inputs, lasting)
         watch = _Watch(self._device)
         here = self._cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         try:
             # On the same stream, so that what a first call makes for it (cuBLAS's workspace, say) is not of the pool.
             with self._cuda.stream(self._stream), watch:
-                found = forward(own)
+                found = forward(own.tensors)
         finally:
             here.wait_stream(self._stream)
         if watch.obstacle:
             raise NotReplayable(watch.obstacle)
         result = found.clone()
         del found
-        return self._capture(own, forward, watch.recording), result
+        return self._capture(own, forward, watch.recording, beside), result
 
-    def _capture(self, own: Inputs, forward: Forward, watched: Recording) -> CapturedForward:
-        addresses, pool = self.addresses(), self._pool_for(watched.eager_peak())
+    def _capture(
+        self, own: OwnInputs, forward: Forward, watched: Recording, beside: Sequence[nn.Module]
+    ) -> CapturedForward:
+        addresses, pool = self.addresses(beside), self._pool_for(watched.eager_peak())
         graph = self._cuda.CUDAGraph()
         try:
             # The stream is put back here: where a capture fails, torch does not.
@@ -157,7 +164,7 @@ class CardGraphs:
                 self._cuda.stream(self._stream),
                 self._cuda.graph(graph, pool=pool.handle, stream=self._stream, capture_error_mode="thread_local"),
             ):
-                result = forward(own)
+                result = forward(own.tensors)
             self._count(pool)
         except BaseException as error:
             self._end(pool)
@@ -165,9 +172,10 @@ class CardGraphs:
                 raise
             # What broke a capture is raised within, and its end raises that it is broken.
             raise NotReplayable(f"its capture failed: {error.__context__ or error}") from None
-        weights = {id(tensor.untyped_storage()) for tensor in self._weights()}
+        weights = {id(tensor.untyped_storage()) for tensor in self._weights(beside)}
         kept = [storage for storage in watched.given if id(storage) not in weights]
-        captured = CapturedForward(self, own, graph, result, kept, addresses, pool)
+        others = [weakref.ref(one) for one in beside]
+        captured = CapturedForward(self, own, graph, result, kept, others, addresses, pool)
         pool.graphs.add(captured)
         return captured
 
@@ -195,8 +203,17 @@ class CardGraphs:
             captured.end()
         self._pool = None
 
-    def _weights(self) -> Iterable[torch.Tensor]:
-        return (tensor for table in self._tables for tensor in table.values() if tensor is not None)
+    def _weights(self, beside: Iterable[nn.Module] = ()) -> Iterable[torch.Tensor]:
+        tables = itertools.chain(self._tables, *map(_tables_of, beside))
+        return (tensor for table in tables for tensor in table.values() if tensor is not None)
+
+
+def _tables_of(module: nn.Module) -> list[dict[str, Any]]:
+    return [table for part in module.modules() for table in (parameters_of(part), buffers_of(part))]
+
+
+def _there(modules: Iterable[weakref.ref[nn.Module]]) -> Iterator[nn.Module]:
+    return (found for one in modules if (found := one()) is not None)
 
 
 class _Watch(Recorder):

@@ -11,8 +11,10 @@ kernel that is no operation of torch, or a number that was read from an input, e
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -26,6 +28,7 @@ MIN_FORWARDS: Final = 16  # equal ones, before one is recorded: to record and to
 MAX_RECORDINGS: Final = 16  # of a model
 MAX_KEYS: Final = 256  # whose forwards are counted
 MAX_BYTES: Final = 64 * 2**20  # of all that a forward makes: where it is more, kernels take the time, not calls
+MAX_LASTING_BYTES: Final = 64 * 2**20  # of the copies of adapters that all recordings of a model have
 _MAKES_NOTHING: Final = ("aten.empty.", "aten.new_empty.", "aten.empty_like.", "aten.empty_strided.")
 _OF_SHAPES: Final = tuple(  # of a tensor they take the shape alone
     f"aten.{name}." for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
@@ -47,37 +50,61 @@ class BoundForward(Protocol):
     def is_current(self) -> bool:
         """Return whether it would run, and over the weights that the module has now."""
 
-    def run(self, inputs: Inputs) -> torch.Tensor:
+    def run(self, inputs: Inputs, lasting: Inputs = ()) -> torch.Tensor:
         """Return the result for other inputs of the same shapes and dtypes."""
 
 
 class Binder(Protocol):
     """Binds forwards, so that they are run again: to recorded calls on the host, to a graph on a card."""
 
-    def bind(self, inputs: Inputs, forward: Forward) -> tuple[BoundForward, torch.Tensor]:
-        """Return `forward` bound, and its result for these inputs.
+    def bind(
+        self, inputs: Inputs, forward: Forward, lasting: Inputs = (), owners: Sequence[Any] = ()
+    ) -> tuple[BoundForward, torch.Tensor]:
+        """Return `forward` of inputs and lasting ones bound, and its result for these. `owners` are as for `Replays`.
 
         Raises NotReplayable for one that cannot be, and what `forward` raises.
         """
+
+
+class OwnInputs:
+    """The tensors that a bound forward reads: copies of what it is given. Lasting ones are copied when others come."""
+
+    def __init__(self, inputs: Inputs, lasting: Inputs = ()) -> None:
+        self._changing = [one.clone() for one in inputs]
+        self._lasting = [one.clone() for one in lasting]
+        self._copied = [weakref.ref(one) for one in lasting]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all of them, the lasting ones last."""
+        return self._changing + self._lasting
+
+    def fill(self, inputs: Inputs, lasting: Inputs) -> None:
+        """Take other values, of the same shapes and dtypes."""
+        for own, given in zip(self._changing, inputs, strict=True):
+            own.copy_(given)
+        for number, (own, given) in enumerate(zip(self._lasting, lasting, strict=True)):
+            if self._copied[number]() is not given:
+                own.copy_(given)
+                self._copied[number] = weakref.ref(given)
 
 
 @dataclass(slots=True)
 class BoundCalls:
     """The calls of a recording, bound to tensors over a workspace.
 
-    `inputs` are the tensors that they read, `result` is what they leave; it is overwritten by whoever uses the
+    `inputs` have the tensors that they read, `result` is what they leave; it is overwritten by whoever uses the
     workspace next.
     """
 
-    inputs: Inputs
+    inputs: OwnInputs
     calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     result: torch.Tensor
     is_current: bool = True  # a weight stays where it is for as long as a call is bound to it
 
-    def run(self, inputs: Inputs) -> torch.Tensor:
+    def run(self, inputs: Inputs, lasting: Inputs = ()) -> torch.Tensor:
         """Return the result for other inputs of the same shapes and dtypes."""
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
+        self.inputs.fill(inputs, lasting)
         for call, args, kwargs in self.calls:
             call(*args, **kwargs)
         return self.result.clone()
@@ -113,13 +140,13 @@ def _check_inputs(recording: Recording, inputs: Inputs) -> None:
 
 
 def _bind_calls(
-    recording: Recording, inputs: Inputs, result: torch.Tensor, workspace: torch.UntypedStorage
+    recording: Recording, inputs: OwnInputs, result: torch.Tensor, workspace: torch.UntypedStorage
 ) -> BoundCalls:
     """Return the calls of a recording that gave `result` of `inputs`, over the workspace, which grows if it must.
 
     Raises NotReplayable.
     """
-    _check_inputs(recording, inputs)
+    _check_inputs(recording, inputs.tensors)
     plan = place(recording.lifetimes())
     if workspace.nbytes() < plan.nbytes:
         workspace.resize_(plan.nbytes)  # the tensors that are bound to it follow
@@ -147,14 +174,16 @@ class HostCalls:
     max_bytes: int = MAX_BYTES
     workspace: torch.UntypedStorage = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8).untyped_storage())
 
-    def bind(self, inputs: Inputs, forward: Forward) -> tuple[BoundForward, torch.Tensor]:
+    def bind(
+        self, inputs: Inputs, forward: Forward, lasting: Inputs = (), owners: Sequence[Any] = ()
+    ) -> tuple[BoundForward, torch.Tensor]:
         """Return `forward` bound, and its result for these inputs. Raises NotReplayable, and what `forward` raises."""
-        own = [one.clone() for one in inputs]
+        own = OwnInputs(inputs, lasting)
         recorder = Recorder(inputs[0].device, keeps_calls=True, max_bytes=self.max_bytes)
         results: list[torch.Tensor] = []
 
         def run() -> list[torch.Tensor]:
-            results.append(forward(own))
+            results.append(forward(own.tensors))
             return results
 
         with Listener(recorder):
@@ -162,14 +191,23 @@ class HostCalls:
         return _bind_calls(recording, own, results[0], self.workspace), results[0]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Counted:
-    """The forwards of a key: their number, then the bound one, which is used once it `is_tried`."""
+    """The forwards of a key: their number, then the bound one, which is used once it `is_tried`.
+
+    That has copies of `lasting_bytes`; `ends` hear of the end of those over whose weights it is bound.
+    """
 
     count: int = 0
     bound: BoundForward | None = None
     is_tried: bool = False
     is_refused: bool = False
+    lasting_bytes: int = 0
+    ends: Sequence[weakref.ref[Any]] = ()
+
+    def unbind(self, count: int = 0) -> None:
+        """Let the bound forward go; so many are counted anew."""
+        self.bound, self.is_tried, self.count, self.lasting_bytes, self.ends = None, False, count, 0, ()
 
 
 @dataclass(slots=True)
@@ -182,52 +220,75 @@ class Replays:
     is_checked: bool = False
     min_forwards: int = MIN_FORWARDS
     binder: Binder = field(default_factory=HostCalls)
+    max_lasting_bytes: int = MAX_LASTING_BYTES
     _known: Recent[Hashable, _Counted] = field(default_factory=lambda: Recent(MAX_KEYS))
 
-    def run(self, key: Hashable, inputs: Inputs, forward: Forward) -> torch.Tensor:
-        """Return `forward(inputs)`, or the same bits of a replay.
+    def run(
+        self, key: Hashable, inputs: Inputs, forward: Forward, lasting: Inputs = (), owners: Sequence[Any] = ()
+    ) -> torch.Tensor:
+        """Return `forward` of inputs and lasting ones, or the same bits of a replay.
 
+        `lasting` are tensors whose values stay, so that those of an adapter are copied once and not in each step.
+        `owners` are others than the module whose weights the forward reads: a recording goes when one of them does.
         `forward` may depend on what `key` names, on the inputs, and on nothing else; on weights that stay where they
         are. Raises what `forward` raises, and AssertionError where a checked replay differs.
         """
-        known = self._known.used(key, _Counted)
+        known = self._known.used((key, tuple(map(weakref.ref, owners))), _Counted)
         known.count += 1
         if known.bound is not None and not known.bound.is_current:
-            known.bound, known.is_tried, known.count = None, False, 1
+            known.unbind(count=1)
         if known.is_refused or known.count < self.min_forwards:
-            return forward(inputs)
+            return forward([*inputs, *lasting])
         if known.bound is None:
-            return self._bind(known, inputs, forward)
+            return self._bind(known, inputs, forward, lasting, owners)
         if known.is_tried and not self.is_checked:
-            return known.bound.run(inputs)
-        return self._compare(known, known.bound, inputs, forward)
+            return known.bound.run(inputs, lasting)
+        return self._compare(known, known.bound, inputs, forward, lasting)
 
-    def _bind(self, known: _Counted, inputs: Inputs, forward: Forward) -> torch.Tensor:
+    def _bind(
+        self, known: _Counted, inputs: Inputs, forward: Forward, lasting: Inputs, owners: Sequence[Any]
+    ) -> torch.Tensor:
         try:
-            known.bound, result = self.binder.bind(inputs, forward)
+            known.lasting_bytes = sum(one.nbytes for one in lasting)
+            if known.lasting_bytes > self.max_lasting_bytes:
+                raise NotReplayable(f"copies of its adapters would be {known.lasting_bytes} bytes")
+            known.bound, result = self.binder.bind(inputs, forward, lasting, owners)
         except (NotReplayable, RuntimeError) as error:
             logger.info("a forward is not replayed: %s", str(error))  # whose frames keep the memory of what was tried
             known.is_refused = True
         if known.bound is None:
-            return forward(inputs)
+            return forward([*inputs, *lasting])
+        # In the thread that lets an owner go: a run of this forward keeps its owners.
+        known.ends = [weakref.ref(one, partial(_unbind, weakref.ref(known))) for one in owners]
         self._bound_in_their_bounds()
         return result
 
-    def _compare(self, known: _Counted, bound: BoundForward, inputs: Inputs, forward: Forward) -> torch.Tensor:
-        result = forward(inputs)
-        is_equal = _have_equal_bits(bound.run(inputs), result)
+    def _compare(
+        self, known: _Counted, bound: BoundForward, inputs: Inputs, forward: Forward, lasting: Inputs
+    ) -> torch.Tensor:
+        result = forward([*inputs, *lasting])
+        is_equal = _have_equal_bits(bound.run(inputs, lasting), result)
         if not is_equal and known.is_tried:
             raise AssertionError("a replayed forward differs from the module's own")
         if not is_equal:
             logger.warning("a recorded forward is not used: on other inputs it differs from the module's own")
-            known.bound, known.is_refused = None, True
+            known.unbind()
+            known.is_refused = True
         known.is_tried = True
         return result
 
     def _bound_in_their_bounds(self) -> None:
-        bound = [one for one in self._known.values() if one.bound is not None]
-        for one in bound[: len(bound) - MAX_RECORDINGS]:  # the least recently used
-            one.bound, one.is_tried, one.count = None, False, 0
+        count = num_bytes = 0
+        for one in reversed([one for one in self._known.values() if one.bound is not None]):
+            count, num_bytes = count + 1, num_bytes + one.lasting_bytes
+            if count > MAX_RECORDINGS or num_bytes > self.max_lasting_bytes:  # the least recently used
+                num_bytes -= one.lasting_bytes
+                one.unbind()
+
+
+def _unbind(known: weakref.ref[_Counted], _: Any) -> None:
+    if (found := known()) is not None:
+        found.unbind()
 
 
 def _calls_of(

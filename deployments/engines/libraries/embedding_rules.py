@@ -63,7 +63,7 @@ def read_pooling_rule(folder: Path, known: Collection[str], *, takes_dense: bool
     if unknown := [name for name in names if name not in stages_known]:
         own = "; code that comes with a model is never run" if "." in unknown[0] else ""
         raise EngineError(
-            f"{where}: unknown stage {unknown[0]!r} (known: {', '.join(stages_known)}){own}{_way(stages)}"
+            f"{where}: unknown stage {unknown[0]!r} (known: {', '.join(stages_known)}){own}{_remedy(stages)}"
         )
     first_dense = names.index(_DENSE) if _DENSE in names else len(names)
     if "Pooling" in names[first_dense:]:
@@ -126,7 +126,7 @@ def read_prompts(folder: Path) -> Prompts:
             "characters"
         )
     if default is not None and default not in texts:
-        raise EngineError(f"{path}: default_prompt_name {default!r:.100} is none of the prompts")
+        raise EngineError(f"{path}: default_prompt_name {default!r:.100} is not one of the prompts")
     return Prompts(texts, default)
 
 
@@ -150,7 +150,7 @@ def check_dimensions(dimensions: int, size: int, config: Any) -> None:
         raise EngineError(f"dimensions: {dimensions}, but the model has {size}")
 
 
-def _way(stages: tuple[SentenceStage, ...]) -> str:
+def _remedy(stages: tuple[SentenceStage, ...]) -> str:
     """Return a remedy for a layer behind the pooling, or nothing when there is none."""
     folder = next((stage.folder for stage in stages if stage.name == _DENSE), None)
     if folder is None:

@@ -21,19 +21,25 @@ Syntax = Literal["object", "named", "tagged", "python", "braces", "channels"]
 class Tags:
     """The tags around the key and around the value of an argument, where each has its own.
 
-    Newlines beside a value are the tags', one on each side. `said` is the text between the two for a string, and any
-    other value, where the form marks which it is; TYPE is the type of JSON. Keys that stand in attributes may be
-    escaped as XML does it.
+    Newlines beside a value are the tags', one on each side. `said` is what stands between the two of a text, and of any
+    other value, where the form says which it is; TYPE is the type of JSON. Keys that stand in attributes may be
+    escaped as XML does it. With a `nested` mark, which begins every tag, KEY in an end is the key, and objects and
+    arrays are written in tags of their members, and of each `item`.
     """
 
     key: tuple[str, str]
     value: tuple[str, str]
     said: tuple[str, str] = ("", "")
     escapes_keys: bool = False
+    nested: str = ""
 
     def written_key(self, key: str) -> str:
         """Return a key as a model writes it."""
         return key.replace("&", "&amp;").replace('"', "&quot;") if self.escapes_keys else key
+
+    def closing(self, key: str) -> str:
+        """Return what is behind the value of a key."""
+        return self.value[1].replace("KEY", key) if self.nested else self.value[1]
 
     def read_key(self, text: str) -> str:
         """Return the key that a model has written."""
@@ -144,6 +150,7 @@ _OBJECT: Final = '{"name": NAME, "arguments": '
 _PARAMETERS: Final = '{"name": NAME, "parameters": '
 
 
+_M3: Final = "]<]minimax[>["
 _DSML: Final = "\uff5cDSML\uff5c"
 
 
@@ -202,6 +209,14 @@ TOOL_FORMS: Final[Mapping[str, ToolForm]] = MappingProxyType(
             name_end='">',
             tags=Tags(('\n<parameter name="', '">'), ("", "</parameter>")),
             signs=("<minimax:tool_call>",),
+        ),
+        "minimax-m3": ToolForm(
+            "tagged",
+            section=(f"{_M3}<tool_call>\n", f"\n{_M3}</tool_call>"),
+            call=(f'{_M3}<invoke name="', f"{_M3}</invoke>"),
+            name_end='">',
+            tags=Tags((f"{_M3}<", ">"), ("", f"{_M3}</KEY>"), nested=_M3),
+            signs=(_M3,),
         ),
         "deepseek-v3.2": _dsml("function_calls"),
         "deepseek-v4": _dsml("tool_calls"),

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from llguidance.gbnf_to_lark import any_to_lark
 
 from deployments.engines.llm.answer_forms import ReasoningForm, ToolForm
-from deployments.engines.llm.call_arguments import types_of
+from deployments.engines.llm.call_arguments import resolved, types_of
 from deployments.engines.llm.chat import AnswerGrammar, Function
 from deployments.engines.llm.schemas import prepare_schema
 from deployments.engines.records.protocol import EngineError
@@ -139,16 +139,18 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 def _tagged(grammar: LarkGrammar, form: ToolForm, root: Mapping[str, Any]) -> str:
     assert form.tags is not None
-    (before, behind), (opening, closing) = form.tags.key, form.tags.value
+    (before, behind), opening = form.tags.key, form.tags.value[0]
     found = []
     for key, schema, is_needed in _properties(root):
-        types = types_of(schema, root)
+        types, closing = types_of(schema, root), form.tags.closing(key)
         said = form.tags.said[types != {"string"}].replace("TYPE", next(iter(types)) if len(types) == 1 else "object")
         head = grammar.literal(before + form.tags.written_key(key) + behind + said + opening)
         if types == {"string"}:
             values = _texts(schema, root)
             value = " | ".join(map(grammar.literal, values)) if values else ""
             body = f"({value}) {grammar.literal(closing)}" if value else grammar.up_to(closing)
+        elif form.tags.nested:
+            body = f"{_nested(grammar, form.tags.nested, schema, root)} {grammar.literal(closing)}"
         else:
             body = f"{grammar.json(_with_definitions(schema, root))} {grammar.literal(closing)}"
         rule = grammar.rule(f"{head} {body}")
@@ -156,25 +158,40 @@ def _tagged(grammar: LarkGrammar, form: ToolForm, root: Mapping[str, Any]) -> st
     return " ".join(found)
 
 
+def _nested(grammar: LarkGrammar, mark: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
+    """Return what writes a value whose objects and arrays stand in tags of their members."""
+    if depth > _MAX_DEPTH:
+        raise EngineError("the schema is nested too deeply")
+
+    def tagged(name: str, inner: Any) -> str:
+        closing = f"{mark}</{name}>"
+        head, types = grammar.literal(f"{mark}<{name}>"), types_of(inner, root)
+        if types == {"string"} and not _texts(inner, root):
+            return f"{head} {grammar.up_to(closing)}"
+        return f"{head} {_nested(grammar, mark, inner, root, depth + 1)} {grammar.literal(closing)}"
+
+    found, ways = resolved(schema, root), []
+    for kind in sorted(types_of(schema, root) or {"string", "number", "boolean"}):
+        if kind == "object" and (members := _properties(found)):
+            ways.append(" ".join(f"({tagged(key, one)}){'' if needed else '?'}" for key, one, needed in members))
+        elif kind == "array":
+            ways.append(f"({tagged('item', found.get('items'))})*")
+        elif kind == "string":
+            texts = _texts(schema, root)
+            ways.append(" | ".join(map(grammar.literal, texts)) if texts else "/[^<>\\[\\]]*/")
+        else:
+            ways.append(grammar.json(_with_definitions({**found, "type": kind}, root)))
+    return grammar.rule(" | ".join(f"({way})" for way in ways))
+
+
 def _with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     own = dict(schema) if isinstance(schema, Mapping) else {}
     return {key: root[key] for key in ("$defs", "definitions") if key in root} | own
 
 
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    for _ in range(8):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        schema = root
-        for part in reference[2:].split("/"):
-            schema = schema.get(part) if isinstance(schema, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}
-
-
 def _texts(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """Return the few possible texts of a value; none if it may be any text."""
-    found = _resolved(schema, root)
+    """Return the few texts that a value may be; none where it may be any."""
+    found = resolved(schema, root)
     given = found.get("enum", [found["const"]] if "const" in found else [])
     return [value for value in given if isinstance(value, str)] if isinstance(given, list) else []
 
@@ -201,7 +218,7 @@ def _value(grammar: LarkGrammar, form: ToolForm, schema: Any, root: Mapping[str,
         raise EngineError("the schema is nested too deeply")
     is_python = form.syntax == "python"
     words = ("True", "False", "None") if is_python else ("true", "false", "null")
-    found = _resolved(schema, root)
+    found = resolved(schema, root)
     kinds = types_of(schema, root) or {"string", "number", "boolean"}
     ways = []
     for kind in sorted(kinds):

@@ -119,7 +119,7 @@ class AnswerReader:
     def feed(self, piece: str) -> AnswerPiece:
         """Read a piece, and return the part of the answer that is certain now."""
         self._read(piece if self._spelling is None else self._spelling.feed(piece))
-        return self._taken()
+        return self._take_piece()
 
     def _read(self, piece: str) -> None:
         self._tape.held += piece
@@ -142,9 +142,9 @@ class AnswerReader:
             self._tape.raw += held  # no call, and more than an opening of one
             self._give_up()
         self._text.end()
-        return self._taken()
+        return self._take_piece()
 
-    def _taken(self) -> AnswerPiece:
+    def _take_piece(self) -> AnswerPiece:
         return AnswerPiece(self._text.take(), self._thought.take(), self._calls.take())
 
     # Text and reasoning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -72,6 +73,55 @@ def value_of_text(text: str, types: frozenset[str]) -> str:
     if value is None and text.strip() == "null" and "null" in types:
         return "null"
     return to_json(text)
+
+
+def nested_value(text: str, mark: str, schema: Any, root: Any, depth: int = 0) -> Any:
+    """Return the value of a text in which objects and arrays stand in tags of their members. Raises ValueError."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    types, members = types_of(schema, root), _members(text, mark)
+    if not members:
+        empty: Any = {} if types == {"object"} else [] if types == {"array"} else None
+        return empty if empty is not None and not text.strip() else json.loads(value_of_text(text, types))
+    own = resolved(schema, root)
+    if all(name == "item" for name, _ in members) and "object" not in types:
+        return [nested_value(inner, mark, own.get("items"), root, depth + 1) for _, inner in members]
+    properties = own.get("properties")
+    known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+    return {name: nested_value(inner, mark, known.get(name), root, depth + 1) for name, inner in members}
+
+
+def _members(text: str, mark: str) -> list[tuple[str, str]]:
+    """Return the names and texts of the outermost tags."""
+    found, begun, name, depth = [], 0, "", 0
+    for tag in nested_tags(mark).finditer(text):
+        if not tag[1]:
+            if not depth:
+                name, begun = tag[2], tag.end()
+            depth += 1
+        elif depth:
+            depth -= 1
+            if not depth:
+                found.append((name, text[begun : tag.start()]))
+    return found
+
+
+@functools.cache
+def nested_tags(mark: str) -> re.Pattern[str]:
+    """Return what finds tags that begin with a mark: a slash, if one ends, and its name."""
+    return re.compile(re.escape(mark) + r"<(/?)([^<>]{1,256})>")
+
+
+def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+    """Return what a schema refers to; {} where that is none."""
+    for _ in range(8):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for part in reference[2:].split("/"):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _read(text: str) -> Any:

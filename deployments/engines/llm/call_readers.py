@@ -13,8 +13,16 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
-from deployments.engines.llm.answer_forms import ToolForm
-from deployments.engines.llm.call_arguments import braces_object, python_calls, to_json, types_of, value_of_text
+from deployments.engines.llm.answer_forms import Tags, ToolForm
+from deployments.engines.llm.call_arguments import (
+    braces_object,
+    nested_tags,
+    nested_value,
+    python_calls,
+    to_json,
+    types_of,
+    value_of_text,
+)
 from deployments.engines.llm.chat import CalledTool, Function
 
 _TEXT: Final = r'"(?:[^"\\]|\\.)*"'
@@ -90,7 +98,7 @@ class MarkSpelling:
         return self._spelled(text[:size])
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         held, self._held = self._held, ""
         return self._spelled(held)
 
@@ -143,14 +151,14 @@ class Calls:
         if piece:
             self._pieces.append(CalledTool(self.num_calls - 1, self._id, self._name, piece))
 
-    def add_key(self, key: str) -> frozenset[str]:
-        """Add the key of an argument, and return the possible types of its value."""
+    def add_key(self, key: str) -> tuple[Any, Mapping[str, Any]]:
+        """Add the key of an argument, and return the schema of its value, with the one that this may refer to."""
         self.add(("{" if not self._num_members else ", ") + to_json(key) + ": ")
         self._num_members += 1
         function = self._functions.get(self._name)
         schema = function.parameters if function is not None else {}
         properties = schema.get("properties")
-        return types_of(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+        return properties.get(key) if isinstance(properties, Mapping) else None, schema
 
     def end(self) -> None:
         """End arguments that came one by one."""
@@ -355,6 +363,8 @@ class TaggedCall:
         self._key, self._call = form.tags.key[0].strip(), form.call[0].strip()
         self._close, self._section = form.call[1].strip(), form.section[1].strip()
         self._value: _Value | None = None
+        self._nest: NestScan | None = None
+        self._closing = ""
         self._state = self._read_name
 
     def step(self) -> Step:
@@ -398,10 +408,13 @@ class TaggedCall:
             tape.held = tape.held[at:]
             return "wait"
         tape.held = rest[start + len(value) if value else end + len(behind) :]
-        types = self._calls.add_key(self._tags.read_key(rest[:end].strip(" \n\t\"'")))
+        key = rest[:end].strip(" \n\t\"'")
+        schema, root = self._calls.add_key(self._tags.read_key(key))
+        types = types_of(schema, root)
         if said := _SAID.search(rest[end + len(behind) : start]) if self._tags.said[0] else None:
             types = _AS_TEXT if said[1] in ("true", "string") else types - _AS_TEXT or _NO_TEXT
-        self._value = _Value(types, self._tags.value)
+        self._value, self._closing = _Value(types, self._tags, schema, root), self._tags.closing(key).strip()
+        self._nest = NestScan(self._tags.nested) if self._tags.nested else None
         self._state = self._read_value
         return "on"
 
@@ -423,7 +436,9 @@ class TaggedCall:
 
         A value may contain the marker: it ends the value only before another marker that may follow, or at the end.
         """
-        end, forgotten = self._tags.value[1].strip(), self._tags.key[0]
+        if self._nest is not None:
+            return self._nest.end_of(text, is_last=is_last)
+        end, forgotten = self._closing, self._tags.key[0]
         markers, at = markers_of(end, self._close, forgotten if forgotten.startswith("\n") else ""), 0
         while found := markers.find(text, at):
             at, marker = found
@@ -462,7 +477,7 @@ class WholeCall:
         end = self._brackets.end_of(tape.held)
         if end is None:
             return "wait"
-        found = self._found(tape.held[:end])
+        found = self._read_calls(tape.held[:end])
         if found is None or (self._must_know and not all(self._calls.knows(name) for name, _ in found)):
             tape.skip(end)
             return "no call"
@@ -472,7 +487,7 @@ class WholeCall:
         tape.held, self._state = tape.held[end:], self._read_end
         return "on"
 
-    def _found(self, text: str) -> list[tuple[str, str]] | None:
+    def _read_calls(self, text: str) -> list[tuple[str, str]] | None:
         if self._form.syntax == "python":
             return python_calls(text)
         name, brace, _ = text.partition("{")
@@ -495,10 +510,11 @@ class _Value:
     A newline at either side belongs to the tags if their form has one.
     """
 
-    def __init__(self, types: frozenset[str], tags: tuple[str, str]) -> None:
-        self._types = types
+    def __init__(self, types: frozenset[str], tags: Tags, schema: Any, root: Mapping[str, Any]) -> None:
+        self._types, self._schema, self._root, self._mark = types, schema, root, tags.nested
         self._is_text = types == {"string"}
-        self._first = "\n" if tags[0].endswith("\n") and tags[1].startswith("\n") else ""
+        opening, closing = tags.value
+        self._first = "\n" if opening.endswith("\n") and closing.startswith("\n") else ""
         self._has_begun = False
         self._held = ""
 
@@ -520,7 +536,33 @@ class _Value:
         text = self._held.removesuffix(self._first)
         if self._is_text:
             return ('"' if not self._has_begun else "") + to_json(text)[1:-1] + '"'
+        if self._mark:
+            try:
+                return to_json(nested_value(text, self._mark, self._schema, self._root))
+            except (ValueError, RecursionError):
+                return to_json(text)
         return value_of_text(text.removeprefix(self._first), self._types)
+
+
+class NestScan:
+    """Finds the tag that ends a value, past those within it, in a text of which what is certain is taken off."""
+
+    def __init__(self, mark: str) -> None:
+        self._tags, self._starts = nested_tags(mark), Markers([f"{mark}<"])
+        self._depth = 0
+
+    def end_of(self, text: str, *, is_last: bool) -> tuple[int, int, bool]:
+        """Return how much of a text is certainly a value's, how long the tag behind it is, and whether it ends."""
+        at = 0
+        for tag in self._tags.finditer(text):
+            if tag[1] and not self._depth:
+                return tag.start(), tag.end() - tag.start(), True
+            self._depth += -1 if tag[1] else 1
+            at = tag.end()
+        if is_last:
+            return len(text), 0, False
+        begun = self._starts.find(text, at)
+        return max(at, begun[0] if begun else self._starts.num_safe(text)), 0, False
 
 
 class _Brackets:

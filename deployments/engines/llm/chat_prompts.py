@@ -43,7 +43,7 @@ def template_variables(
 ) -> dict[str, Any]:
     """Return a request's variables for a template. Raises EngineError for names that every chat sets."""
     if taken := sorted(_RESERVED & given.keys()):
-        raise EngineError(f"chat_template_kwargs: {taken[0]!r} is said by the request itself")
+        raise EngineError(f"chat_template_kwargs: {taken[0]!r} is set by the request itself")
     if enable_thinking is None and reasoning_effort is not None:
         enable_thinking = reasoning_effort != "none"
     found: dict[str, Any] = {} if enable_thinking is None else dict.fromkeys(_SWITCHES, enable_thinking)

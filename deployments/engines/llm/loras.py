@@ -51,7 +51,7 @@ class DecoderLoras:
         dotted = renamed_experts({f"{path}.": pair for path, pair in named.items()})
         pairs = {path.removesuffix("."): pair for path, pair in dotted.items()}
         if scope and (outside := [path for path in pairs if not path.startswith((f"{scope}.", _HEAD))]):
-            raise EngineError(f"{adapter.path}: changes {outside[0]!r}; what sees images is the same for all requests")
+            raise EngineError(f"{adapter.path}: changes {outside[0]!r}; the vision tower is the same for all requests")
         try:
             check_targets(model.module, pairs)
         except EngineError as error:

@@ -96,7 +96,7 @@ class ModelRunner:
         token_ids_T = _padded(torch.tensor(tokens), multiple).to(model.device)
         positions_T = _padded(_positions(chunks), multiple).to(model.device)
         vision = model.vision if isinstance(model, StockLanguageModel) else None
-        seen = vision.seen(token_ids_T, _shown(chunks)) if vision else None
+        seen = vision.seen(token_ids_T, _shown_images(chunks)) if vision else None
 
         def plan(window: int, visible: Visible | None) -> StepAttention:
             sees_spans = vision is not None and vision.sees_itself(window)
@@ -254,7 +254,7 @@ def _positions(chunks: Collection[Chunk]) -> torch.Tensor:
     return torch.cat(found if is_plain else [one if one.ndim == 2 else one[:, None].expand(-1, 3) for one in found])
 
 
-def _shown(chunks: Collection[Chunk]) -> list[tuple[int, int, int, PromptImages]]:
+def _shown_images(chunks: Collection[Chunk]) -> list[tuple[int, int, int, PromptImages]]:
     """Return the first row, the tokens and the images of each chunk of a prompt with images."""
     shown, first = [], 0
     for chunk in chunks:

@@ -133,11 +133,11 @@ def _by_discriminator(members: list[Any], discriminator: Any, root: Any) -> list
             continue
         texts = [json.dumps(value) for own in values for value in own or ()]
         if len(set(texts)) == len(texts):
-            return [{**member, "required": _with(member.get("required"), name)} for member in members]
+            return [{**member, "required": _with_required(member.get("required"), name)} for member in members]
     return None
 
 
-def _with(required: Any, name: str) -> list[Any]:
+def _with_required(required: Any, name: str) -> list[Any]:
     given = list(required) if isinstance(required, list) else []
     return given if name in given else [*given, name]
 

@@ -42,7 +42,7 @@ _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 @dataclass(frozen=True, slots=True)
 class TemplateForms:
-    """What a template says of calls: their form, whether it wants the arguments of earlier ones as a text, and whether
+    """A template's rules of calls: their form, whether it takes the arguments of earlier ones as a text, and whether
     it takes no ids but those of nine letters and digits."""
 
     tools: ToolForm | None
@@ -86,7 +86,7 @@ def answer_form(
 
 
 def template_forms(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForms:
-    """Return what a template says of calls."""
+    """Return a template's rules of calls."""
     special = tokenizer.special_tokens_map
     return _read_template(template, tuple((name, str(special[name])) for name in _SPECIAL if name in special))
 

@@ -59,6 +59,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(padded, weight, bias)[:num_rows].reshape(*x.shape[:-1], -1)
 
 
+def add_product(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: float) -> None:
+    """Add `factor * F.linear(x, weight)` to the result (..., N), in place and in one call, rounded once."""
+    own, rows = result.reshape(-1, result.shape[-1]), x.reshape(-1, x.shape[-1])
+    missing = max(0, _min_rows(x, weight) - len(rows))
+    if missing and len(rows):
+        padded = F.pad(own, (0, 0, 0, missing)).addmm_(F.pad(rows, (0, 0, 0, missing)), weight.T, alpha=factor)
+        result.copy_(padded[: len(rows)].view(result.shape))
+        return
+    own.addmm_(rows, weight.T, alpha=factor)
+    if own.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():  # reshape has copied
+        result.copy_(own.view(result.shape))
+
+
 def _min_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
     """Return the number of rows from which on a row's product does not depend on how many there are."""
     if x.device.type not in _HOSTS or weight.numel() == 0:

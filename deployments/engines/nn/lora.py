@@ -11,29 +11,60 @@ as PEFT's, or by input, as LyCORIS had them at first. Source: peft 0.21, `tuners
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
+from deployments.engines.nn.batch_invariant import add_product, conv2d, is_batch_invariant, linear
 from deployments.engines.nn.feature_maps import MappedPair
+from deployments.engines.nn.tensor_fields import form_of, tensors_of, with_tensors
 from deployments.engines.records.protocol import EngineError
 from weights.operations.adapters import LoraPair
 from weights.platform.torch_seam import forward_hooks_of, keyword_hooks_of
 
 Pairs = Mapping[str, LoraPair]
-FittedPairs = Mapping[nn.Module, LoraPair]  # by the layers that an adapter changes
 Hook = Callable[..., torch.Tensor]  # of a layer, its arguments, those by keyword if asked for, and its output
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TILE_BYTES: Final = 8 * 2**20  # of wide rows of W
 _products: weakref.WeakKeyDictionary[LoraPair, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+class FittedPairs(dict[nn.Module, LoraPair]):
+    """The pairs of an adapter by the layers that they change. Nobody changes it, or its tensors."""
+
+    @cached_property
+    def form(self) -> str:
+        """Return the identity of all but the tensors' values, for as long as the layers live."""
+        described = [(id(layer), form_of(pair)) for layer, pair in self.items()]
+        return hashlib.sha256(repr(described).encode()).hexdigest()
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of all pairs, those of a DoRA with the products of its rows; always the same objects."""
+        return tuple(one for layer, pair in self.items() for one in (*tensors_of(pair), *_known_products(layer, pair)))
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> FittedPairs:
+        """Return the pairs with others in the place of their `tensors`, taken in that order."""
+        given = list(islice(tensors, len(self.tensors)))
+        if all(map(is_, given, self.tensors)):
+            return self
+        left, found = iter(given), FittedPairs()
+        for layer, pair in self.items():
+            found[layer] = own = with_tensors(pair, left)
+            if pair.magnitude is not None:
+                _products[own] = next(left)
+        return found
 
 
 class AdaptedSpan(NamedTuple):
@@ -47,6 +78,20 @@ class AdaptedSpan(NamedTuple):
         """Return the span as the rows `start` to `stop` have it, counted from there; None for one outside of them."""
         first, last = max(self.start, start), min(self.stop, stop)
         return AdaptedSpan(self.uses, first - start, last - start) if first < last else None
+
+    @property
+    def form(self) -> Hashable:
+        """Return all but the values of `tensors`."""
+        return self.start, self.stop, tuple((pairs.form, strength) for pairs, strength in self.uses)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of its adapters."""
+        return (one for pairs, _ in self.uses for one in pairs.tensors)
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> AdaptedSpan:
+        """Return the span with others in the place of its `tensors`, taken in that order."""
+        return self._replace(uses=[(pairs.with_tensors(tensors), strength) for pairs, strength in self.uses])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +167,7 @@ def _hooked(layers: Iterable[nn.Module], hook: Hook, by_keyword: bool = False) -
             table.pop(hook, None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class MergedLayers:
     """One adapter at one strength, merged: `forwards` of the layers over private weights, for `replaced_forwards`.
 
@@ -138,7 +183,7 @@ class MergedLayers:
 def merge_pairs(pairs: FittedPairs, strength: float) -> MergedLayers:
     """Merge an adapter into copies of the layers that it changes. Reads their weights, so any thread may."""
     forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
-    beside: dict[nn.Module, LoraPair] = {}
+    beside = FittedPairs()
     with torch.no_grad():
         for layer, pair in pairs.items():
             if is_batch_invariant(layer) and not isinstance(pair, MappedPair):
@@ -233,7 +278,7 @@ def fit_pairs(module: nn.Module, pairs: Pairs) -> FittedPairs:
     """
     targets = check_targets(module, pairs)
     like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
-    return {targets[path]: pair.to(like.device, like.dtype) for path, pair in pairs.items()}
+    return FittedPairs({targets[path]: pair.to(like.device, like.dtype) for path, pair in pairs.items()})
 
 
 def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
@@ -292,6 +337,12 @@ def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, resul
         return
     if not pair.down.shape[1]:
         result += _norm_delta(layer, x, pair, factor).to(result.dtype)
+        return
+    if pair.magnitude is None and not isinstance(layer, _CONVOLUTIONS) and x.dtype == result.dtype:
+        down, up = pair.down.to(x.dtype), pair.up.to(x.dtype)
+        add_product(result, linear(x, down), up, factor)
+        if pair.bias is not None:
+            result += pair.bias.to(x.dtype) * factor
         return
     if pair.magnitude is None:
         result += _delta(layer, x, pair, factor)
@@ -386,10 +437,7 @@ def _row_scales(layer: Any, pair: LoraPair, factor: float) -> torch.Tensor:
     The layer's weights are read the first time only. A row of zeros keeps its zeros.
     """
     assert pair.magnitude is not None
-    products = _products.get(pair)
-    if products is None:
-        products = _products[pair] = _row_products(layer, pair)
-    own, cross, added = products
+    ((own, cross, added),) = _known_products(layer, pair)
     norms = (own + 2 * factor * cross + factor**2 * added).clamp(min=0).sqrt()
     scales = torch.where(norms > 0, pair.magnitude.double() / norms, 1.0)
     return scales.float()
@@ -424,6 +472,15 @@ def _product_without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
         assert not isinstance(layer.padding, str)  # diffusers gives numbers
         return conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
     return linear(x, layer.weight)
+
+
+def _known_products(layer: nn.Module, pair: LoraPair) -> tuple[torch.Tensor, ...]:
+    """Return the products of the rows of a DoRA, computed the first time; none of another pair."""
+    if pair.magnitude is None:
+        return ()
+    if (products := _products.get(pair)) is None:
+        products = _products[pair] = _row_products(layer, pair)
+    return (products,)
 
 
 def _row_products(layer: Any, pair: LoraPair) -> torch.Tensor:

@@ -236,10 +236,10 @@ def _move_graph(module: fx.GraphModule, device: torch.device) -> None:
     """Let the graph make its own tensors on `device`: the one that it was exported on is written into it."""
     for graph in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
         for node in graph.graph.nodes:
-            node.args = fx.node.map_aggregate(node.args, lambda given: _moved(given, device))
-            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda given: _moved(given, device))
+            node.args = fx.node.map_aggregate(node.args, lambda given: _on_device(given, device))
+            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda given: _on_device(given, device))
         graph.recompile()
 
 
-def _moved(given: Any, device: torch.device) -> Any:
+def _on_device(given: Any, device: torch.device) -> Any:
     return device if isinstance(given, torch.device) else given

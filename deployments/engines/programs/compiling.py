@@ -266,7 +266,7 @@ def _compile_here(component: Component, folder: Path, made: Path) -> None:
             expected = plain(*tensors)
         for one, other in zip(run(tensors), expected, strict=True):
             if one.shape != other.shape or not torch.allclose(one, other, **_CLOSE, equal_nan=True):
-                raise NotCompiled(f"what was compiled gives something else at the sizes {sizes}")
+                raise NotCompiled(f"the compiled graph gives other results at the sizes {sizes}")
 
 
 def _trial_sizes(signature: ProgramSignature) -> Iterator[dict[str, int]]:

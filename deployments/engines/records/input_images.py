@@ -50,7 +50,7 @@ class _WithImages(Protocol):
 def find_bad_image(request: _WithImages) -> tuple[str, str] | None:
     """Return the first field of a request that its images do not fit, and why, or None. Sizes of None fit any image."""
     if request.mask_image is not None and request.init_image is None:
-        return "mask_image", "a mask needs an init_image, of which it keeps what is black"
+        return "mask_image", "a mask needs an init_image, and keeps its black part"
     if request.strength is not None and not 0 < request.strength <= 1:  # NaN is neither
         return "strength", f"{request.strength!r}: expected more than 0 and at most 1"
     images: list[tuple[str, Any, int]] = [("init_image", request.init_image, 3), ("mask_image", request.mask_image, 2)]

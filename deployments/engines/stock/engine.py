@@ -205,8 +205,8 @@ class _Run:
         self._num_told = self.num_done
         preview, self._preview = self._preview, None
         index = None if preview is None else self._num_previews - 1
-        told = DiffusionOutput(self.request.request_id, self.num_done, self.num_steps, preview=preview)
-        return [replace(told, preview_index=index)]
+        output = DiffusionOutput(self.request.request_id, self.num_done, self.num_steps, preview=preview)
+        return [replace(output, preview_index=index)]
 
     def note_steps(self, count: int) -> None:
         """Count steps that were made."""
@@ -258,14 +258,14 @@ class _Run:
             tell_texts(pipeline, self.request.texts, _device_of(modules) or torch.device("cpu"))
         return pipeline
 
-    def _show_step(self, pipeline: Any, step: int, timestep: Any, told: dict[str, Any]) -> dict[str, Any]:
+    def _show_step(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Decode the latents after a step that has a preview. One that cannot be made is left out."""
         if step + 1 in preview_steps(self.num_steps, self.request.num_previews):
             decoder = self._open_pipeline()
             only_decodes(decoder)
             generator = host_generator(self.request.seed)
             try:
-                output = decoder(**decoding_arguments(self._arguments, told["latents"], generator))
+                output = decoder(**decoding_arguments(self._arguments, tensors["latents"], generator))
                 self._preview = as_pixels(next(output[name] for name in OUTPUTS["images"] if name in output))
                 self._num_previews += 1
             except Exception as error:

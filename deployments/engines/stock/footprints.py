@@ -249,7 +249,7 @@ class _KnownValues(DispatchMode):
                 delattr(given[0], _VALUES)
             return func(*args, **kwargs)
         if not _BY_VALUES.isdisjoint(func.tags):
-            return _known(_computed(func, args, kwargs), given[0].device)
+            return _with_values(_computed(func, args, kwargs), given[0].device)
         made = func(*args, **kwargs)
         if all(one.numel() <= _MOST_VALUES for one in tensors_in(made)):
             for one, values in zip(tensors_in(made), tensors_in(_computed(func, args, kwargs)), strict=True):
@@ -262,7 +262,7 @@ class _KnownValues(DispatchMode):
             return (index,)
         with without_modes():
             places = _values_of(index).nonzero().unbind(1)
-        return tuple(_known(places, index.device))
+        return tuple(_with_values(places, index.device))
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
@@ -279,7 +279,7 @@ def _number_of(tensor: torch.Tensor) -> Any:
         return _values_of(tensor).tolist() if hasattr(tensor, _VALUES) else tensor
 
 
-def _known(values: Any, device: torch.device) -> Any:
+def _with_values(values: Any, device: torch.device) -> Any:
     """Return fake tensors on a device in the place of tensors, whose values they have."""
 
     def fake(one: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,8 @@ _FILES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 PROMPTED: Final = "unet"  # the component that reads images as prompts, of classes whose call has IMAGE_EMBEDS
 IMAGE_EMBEDS: Final = "ip_adapter_image_embeds"
+# Those whose calls take IMAGE_EMBEDS and hand none on, or arrange their rows otherwise than their texts.
+_UNPROMPTED: Final = tuple(f"StableDiffusion{name}Pipeline" for name in ("InstructPix2Pix", "Panorama", "SAG"))
 _PLAIN_TYPES: Final = re.compile(r"\b(str|int|float|bool|Image|PipelineImageInput)\b")  # a request can bring these
 
 
@@ -131,7 +133,7 @@ def check_class(class_name: str) -> PipelineSource:
 
 def takes_image_prompts(class_name: str) -> bool:
     """Return whether IP-Adapters are served with a pipeline class that diffusers' own code runs."""
-    if not knows_class(class_name):
+    if class_name in _UNPROMPTED or not knows_class(class_name):
         return False
     source = read_class(class_name)
     return source.makes == "images" and IMAGE_EMBEDS in source.parameters and PROMPTED in source.accepted

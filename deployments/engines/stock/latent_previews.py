@@ -18,9 +18,9 @@ _CALLBACK: Final = "callback_on_step_end"
 def shows_previews(cls: type[Any]) -> bool:
     """Return whether a call of a class tells its latents on the way, takes latents, and can pass over its steps."""
     parameters = inspect.signature(cls.__call__).parameters
-    told = parameters.get(f"{_CALLBACK}_tensor_inputs")
-    is_told = told is not None and isinstance(told.default, list | tuple) and "latents" in told.default
-    return is_told and {_CALLBACK, "latents", "output_type"} <= parameters.keys() and hasattr(cls, "interrupt")
+    inputs = parameters.get(f"{_CALLBACK}_tensor_inputs")
+    has_latents = inputs is not None and isinstance(inputs.default, list | tuple) and "latents" in inputs.default
+    return has_latents and {_CALLBACK, "latents", "output_type"} <= parameters.keys() and hasattr(cls, "interrupt")
 
 
 def only_decodes(pipeline: Any) -> None:

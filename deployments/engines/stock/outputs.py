@@ -71,7 +71,7 @@ def as_samples(audios: Any) -> np.ndarray:
 def sample_rate(pipeline: Any) -> int:
     """Return the samples per second of what a pipeline hears and makes, as its parts tell. Raises ValueError."""
     if (rate := _find_count(pipeline, _RATES)) is None:
-        raise ValueError("no part of the pipeline says its sample rate")
+        raise ValueError("no part of the pipeline has a sample rate")
     return rate
 
 

@@ -22,19 +22,19 @@ class OwnDraws:
     def take(self) -> None:
         """Go on where the call was."""
         self._others = self._states()
-        self._put(self._own)
+        self._set_states(self._own)
 
     def give_back(self) -> None:
         """Let the others go on where they were."""
         if self._others is not None:
             self._own = self._states()
-            self._put(self._others)
+            self._set_states(self._others)
             self._others = None
 
     def _states(self) -> _State:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if self._device else None
 
-    def _put(self, states: _State) -> None:
+    def _set_states(self, states: _State) -> None:
         torch.set_rng_state(states[0])
         if states[1] is not None and self._device is not None:
             torch.cuda.set_rng_state(states[1], self._device)

@@ -162,7 +162,7 @@ def _call_of(arguments: Mapping[str, Any]) -> TextCall:
     try:
         return TextCall(json.loads(json.dumps(plain, allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise NotApart(f"{ENCODE} gets what no other process can have: {error}") from error
+        raise NotApart(f"{ENCODE} gets an argument that no other process can have: {error}") from error
 
 
 class CalledEncoders:

@@ -71,15 +71,15 @@ class TextFootprints:
 
     def learn_default(self) -> None:
         """Learn what a text as long as the encoder reads takes: `least_bytes`. Takes up to seconds."""
-        if not self.least_bytes and (found := self._found(lambda twin: self._recorded(twin, twin.usual_tokens))):
+        if not self.least_bytes and (found := self._footprint_by(lambda twin: self._recorded(twin, twin.usual_tokens))):
             self.least_bytes = found.bytes_of(1)
 
     def get(self, kind: Any) -> Footprint | None:
         """Return the footprint of a kind; None where nothing can be recorded, as the log said."""
         _, tokens, is_padded = kind
-        return self._found(partial(self._recorded if is_padded else self._between, tokens=tokens))
+        return self._footprint_by(partial(self._recorded if is_padded else self._between, tokens=tokens))
 
-    def _found(self, find: Callable[[EncoderTwin], Footprint]) -> Footprint | None:
+    def _footprint_by(self, find: Callable[[EncoderTwin], Footprint]) -> Footprint | None:
         with self._lock:
             try:
                 if self._is_hopeless:

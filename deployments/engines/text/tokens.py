@@ -269,8 +269,8 @@ class TextTokenizer:
         if types is None:
             return [TokenizedText(row) for row in ids]
         # All of the first type is what a model takes for granted that is told nothing.
-        told = [tuple(row) if any(row) else () for row in types]
-        return [TokenizedText(row, type_ids=row_types) for row, row_types in zip(ids, told, strict=True)]
+        given_types = [tuple(row) if any(row) else () for row in types]
+        return [TokenizedText(row, type_ids=row_types) for row, row_types in zip(ids, given_types, strict=True)]
 
 
 T = TypeVar("T")

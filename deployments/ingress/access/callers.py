@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Self
 
 from configs.access import AccessConfig
@@ -20,12 +20,14 @@ Need = Literal["nothing", "key", "admin"]
 # Of the request that this task works on: the tenant of its key, "" without keys; and the caller.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 _current_caller: ContextVar[Caller | None] = ContextVar("_current_caller", default=None)
+CALLER: Final = "atelier.caller"  # in the ASGI scope: who asks, None where nobody needs a key
 # The most urgent priority that the request may have; None is for the default one, and 1 without keys.
 current_max_priority: ContextVar[int | None] = ContextVar("current_max_priority", default=1)
 
 _BEARER: Final = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 _NO_KEY: Final = "no API key; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 _WRONG_KEY: Final = "this API key does not hold: it is wrong, or was revoked"
+_REVOKED_KEY: Final = "the API key of this job was revoked"
 _NO_ADMIN: Final = "this needs an admin key; `atelier keys add NAME --admin` makes one"
 _ROUNDING: Final = 1e-9  # of tokens: a client that waited as long as told is not refused for a rounding
 _BURST_S: Final = 1.0  # an idle key may send at once the requests that its rate allows in this time
@@ -58,29 +60,50 @@ class Callers:
             return None
         if key is None:
             raise NotAuthenticated(_NO_KEY)
-        entry = self._find(key)
+        entry = self._file.keys().find(key)
+        if entry is None:
+            raise NotAuthenticated(_WRONG_KEY)
         if need == "admin" and not entry.admin:
             raise NotAllowed(_NO_ADMIN)
-        return Caller(self, key, entry.share, self._max_priority_of(entry))
+        return self._caller(entry)
 
-    def _find(self, key: str) -> KeyEntry:
+    def named(self, name: str) -> Caller | None:
+        """Return who asks by the key of that name, as jobs do later, None where nobody needs a key.
+
+        Raises NotAuthenticated when there is none any more.
+        """
+        if self._file is None:
+            return None
+        for entry in self._file.keys().entries.values():
+            if entry.name == name:
+                return self._caller(entry)
+        raise NotAuthenticated(_REVOKED_KEY)
+
+    def _caller(self, entry: KeyEntry) -> Caller:
+        return Caller(self, entry.sha256, entry.name, entry.share, self._max_priority_of(entry))
+
+    def _find(self, digest: str) -> KeyEntry:
         assert self._file is not None
-        entry = self._file.keys().find(key)
+        entry = self._file.keys().entries.get(digest)
         if entry is None:
             raise NotAuthenticated(_WRONG_KEY)
         return entry
 
-    def count_request(self, key: str) -> KeyUse:
-        """Begin a request of the key. Raises NotAuthenticated for an invalid or revoked key, RateLimited."""
-        entry = self._find(key)
+    def count_request(self, digest: str, *, is_look: bool = False) -> KeyUse:
+        """Begin a request of the key of that hash. Raises NotAuthenticated when it holds no more, RateLimited.
+
+        `is_look`: it may be beside as many others as the key may have in progress.
+        """
+        entry = self._find(digest)
         self._forget_revoked()
         use = self._uses.setdefault(entry.sha256, KeyUse())
-        use.begin_request(self._limits_of(entry), self._clock())
+        limits = self._limits_of(entry)
+        use.begin_request(replace(limits, max_concurrent=None) if is_look else limits, self._clock())
         return use
 
-    def max_concurrent_of(self, key: str) -> int | None:
-        """Return the most requests of the key in progress. Raises NotAuthenticated for an invalid key."""
-        return self._max_concurrent_of(self._find(key))
+    def max_concurrent_of(self, digest: str) -> int | None:
+        """Return how many requests of the key may be in progress. Raises NotAuthenticated when it does not hold."""
+        return self._max_concurrent_of(self._find(digest))
 
     def _limits_of(self, entry: KeyEntry) -> KeyLimits:
         rate = entry.requests_per_s
@@ -106,11 +129,12 @@ class Callers:
 class Caller:
     """The caller of a request or stream, by a key that was valid at its beginning.
 
-    `max_priority` is the most urgent one that the requests may have, None the default one.
+    `digest` is the key's hash. `max_priority` is the most urgent one that the requests may have, None the default one.
     """
 
     callers: Callers
-    key: str = field(repr=False)
+    digest: str = field(repr=False)
+    name: str
     tenant: str
     max_priority: int | None = None
 
@@ -120,15 +144,15 @@ class Caller:
 
         Raises NotAuthenticated when the key was revoked since.
         """
-        return self.callers.max_concurrent_of(self.key)
+        return self.callers.max_concurrent_of(self.digest)
 
     @contextlib.contextmanager
-    def begin_request(self) -> Iterator[None]:
-        """Count one request of the key for as long as the context lasts.
+    def begin_request(self, *, is_look: bool = False) -> Iterator[None]:
+        """Count one request of the key for as long as the context lasts. `is_look`: as in `Callers.count_request`.
 
         Raises NotAuthenticated when the key was revoked since, RateLimited.
         """
-        use = self.callers.count_request(self.key)
+        use = self.callers.count_request(self.digest, is_look=is_look)
         try:
             yield
         finally:
@@ -154,6 +178,12 @@ def begin_current_request() -> contextlib.AbstractContextManager[None]:
     """Count one request of a stream for the caller of this task. Raises like `begin_request`."""
     caller = _current_caller.get()
     return caller.begin_request() if caller else contextlib.nullcontext()
+
+
+def current_key() -> str:
+    """Return the name of the key that this task acts for, "" without keys."""
+    caller = _current_caller.get()
+    return caller.name if caller else ""
 
 
 def current_max_concurrent() -> int | None:

@@ -50,10 +50,10 @@ class KeyEntry(BaseModel, frozen=True, extra="forbid", strict=True):
     name: ModelId
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     admin: bool = False
-    tenant: Tenant | None = Field(None, description="whose share its requests take; default: its own, by its name")
+    tenant: Tenant | None = Field(None, description="the tenant whose share its requests take; default: its own name")
     requests_per_s: RequestRate | None = None
     max_concurrent: MaxConcurrent | None = None
-    max_priority: MaxPriority | None = Field(None, description="the most urgent one that its requests may have")
+    max_priority: MaxPriority | None = Field(None, description="the most urgent priority of its requests")
     created: str | None = Field(None, description="for people; nothing depends on it")
 
     @property
@@ -245,10 +245,10 @@ def _check_private(path: Path, found: os.stat_result) -> None:
         raise KeysFileError(f"{path}: not used: it belongs to user {found.st_uid}, and this is user {os.geteuid()}")
     if found.st_mode & 0o022:
         mode = stat.S_IMODE(found.st_mode)
-        raise KeysFileError(f"{path}: not used: its mode is {mode:04o}, so that others may write it; `chmod 600` helps")
+        raise KeysFileError(f"{path}: not used: its mode is {mode:04o}, so other users may write it; `chmod 600` helps")
     folder = path.resolve().parent.stat()
     if folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:
-        raise KeysFileError(f"{path}: not used: others may write its folder, and so replace it; `chmod go-w` helps")
+        raise KeysFileError(f"{path}: not used: other users may write its folder, and replace it; `chmod go-w` helps")
 
 
 def _mark_of(path: Path) -> object:

@@ -145,7 +145,7 @@ def _add_image_routes(
         parameters = body.model_dump(exclude_none=True, exclude={"init_images", "mask"})
         files = []
         if body.send_images is not False:
-            files = await asyncio.gather(*(asyncio.to_thread(_written, one, result) for one, result in done))
+            files = await asyncio.gather(*(asyncio.to_thread(_png_base64, one, result) for one, result in done))
         answer = WebuiImages(images=files, parameters=parameters, info=json.dumps(_info(record, body, done)))
         headers = server_timing(done[0][1].timings_ms if done else {}) | warning_header(body.warnings)
         return json_response(answer, headers=headers)
@@ -235,7 +235,7 @@ def _finished(painting: Painting, result: ImageResult) -> ImageResult:
     return replace(result, images=[painting.finished(image) for image in result.images])
 
 
-def _written(record: ImageRequest, result: ImageResult) -> str:
+def _png_base64(record: ImageRequest, result: ImageResult) -> str:
     """Return the image of a result as a PNG file in base64."""
     file = encode_image(result.images[0], "png", description=describe_image(record, result, 0))
     return base64.b64encode(file).decode()

@@ -468,14 +468,14 @@ class ImageToImageBody(TextToImageBody):
     """A request for images like an image, or for new contents of its masked part."""
 
     init_images: list[str] = Field(min_length=1, max_length=1, description="one file in base64, or a data URL of one")
-    mask: str | None = Field(None, description="a file in base64: what is white is painted anew")
+    mask: str | None = Field(None, description="a file in base64: the white part is painted anew")
     inpainting_mask_invert: int | bool | None = None
     mask_blur: int | None = Field(None, ge=0, le=MAX_BLUR)
     mask_blur_x: int = Field(4, ge=0, le=MAX_BLUR)
     mask_blur_y: int = Field(4, ge=0, le=MAX_BLUR)
     resize_mode: int = Field(0, ge=0, le=LATENT, description="0: plain; 1: its middle; 2: its edges drawn out")
-    inpainting_fill: int = Field(FROM_AROUND, ge=0, le=3, description="0: with what is around it; 1: what is there")
-    inpaint_full_res: bool | None = Field(None, description="only what is masked, in the size of the request")
+    inpainting_fill: int = Field(FROM_AROUND, ge=0, le=3, description="0: with its surroundings; 1: with its contents")
+    inpaint_full_res: bool | None = Field(None, description="only the masked part, in the size of the request")
     inpaint_full_res_padding: int | None = Field(None, ge=0, le=2**16)
     denoising_strength: float = Field(0.75, gt=0, le=1)
 
@@ -486,7 +486,9 @@ class ImageToImageBody(TextToImageBody):
         if self.resize_mode == LATENT:
             found += ("resize_mode 3 had no effect: the image is resized, not its latents",)
         if self.mask is not None and self.inpainting_fill > ORIGINAL:
-            found += (f"inpainting_fill {self.inpainting_fill} had no effect: what is masked is painted over as it is",)
+            found += (
+                f"inpainting_fill {self.inpainting_fill} had no effect: the masked part is painted over as it is",
+            )
         return found
 
     @property

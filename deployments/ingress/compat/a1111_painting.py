@@ -109,7 +109,7 @@ def paint(image: DecodedImage, mask: DecodedImage | None, width: int, height: in
         flat = resized(options.resize_mode, flat, width, height)
         mask_image = resized(options.resize_mode, painted, width, height)
         kept = mask_image.point(lambda value: min(255, 2 * value))
-    overlay = _without(flat, kept)
+    overlay = _masked_out(flat, kept)
     if region is not None:
         flat = resized(FILLED, flat.crop(region), width, height)
     if options.fill != ORIGINAL:
@@ -179,7 +179,7 @@ def _grown(start: int, stop: int, by: int, most: int) -> tuple[int, int]:
 
 def filled(image: Image.Image, mask: Image.Image) -> Image.Image:
     """Return an image with its masked part filled with the colours around it."""
-    outside, found = _without(image, mask), Image.new("RGBA", image.size)
+    outside, found = _masked_out(image, mask), Image.new("RGBA", image.size)
     for radius, repeats in _FLOWS:
         flown = outside.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
         for _ in range(repeats):
@@ -235,7 +235,7 @@ def _weighed(wide: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]) ->
     return found
 
 
-def _without(image: Image.Image, mask: Image.Image) -> Image.Image:
+def _masked_out(image: Image.Image, mask: Image.Image) -> Image.Image:
     """Return an image with its masked part transparent, its colours premultiplied (RGBa)."""
     found = Image.new("RGBa", image.size)
     found.paste(image.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(mask))

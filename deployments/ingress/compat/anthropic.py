@@ -296,9 +296,24 @@ class ImageBlock(_MessagePart):
 
 
 class DocumentBlock(_MessagePart):
-    """A document, which is refused: no language model here reads them."""
+    """A document. Those of plain text are read, as text; others are refused: no language model here reads them."""
 
     type: Literal["document"]
+    source: dict[str, Any] | None = None
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        """Return the text of a plain document; None of any other."""
+        source = self.source or {}
+        text = source.get("data" if source.get("type") == "text" else "content")
+        if isinstance(text, list):
+            parts = [one.get("text") if isinstance(one, dict) else None for one in text]
+            text = "".join(map(str, parts)) if None not in parts else None
+        if source.get("type") not in ("text", "content") or not isinstance(text, str):
+            return None
+        return "\n".join(one for one in (self.title, self.context, text) if one)
 
 
 class ThinkingBlock(_MessagePart):
@@ -430,9 +445,11 @@ class PromptBody(LenientBody):
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
-        if self.messages[-1].role == "assistant":
-            text = "the last turn is the assistant's, and no answer here goes on with one that is begun (prefill)"
-            raise InvalidRequest(f"messages.{len(self.messages) - 1}.role: {text}", "messages")
+        last = self.messages[-1]
+        blocks = last.content if isinstance(last.content, list) else []
+        if last.role == "assistant" and any(isinstance(block, ToolUseBlock) for block in blocks):
+            text = "the last turn calls tools, whose results are to follow"
+            raise InvalidRequest(f"messages.{len(self.messages) - 1}.content: {text}", "messages")
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": content_of(_shown(self.system, "system"))})
@@ -450,6 +467,7 @@ class PromptBody(LenientBody):
             kind = self.tools[0].type
             raise InvalidRequest(f"tools.0: only tools that Anthropic's servers run ({kind!r})", "tools.0")
         given: dict[str, Any] = {"model": self.model, "messages": messages, "tools": tools}
+        given["continue_final_message"] = last.role == "assistant"  # the answer goes on with what it says
         if (choice := self.tool_choice) is not None:
             named = {"type": "function", "function": {"name": choice.name}}
             choices: dict[str, Any] = {"any": "required", "tool": named}
@@ -536,14 +554,18 @@ def _messages_of(turn: MessageTurn, where: str) -> list[dict[str, Any]]:
 
 
 def _shown(content: str | Sequence[Shown], where: str, first: int = 0) -> list[str | ImageSource]:
-    """Return the texts and images of blocks. Raises InvalidRequest for a document, which no model here reads."""
+    """Return the texts and images of blocks. Raises InvalidRequest for a document that is no plain text."""
     if isinstance(content, str):
         return [content]
     parts: list[str | ImageSource] = []
     for number, block in enumerate(content, start=first):
         name = f"{where}.{number}"
         if isinstance(block, DocumentBlock):
-            raise InvalidRequest(f"{name}: language models here read no block of type {block.type!r}", name)
+            if block.text is None:
+                kind = f"block of type {block.type!r}"
+                raise InvalidRequest(f"{name}: language models here read no {kind} but of plain text", name)
+            parts.append(block.text)
+            continue
         if isinstance(block, OtherBlock):
             continue
         if isinstance(block, SearchResultBlock):

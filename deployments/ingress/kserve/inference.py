@@ -126,7 +126,7 @@ class Inference:
         """Return Triton's configuration of the model."""
         metadata, (card, _) = await self.metadata(model, version), await find_model(self._service, model, version)
         batching = await self._service.batching() if card.kind in (*_IN_ENCODER, PROGRAM) else None
-        most = 0 if card.program and not card.program.has_batch else self._most(card)
+        most = 0 if card.program and not card.program.has_batch else self._max_items(card)
         return model_configuration(metadata, most, batching)
 
     def server_metadata(self) -> ServerMetadata:
@@ -211,8 +211,8 @@ class Inference:
         check_outputs(card.id, signature, [wish.name for wish in request.outputs])
         given = check_inputs(card.id, signature, request.inputs)
         name, num_items = _items(card, signature, given)
-        if not 1 <= num_items <= self._most(card):
-            raise InvalidRequest(f"{name}: {num_items} items, from 1 to {self._most(card)} are allowed", name)
+        if not 1 <= num_items <= self._max_items(card):
+            raise InvalidRequest(f"{name}: {num_items} items, from 1 to {self._max_items(card)} are allowed", name)
         schedule = schedule_of(request.parameters)
         current_terms.set(with_fields(current_terms.get(), schedule))
         return given, schedule
@@ -225,7 +225,7 @@ class Inference:
             return self._service.pipelines.labels(card.id)
         return {wish.name: card.labels for wish in request.outputs}
 
-    def _most(self, card: ModelCard) -> int:
+    def _max_items(self, card: ModelCard) -> int:
         limits = self._limits
         if card.program is not None and card.program.has_batch:
             return min(limits.max_head_rows, card.program.ranges[BATCH][1])

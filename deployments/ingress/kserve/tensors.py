@@ -122,9 +122,11 @@ def to_json(value: TensorValue) -> list[Any]:
         try:
             return [bytes(element).decode() for element in flat]
         except UnicodeDecodeError:
-            raise InvalidRequest(f"{_way(value)}; it is not UTF-8 text", value.name) from None
+            raise InvalidRequest(f"{_ask_for_binary(value)}; it is not UTF-8 text", value.name) from None
     if value.datatype in ("FP32", "FP64") and not np.isfinite(flat).all():
-        raise InvalidRequest(f"{_way(value)}; it has numbers that are not finite, which JSON cannot write", value.name)
+        raise InvalidRequest(
+            f"{_ask_for_binary(value)}; it has numbers that are not finite, which JSON cannot write", value.name
+        )
     numbers: list[Any] = flat.tolist()
     return numbers
 
@@ -132,9 +134,11 @@ def to_json(value: TensorValue) -> list[Any]:
 def check_json(value: TensorValue) -> None:
     """Raise InvalidRequest for a datatype or a size that is never written as JSON."""
     if value.datatype in BINARY_ONLY:
-        raise InvalidRequest(f"{_way(value)}; {value.datatype} cannot be written as JSON", value.name)
+        raise InvalidRequest(f"{_ask_for_binary(value)}; {value.datatype} cannot be written as JSON", value.name)
     if value.data.size > MAX_JSON_ELEMENTS:
-        raise InvalidRequest(f"{_way(value)}; as JSON at most {MAX_JSON_ELEMENTS} elements are written", value.name)
+        raise InvalidRequest(
+            f"{_ask_for_binary(value)}; as JSON at most {MAX_JSON_ELEMENTS} elements are written", value.name
+        )
 
 
 def from_bytes(name: str, datatype: Datatype, shape: tuple[int, ...], data: bytes | memoryview) -> TensorValue:
@@ -230,7 +234,7 @@ def _elements(name: str, shape: tuple[int, ...], data: bytes | memoryview) -> li
     return elements
 
 
-def _way(value: TensorValue) -> str:
+def _ask_for_binary(value: TensorValue) -> str:
     return f"{value.name}: ask for it as binary data (parameter binary_data of the output)"
 
 

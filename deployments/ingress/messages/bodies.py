@@ -319,7 +319,7 @@ class _Request(Request):
         if not hasattr(self, "_body"):
             pieces = [piece async for piece in self.stream()]
             is_small = sum(map(len, pieces)) <= SMALL_BYTES
-            self._body = _joined(pieces) if is_small else await _beside(_joined, pieces)
+            self._body = _join_pieces(pieces) if is_small else await _in_parser_thread(_join_pieces, pieces)
         return self._body
 
     async def json(self) -> Any:
@@ -328,14 +328,14 @@ class _Request(Request):
         if len(body) <= SMALL_BYTES:
             check_json_size(body)
             return _loaded(body)
-        return await _beside(_parsed, body)
+        return await _in_parser_thread(_parsed, body)
 
 
-async def _beside(work: Callable[[_ArgumentT], _ResultT], argument: _ArgumentT) -> _ResultT:
+async def _in_parser_thread(work: Callable[[_ArgumentT], _ResultT], argument: _ArgumentT) -> _ResultT:
     return await asyncio.get_running_loop().run_in_executor(_parser, work, argument)
 
 
-def _joined(pieces: list[bytes]) -> bytes:
+def _join_pieces(pieces: list[bytes]) -> bytes:
     return b"".join(pieces)
 
 

@@ -62,8 +62,9 @@ Request = (
 class Terms:
     """The terms of a request: `priority` 0 is the default one, `tenant` "" none.
 
-    `is_inner`: it is a part of an admitted request. `is_trusted`: the tenant is that of an API key, and need
-    not be listed in the config. `waited_s`: the wait before the request was read, which counts in its time.
+    `is_inner`: it is a part of a request that was admitted. `is_trusted`: the tenant is that of an API key, and need
+    not be listed in the config. `waited_s`: how long the request waited to be read; its time began before.
+    `max_timeout_s`: the longest time that it may have, in place of other requests'; a job's.
     """
 
     priority: int = 0
@@ -72,6 +73,7 @@ class Terms:
     is_inner: bool = False
     is_trusted: bool = False
     waited_s: float = 0.0
+    max_timeout_s: float | None = None
 
     def within_rights(self, config: AdmissionConfig) -> Terms:
         """Return the terms, with a too urgent priority lowered to the most urgent one of the caller's key."""
@@ -225,7 +227,7 @@ class AdmissionSlot:
         self._had_replica = False
         self._is_unable = False
 
-    def is_elsewhere(self) -> bool:
+    def note_unable(self) -> bool:
         """Note that the replica could not load the model. Return whether another one may be tried."""
         self._is_unable = self._queue.note_unable(self._ticket)
         return self._is_unable

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from configs.cluster import LimitsConfig
 from deployments.engines.records.input_images import resize_pixels
+from deployments.ingress.jobs.routes import BACKGROUND
 from deployments.ingress.messages.bodies import ClientPart, Seed
 from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.openai.uploads import DecodedImage, decode_base64_within, decode_image, decode_named
@@ -33,8 +34,8 @@ _Files = str | Annotated[list[str], Field(min_length=1)]
 NamedFiles = Annotated[dict[Name, _Files], Field(max_length=MAX_NAMED_IMAGES)]
 _MAX_FORM_VALUES: Final = 4096  # lists, objects and their items in a field of a form
 _Word = Annotated[str, Field(max_length=64)]
-_WITHOUT_EFFECT: Final = {  # with their neutral values
-    "background": ("auto", "opaque"),
+_WITHOUT_EFFECT: Final = {  # with the values that ask for nothing
+    "background": ("auto", "opaque", True, False, "true", "false"),
     "quality": ("auto", "standard"),
     "style": ("auto",),
     "input_fidelity": ("auto",),
@@ -105,7 +106,7 @@ class ImagesBody(ImageOptions, ClientPart):
     response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: ImageFormat = "png"
     output_compression: int | None = Field(None, ge=0, le=100, description="quality of jpeg and webp, not of png")
-    background: _Word = Field("auto", description="diffusion models fill the whole image: none is transparent")
+    background: bool | _Word = Field("auto", description=f"{BACKGROUND}. No image is transparent")
     quality: _Word = Field("auto", description="say it with `num_inference_steps`")
     style: _Word = Field("auto", description="say it in the prompt")
     input_fidelity: _Word = Field("auto", description="say it with `strength`")

@@ -405,5 +405,5 @@ def create_streams_router(streams: ResumableStreams) -> APIRouter:
 
 def _unknown(asked: str) -> Response:
     shown = repr(asked[:_MAX_SHOWN])
-    message = f"no image stream knows {shown}: streams that nobody reads end after a while, and with their ingress"
+    message = f"no image stream knows {shown}: unread streams end after a while, and with their ingress"
     return failure_response(Failure(404, message, "invalid_request_error", "stream_not_found", LAST_EVENT_ID))

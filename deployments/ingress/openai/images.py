@@ -16,6 +16,8 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.cluster import LimitsConfig
+from deployments.ingress.jobs.desk import JobDesk, is_for_later
+from deployments.ingress.jobs.routes import BEGUN, job_response
 from deployments.ingress.messages.bodies import JsonRoute, warning_header
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -42,10 +44,14 @@ from deployments.ingress.service.service import Service
 from deployments.records import ImageRequest, ImageResult
 
 # With `stream`, events as in image_stream.py.
-_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {
-    200: {"content": {"text/event-stream": {}}},
-    204: {"description": "`Last-Event-ID` is that of the stream's last event: there are no more"},
-}
+_RESPONSES: Final = (
+    documented(*INFERENCE_ERRORS, _409="the idempotency key is that of another request")
+    | BEGUN
+    | {
+        200: {"content": {"text/event-stream": {}}},
+        204: {"description": "`Last-Event-ID` is that of the stream's last event: there are no more"},
+    }
+)
 _FormT = TypeVar("_FormT", bound=VariationBody)
 
 
@@ -76,12 +82,19 @@ class ImagesAnswer(ImageOrigin):
 
 
 def create_images_router(
-    service: Service, links: ImageLinks, streams: ResumableStreams, readers: ImageReaders, limits: LimitsConfig
+    service: Service,
+    links: ImageLinks,
+    streams: ResumableStreams,
+    readers: ImageReaders,
+    limits: LimitsConfig,
+    desk: JobDesk,
 ) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["images"], route_class=JsonRoute)
 
     async def respond(body: ImagesBody, record: ImageRequest, request: Request, task: Task) -> Response:
+        if is_for_later(body.background, is_stream=bool(body.stream)):
+            return job_response(await desk.begin(request, {"model": body.model}))
         if body.stream:
             pieces, image_events = service.generate_stream(record), ImageEvents(task, body, record)
             if body.resumable:
@@ -144,7 +157,8 @@ def _write_image(
 
 
 async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) -> tuple[_FormT, dict[str, list[bytes]]]:
-    """Return the fields and files of a form. Raises FastAPI's error for a wrong field."""
+    """Return the fields and files of a form. Raises what FastAPI raises for a field that is wrong."""
+    await request.body()  # kept for a job: a form is read only once
     fields, files = await read_form(request, limits.max_upload_bytes)
     return await validated(class_, fields, sum(map(len, fields.values()))), files
 

@@ -13,7 +13,9 @@ from deployments.ingress.service.catalog import ModelCard
 from deployments.ingress.service.model_answers import ModelAnswer, Nearness
 from deployments.ingress.service.service import Service
 
-_All = Annotated[bool, Query(description="list also what no path under /v1 takes: adapters, ControlNets, heads, ...")]
+_All = Annotated[
+    bool, Query(description="list also models without a path under /v1: adapters, ControlNets, heads, ...")
+]
 
 
 _Near = Annotated[

@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, StageConfig, is_optional, plain_type
+from deployments.ingress.jobs.desk import JobDesk, is_for_later
+from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, job_response
 from deployments.ingress.messages.bodies import JsonRoute
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -90,6 +92,7 @@ class RunBody(RequestModel):
     """The inputs of one item by name: texts, numbers, lists of numbers, and images in base64."""
 
     inputs: dict[str, Any] = Field(max_length=64)
+    background: bool = Field(False, description=BACKGROUND)
 
 
 class _StageEvent(Answer):
@@ -108,7 +111,7 @@ class _CompletedEvent(Answer):
     warnings: tuple[str, ...]
 
 
-def create_pipelines_router(service: Service, readers: ImageReaders, limits: LimitsConfig) -> APIRouter:
+def create_pipelines_router(service: Service, readers: ImageReaders, limits: LimitsConfig, desk: JobDesk) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["models"], route_class=JsonRoute)
 
@@ -122,18 +125,22 @@ def create_pipelines_router(service: Service, readers: ImageReaders, limits: Lim
     @router.post(
         "/v1/pipelines/{pipeline}/runs",
         response_class=Response,
-        responses=documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}},
+        responses=documented(*INFERENCE_ERRORS, _409="the idempotency key is that of another request")
+        | BEGUN
+        | {200: {"content": {"text/event-stream": {}}}},
     )
-    async def run(pipeline: str, body: RunBody) -> Response:
+    async def run(pipeline: str, body: RunBody, request: Request) -> Response:
         """Run a pipeline on one item: server-sent events when a stage begins and ends, then its outputs."""
         specs = {spec.name: spec for spec in service.pipelines.signature(pipeline).inputs}
         read = partial(_tensors, body.inputs, specs, limits)
         has_images = any(_is_image(specs[name]) for name in body.inputs.keys() & specs.keys())
         tensors = await (readers.read(read) if has_images else asyncio.to_thread(read))
-        request = PipelineRequest(pipeline, tensors)
+        if is_for_later(body.background):
+            return job_response(await desk.begin(request, {"model": pipeline}))
+        record = PipelineRequest(pipeline, tensors)
 
         async def produce(pieces: _Pieces) -> None:
-            await pieces.send(await service.run_pipeline(request, on_stage=pieces.put))
+            await pieces.send(await service.run_pipeline(record, on_stage=pieces.put))
 
         return await stream_events(OutputChannel(produce), _events, error_event)
 

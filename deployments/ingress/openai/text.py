@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, StrictInt, field_validator
 from starlette.responses import Response
 
@@ -23,6 +23,8 @@ from deployments.engines.llm.chat import (
     Tool,
     ToolChoice,
 )
+from deployments.ingress.jobs.desk import JobDesk, is_for_later
+from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, job_response
 from deployments.ingress.messages.bodies import (
     ClientPart,
     JsonRoute,
@@ -83,7 +85,7 @@ class TextPart(ClientPart):
 
 
 class ThoughtPart(ClientPart):
-    """What the assistant thought, as part of its message."""
+    """The assistant's reasoning, as part of its message."""
 
     type: Literal["thinking"]
     thinking: str
@@ -137,7 +139,7 @@ class ChatMessage(ClientPart):
     tool_call_id: Name | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = None
-    reasoning_content: str | None = Field(None, description="what the assistant thought before this answer")
+    reasoning_content: str | None = Field(None, description="the assistant's reasoning before this answer")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
 
     def to_message(self, number: int, waiting: WaitingCalls) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def messages_of(turns: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if message["role"] == "tool" and not message["tool_call_id"]:
             name = f"messages.{number}.tool_call_id"
-            raise InvalidRequest(f"{name}: no call waits for a result, so that it must be said", name)
+            raise InvalidRequest(f"{name}: no call waits for a result, so give it", name)
     return messages
 
 
@@ -265,6 +267,7 @@ class TextBody(ClientPart, SamplingOptions):
     guided_grammar: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    background: bool | None = Field(None, description=BACKGROUND)
     user: UserName | None = None
 
     def options(self) -> dict[str, Any]:
@@ -285,7 +288,7 @@ class TextBody(ClientPart, SamplingOptions):
 
     @field_validator("stop")
     @classmethod
-    def _few(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def _check_stops(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         stops = (value,) if isinstance(value, str) else value or ()
         if len(stops) > MAX_STOPS or any(len(stop) > 256 for stop in stops):
             raise ValueError(f"at most {MAX_STOPS} stop strings of up to 256 characters are allowed")
@@ -450,24 +453,33 @@ class CompletionBody(TextBody):
 
 
 # With `stream`, chunks as server-sent events.
-_RESPONSES: Final = documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
+_RESPONSES: Final = (
+    documented(*INFERENCE_ERRORS, _409="the idempotency key is that of another request")
+    | BEGUN
+    | {200: {"content": {"text/event-stream": {}}}}
+)
 
 
-def create_text_router(service: Service, images: ChatImages) -> APIRouter:
+def create_text_router(service: Service, images: ChatImages, desk: JobDesk) -> APIRouter:
     """Return the routes."""
     router = APIRouter(tags=["text"], route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=_RESPONSES)
-    async def chat(body: ChatBody) -> Response:
+    async def chat(body: ChatBody, request: Request) -> Response:
         """The next turn of a chat."""
         record = await images.record_of(body.to_fields())
+        if is_for_later(body.background, is_stream=bool(body.stream)):
+            return job_response(await desk.begin(request, {"model": body.model}))
         form = ChatForm(body.model, body.calls, shows_reasoning=body.shows_reasoning, echo=body.echoed)
         return await _respond(service, body, record, form)
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
-    async def complete(body: CompletionBody) -> Response:
+    async def complete(body: CompletionBody, request: Request) -> Response:
         """The continuation of a text."""
-        return await _respond(service, body, body.to_record(), CompletionForm(body.model))
+        record = body.to_record()
+        if is_for_later(body.background, is_stream=bool(body.stream)):
+            return job_response(await desk.begin(request, {"model": body.model}))
+        return await _respond(service, body, record, CompletionForm(body.model))
 
     return router
 

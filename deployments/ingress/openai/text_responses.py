@@ -104,7 +104,7 @@ class ReasoningPart(ClientPart, extra="ignore"):
 
 
 class InputReasoning(ClientPart, extra="ignore"):
-    """What the model thought before an earlier answer, or a summary. What only its server can read is left out."""
+    """The model's reasoning before an earlier answer, or a summary, without the part that only its server reads."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
@@ -272,17 +272,17 @@ def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
             yield open_
             open_ = None
         if isinstance(item, InputCallOutput):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output, number)}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _join_parts(item.output, number)}
         elif item.role == "assistant":
-            open_ = {"role": item.role, "content": _joined(item.content, number), "reasoning": thought}
+            open_ = {"role": item.role, "content": _join_parts(item.content, number), "reasoning": thought}
             thought = ""
         else:
-            yield {"role": item.role, "content": _joined(item.content, number)}
+            yield {"role": item.role, "content": _join_parts(item.content, number)}
     if open_ is not None:
         yield open_
 
 
-def _joined(content: str | Sequence[InputText | InputImage], number: int) -> str | list[str | ImageSource]:
+def _join_parts(content: str | Sequence[InputText | InputImage], number: int) -> str | list[str | ImageSource]:
     if isinstance(content, str):
         return content
     return content_of(
@@ -393,7 +393,7 @@ class ResponsesBody(ClientPart):
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     lora: Loras | None = None
     parallel_tool_calls: bool = Field(True, description="false: the first call of an answer is the only one")
-    previous_response_id: Name | None = Field(None, description="what was asked and answered up to there goes before")
+    previous_response_id: Name | None = Field(None, description="the conversation up to that response goes before")
     conversation: None = Field(None, description="conversations are not kept; say `previous_response_id`")
     background: Literal[False] | None = None
     store: bool = Field(True, description="the response is kept for a while, for those that follow on it")
@@ -486,7 +486,7 @@ def create_responses_router(
     @router.post("/v1/responses", response_model=ResponseAnswer, responses=_RESPONSES)
     async def respond(body: ResponsesBody) -> Response:
         """A response of a language model."""
-        before, own = await _said(body, KeptItems(stored, current_tenant.get(), limits.max_upload_bytes))
+        before, own = await _conversation(body, KeptItems(stored, current_tenant.get(), limits.max_upload_bytes))
         keeping = _Keeping(stored if body.store else None, current_tenant.get(), own)
         record, warnings = await images.record_of(body.to_fields([*before, *own])), body.warnings()
         form, headers = body.form(is_stored=keeping.stored is not None), warning_header(warnings)
@@ -523,7 +523,7 @@ def create_responses_router(
     return router
 
 
-async def _said(body: ResponsesBody, kept: KeptItems) -> tuple[list[Item], list[Item]]:
+async def _conversation(body: ResponsesBody, kept: KeptItems) -> tuple[list[Item], list[Item]]:
     """Return the items of the conversation before a request, and its own. Raises InvalidRequest, RequestTooLarge."""
 
     def find() -> tuple[list[Item], list[Item]]:

@@ -189,8 +189,8 @@ def _objects_of(name: str, members: Mapping[str, Sequence[str]]) -> list[dict[st
     for member, given in others:
         if len(given) != len(values):
             raise InvalidRequest(
-                f"{name}: {len(values)} of {name}[][{first}] and {len(given)} of {name}[][{member}] came, and nobody "
-                f"knows which belong together: give each of the list all members, or send {name} as JSON",
+                f"{name}: {len(values)} of {name}[][{first}] and {len(given)} of {name}[][{member}] came, and their "
+                f"pairing is ambiguous: give each of the list all members, or send {name} as JSON",
                 name,
             )
     return [dict(zip(members, row, strict=True)) for row in zip(*members.values(), strict=True)]

@@ -1,24 +1,20 @@
-"""/v1/videos: jobs that one request begins and others fetch. POST /v1/audio/generations answers at once."""
+"""/v1/videos: jobs in OpenAI's form of videos. POST /v1/audio/generations answers at once."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field, field_validator
 from pydantic_core import from_json
-from starlette.concurrency import run_in_threadpool
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
-from cluster.admission.fair_slots import release_read_slot
-from configs.cluster import LimitsConfig, VideosConfig
-from deployments.ingress.access.callers import current_max_concurrent, current_tenant
+from cluster.jobs.records import Job, JobError, JobFilter
+from configs.cluster import LimitsConfig
+from deployments.ingress.jobs.desk import JobDesk
+from deployments.ingress.jobs.routes import INNER, result_response
 from deployments.ingress.messages.bodies import ClientPart, Seed, warning_header
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -27,16 +23,14 @@ from deployments.ingress.messages.responses import (
     TimesMs,
     call_aside,
     documented,
-    failure_of,
     failure_response,
     json_response,
     rounded,
     server_timing,
 )
-from deployments.ingress.messages.terms import Terms, current_terms
+from deployments.ingress.messages.running_job import current_job
 from deployments.ingress.openai.image_bodies import NAMED, NamedFiles, Size, from_form, sides_of
 from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.kept import KeptVideo, KeptVideos, Status
 from deployments.ingress.openai.uploads import (
     AudioFile,
     decode_audio,
@@ -52,16 +46,14 @@ from deployments.records import (
     ClipOptions,
     ClipRequest,
     ClipResult,
-    ImageProgress,
     Name,
     UserName,
     VideoOptions,
     as_record,
 )
-from deployments.records.errors import InvalidRequest, Overloaded
-from deployments.records.tasks import shared_task
-from weights.platform.panics import panics_as_errors
+from deployments.records.errors import InvalidRequest
 
+VideoStatus = Literal["queued", "in_progress", "completed", "failed"]
 _REFERENCE: Final = "input_reference"
 _FIRST_IMAGE, _VIDEO = "image", "video"  # the parameters of diffusers' classes for it
 _AUDIO: Final = (
@@ -70,14 +62,21 @@ _AUDIO: Final = (
 _FILE: Final = "a PNG, JPEG or WebP file, or an MP4 or WebM of a video, in base64, or a data URL of it"
 
 _GONE: Final = {"_404": "no such video: it was deleted, has ended, or is another key's", "_503": "no video is kept now"}
-_FILE_TYPES: Final = {"mp4": "video/mp4", "webm": "video/webm"}
-_ResultT = TypeVar("_ResultT")
+_PATH: Final = "/v1/videos"
+_FACTS: Final = f"{INNER}facts"  # of the answer to a job
+_STATUSES: Final[Mapping[str, VideoStatus]] = {
+    "queued": "queued",
+    "running": "in_progress",
+    "done": "completed",
+    "failed": "failed",
+    "cancelled": "failed",
+}
+_NO_FACTS: Final[Mapping[str, Any]] = {
+    **{"model": "", "prompt": "", "size": "auto", "seconds": "auto", "warnings": (), "timings_ms": {}},
+    **dict.fromkeys(("fps", "num_frames", "seed", "num_inference_steps")),
+}
 _BodyT = TypeVar("_BodyT", bound="_ClipBody")
 NamedAudio = Annotated[dict[Name, str], Field(max_length=MAX_NAMED_IMAGES)]
-
-BEAT_S: Final = 4.0  # well below `LOST_S`
-
-logger = logging.getLogger("atelier.ingress")
 
 
 class ReferenceBody(ClientPart):
@@ -98,7 +97,7 @@ class _ClipBody(ClipOptions, ClientPart):
     def _from_json(cls, value: object) -> object:
         return from_form(value)
 
-    def hears(self, files: Mapping[str, Sequence[bytes]], limits: LimitsConfig) -> dict[str, Any]:
+    def audio_fields(self, files: Mapping[str, Sequence[bytes]], limits: LimitsConfig) -> dict[str, Any]:
         """Return the fields `audio` and `extra` of the record. Blocks: it reads WAV files. Raises InvalidRequest."""
         extra, found = split_extra(self.extra)
         given = [(name, AudioFile(f"audio.{name}", file)) for name, file in self.audio.items()]
@@ -125,7 +124,7 @@ class VideoBody(VideoOptions, _ClipBody):
         """Return the request with the files of its form. Blocks: it decodes images. Raises InvalidRequest."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in VideoOptions.model_fields} | sides_of(self)
         heard = {name: found for name, found in files.items() if name != _REFERENCE and all(map(is_wav, found))}
-        fields |= self.hears(heard, limits)
+        fields |= self.audio_fields(heard, limits)
         files = {name: found for name, found in files.items() if name not in heard}
         given: dict[str, Any] = {f"images.{name}": found for name, found in self.images.items()}
         given |= {name: found if len(found) > 1 else found[0] for name, found in files.items()}
@@ -148,7 +147,7 @@ class AudioBody(_ClipBody):
     def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ClipRequest:
         """Return the request with the files of its form. Blocks: it reads WAV files. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in ClipOptions.model_fields}
-        return as_record(ClipRequest, fields | self.hears(files, limits))
+        return as_record(ClipRequest, fields | self.audio_fields(files, limits))
 
 
 class VideoError(Answer):
@@ -164,7 +163,7 @@ class VideoAnswer(Answer):
     id: str
     object: Literal["video"]
     model: str
-    status: Status
+    status: VideoStatus
     progress: int
     created_at: int
     completed_at: int | None
@@ -200,73 +199,75 @@ class VideoDeleted(Answer):
     deleted: Literal[True]
 
 
-def create_videos_router(
-    service: Service, config: VideosConfig, cluster: str, readers: ImageReaders, limits: LimitsConfig
-) -> APIRouter:
+def create_videos_router(service: Service, desk: JobDesk, readers: ImageReaders, limits: LimitsConfig) -> APIRouter:
     """Return the routes of videos."""
     router = APIRouter(tags=["videos"])
-    kept = KeptVideos(config, cluster)
-    jobs = _VideoJobs(service, kept, config)
 
-    def answer_of(video: KeptVideo) -> VideoAnswer:
-        return _answer_of(video, config.ttl_s)
+    async def found(video_id: str) -> Job | None:
+        job = await desk.find(video_id)
+        return job if job is not None and job.endpoint == _PATH else None
 
-    @router.post("/v1/videos", response_model=VideoAnswer, responses=documented(*INFERENCE_ERRORS), openapi_extra=_BODY)
+    @router.post(_PATH, response_model=VideoAnswer, responses=documented(*INFERENCE_ERRORS), openapi_extra=_BODY)
     async def create(request: Request) -> Response:
         """Begin a video. It is made beside this request: ask for it by its id until its status is `completed`."""
+        await request.body()  # kept for the job: a form is read only once
         body, files = await _read(VideoBody, request, limits)
         record = await readers.read(body.to_record, files, limits)
         checked = await service.checked_clip(record, "video")
         warnings = body.warnings()
-        video = await jobs.begin(checked, _first_facts(body, checked.seed, warnings))
-        return json_response(answer_of(video), headers=warning_header(warnings))
+        if current_job.get() is not None:
+            result = await service.make_clip(checked)
+            return Response(result.file, media_type=result.media_type, headers={_FACTS: json.dumps(_facts_of(result))})
+        job = await desk.begin(request, _first_facts(body, checked.seed, warnings), prefix="video")
+        return json_response(_answer_of(job), headers=warning_header(warnings))
 
-    @router.get("/v1/videos", response_model=VideosAnswer, responses=documented(400, **_GONE))
+    @router.get(_PATH, response_model=VideosAnswer, responses=documented(400, **_GONE))
     async def page(
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         """The videos of this key, the newest first."""
-        found = await _asked(kept.page, current_tenant.get(), after, limit + 1, order)
-        if found is None:
+        jobs = await desk.page(JobFilter(endpoint=_PATH), after, limit + 1, order)
+        if jobs is None:
             return _not_found(after or "", "after")
-        videos = [answer_of(video) for video in found[:limit]]
-        ids = [video.id for video in videos]
-        ends = (ids[0], ids[-1]) if ids else (None, None)
-        has_more = len(found) > limit
+        videos = [_answer_of(job) for job in jobs[:limit]]
+        ends = (videos[0].id, videos[-1].id) if videos else (None, None)
+        has_more = len(jobs) > limit
         answer = VideosAnswer(object="list", data=videos, first_id=ends[0], last_id=ends[1], has_more=has_more)
         return json_response(answer)
 
-    @router.get("/v1/videos/{video_id}", response_model=VideoAnswer, responses=documented(**_GONE))
+    @router.get(_PATH + "/{video_id}", response_model=VideoAnswer, responses=documented(**_GONE))
     async def retrieve(video_id: str) -> Response:
-        """A video's progress, and its result or error."""
-        video = await _asked(kept.find, current_tenant.get(), video_id)
-        return _not_found(video_id) if video is None else json_response(answer_of(video))
+        """A video: how far it is, and what became of it."""
+        job = await found(video_id)
+        return _not_found(video_id) if job is None else json_response(_answer_of(job))
 
     @router.get(
-        "/v1/videos/{video_id}/content",
-        response_class=FileResponse,
+        _PATH + "/{video_id}/content",
+        response_class=Response,
         responses=documented(400, _409="the video is not completed", **_GONE),
     )
     async def content(video_id: str, variant: Literal["video"] = "video") -> Response:
         """The file of a completed video."""
-        video = await _asked(kept.find, current_tenant.get(), video_id)
-        if video is None:
+        job = await found(video_id)
+        if job is None:
             return _not_found(video_id)
-        path = await _asked(kept.file_of, video) if video.status == "completed" else None
-        if path is None:
-            message = f"video {video_id!r} has no file: it is {video.status}"
-            return failure_response(Failure(409, message, "invalid_request_error", "video_not_completed", "video_id"))
-        headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
-        return FileResponse(path, media_type=_FILE_TYPES[path.suffix[1:]], filename=path.name, headers=headers)
+        if job.status != "done":
+            return _not_completed(job)
+        response = await result_response(desk, job)
+        if response.status_code == 200:
+            suffix = response.headers["content-type"].partition("/")[2]
+            response.headers["Content-Disposition"] = f'attachment; filename="{job.id}.{suffix}"'
+            response.headers["Cache-Control"] = "private"
+            response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
 
-    @router.delete("/v1/videos/{video_id}", response_model=VideoDeleted, responses=documented(**_GONE))
+    @router.delete(_PATH + "/{video_id}", response_model=VideoDeleted, responses=documented(**_GONE))
     async def delete(video_id: str) -> Response:
-        """Delete a video; an unfinished one is stopped."""
-        if not await _asked(kept.forget, current_tenant.get(), video_id):
+        """Delete a video; one that is being made is made no further."""
+        if await found(video_id) is None or not await desk.forget(video_id):
             return _not_found(video_id)
-        jobs.end_job(video_id)
         return json_response(VideoDeleted(id=video_id, object="video.deleted", deleted=True))
 
     return router
@@ -294,14 +295,6 @@ def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsC
         return Response(result.file, media_type=result.media_type, headers=headers)
 
     return router
-
-
-async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
-    """Call a method of the kept videos. Raises Overloaded when their folder cannot be used."""
-    try:
-        return await run_in_threadpool(method, *arguments)
-    except OSError as error:
-        raise Overloaded(f"the folder of videos cannot be used now: {error}") from None
 
 
 async def _read(class_: type[_BodyT], request: Request, limits: LimitsConfig) -> tuple[_BodyT, dict[str, list[bytes]]]:
@@ -333,29 +326,44 @@ def _first_facts(body: VideoBody, seed: int | None, warnings: tuple[str, ...]) -
     }
 
 
-def _answer_of(video: KeptVideo, ttl_s: float) -> VideoAnswer:
-    facts, ended_s = video.facts, video.ended_s
+def _answer_of(job: Job) -> VideoAnswer:
+    facts, ended_s = {**_NO_FACTS, **job.facts}, job.ended_s
+    if job.answer is not None and (found := dict(job.answer.headers).get(_FACTS)):
+        facts |= json.loads(found)
+    status = _STATUSES[job.status]
+    if job.status == "running" and job.progress is None:  # it waits for a worker
+        status = "queued"
     return VideoAnswer(
-        id=video.id,
+        id=job.id,
         object="video",
         model=facts["model"],
-        status=video.status,
-        progress=video.progress,
-        created_at=int(video.created_s),
-        completed_at=int(ended_s) if ended_s is not None and video.status == "completed" else None,
-        expires_at=None if ended_s is None else int(ended_s + ttl_s),
-        error=None if video.error is None else VideoError(**video.error),
+        status=status,
+        progress=100 if status == "completed" else job.progress or 0,
+        created_at=int(job.created_s),
+        completed_at=int(ended_s) if ended_s is not None and status == "completed" else None,
+        expires_at=None if job.expires_s is None else int(job.expires_s),
+        error=_error_of(job) if status == "failed" else None,
         prompt=facts["prompt"],
         size=facts["size"],
         seconds=facts["seconds"],
         remixed_from_video_id=None,
-        fps=facts.get("fps"),
-        num_frames=facts.get("num_frames"),
+        fps=facts["fps"],
+        num_frames=facts["num_frames"],
         seed=facts["seed"],
-        num_inference_steps=facts.get("num_inference_steps"),
-        timings_ms=facts.get("timings_ms", {}),
+        num_inference_steps=facts["num_inference_steps"],
+        timings_ms=facts["timings_ms"],
         warnings=tuple(facts["warnings"]),
     )
+
+
+def _error_of(job: Job) -> VideoError:
+    error = job.error or JobError("cancelled", "the job was cancelled")
+    return VideoError(code=error.code, message=error.message)
+
+
+def _not_completed(job: Job) -> Response:
+    message = f"video {job.id!r} has no file: it is {_answer_of(job).status}"
+    return failure_response(Failure(409, message, "invalid_request_error", "video_not_completed", "video_id"))
 
 
 def _not_found(video_id: str, param: str = "video_id") -> Response:
@@ -379,88 +387,6 @@ def _body_schema(class_: type[_ClipBody]) -> dict[str, Any]:
 
 
 _BODY: Final = _body_schema(VideoBody)
-
-
-@dataclass(slots=True)
-class _VideoJob:
-    """The progress of a video. `changed` is set whenever it is further."""
-
-    request: ClipRequest
-    facts: Mapping[str, Any]
-    progress: int = 0
-    has_begun: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class _VideoJobs:
-    """The videos made by one ingress replica. Lives on one event loop."""
-
-    def __init__(self, service: Service, kept: KeptVideos, config: VideosConfig) -> None:
-        self._service = service
-        self._kept = kept
-        self._config = config
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def begin(self, request: ClipRequest, facts: Mapping[str, Any]) -> KeptVideo:
-        """Begin a video, and return it. `facts` are for its answer; `request` is checked.
-
-        It has the terms of the current request. A key has no more unfinished videos than it may have requests in
-        progress. Raises QueueFull; Overloaded when no video can be kept.
-        """
-        most = min(self._config.max_unfinished, current_max_concurrent() or self._config.max_unfinished)
-        try:
-            video = await asyncio.to_thread(self._kept.add, current_tenant.get(), facts, most)
-        except OSError as error:
-            raise Overloaded(f"no video can be kept now: {error}") from None
-        task = shared_task(self._run(video.id, _VideoJob(request, facts), current_terms.get()))
-        self._tasks[video.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(video.id, None))
-        release_read_slot()  # the place in the queue is that task's
-        return video
-
-    def end_job(self, id_: str) -> None:
-        """Stop a video, if it is made here. Elsewhere its replica finds that it is no longer wanted."""
-        if task := self._tasks.get(id_):
-            task.cancel()
-
-    async def _run(self, id_: str, job: _VideoJob, terms: Terms) -> None:
-        current_terms.set(replace(terms, waited_s=0.0))
-        making = asyncio.ensure_future(self._make(job))
-        noting = asyncio.ensure_future(self._note(id_, job, making))
-        try:
-            with panics_as_errors():
-                result = await making
-            facts = {**job.facts, **_facts_of(result)}
-            suffix = result.media_type.partition("/")[2]
-            await asyncio.to_thread(self._kept.complete, id_, result.file, suffix, facts)
-        except Exception as error:
-            failure = failure_of(error if not isinstance(error, OSError) else Overloaded(f"it cannot be kept: {error}"))
-            with contextlib.suppress(OSError):  # another replica will find it lost
-                await asyncio.to_thread(self._kept.fail, id_, failure.code, failure.message)
-        finally:
-            noting.cancel()
-            making.cancel()
-            await asyncio.wait([making])  # its request has ended when this has
-
-    async def _make(self, job: _VideoJob) -> ClipResult:
-        async def on_progress(progress: ImageProgress) -> None:
-            job.progress = min(99, 100 * progress.step // max(1, progress.num_steps))
-            job.has_begun = True
-            job.changed.set()
-
-        return await self._service.make_clip(job.request, on_progress, max_timeout_s=self._config.timeout_s)
-
-    async def _note(self, id_: str, job: _VideoJob, making: asyncio.Future[ClipResult]) -> None:
-        """Write the video's heartbeat at each step and now and then; end the video once it is no longer wanted."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S):
-                    await job.changed.wait()
-            job.changed.clear()
-            with contextlib.suppress(OSError):  # next time, perhaps
-                if not await asyncio.to_thread(self._kept.note_progress, id_, job.progress, has_begun=job.has_begun):
-                    making.cancel()
-                    return
 
 
 def _facts_of(result: ClipResult) -> dict[str, Any]:

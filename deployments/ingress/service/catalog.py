@@ -133,14 +133,14 @@ class Catalog:
         found = self._snapshot.find_model(id_)
         if found is not None and found.state != "registering":
             return found
-        return await self._asked(WeightRegistry.find_model, id_)
+        return await self._call_registry(WeightRegistry.find_model, id_)
 
     async def details(self, id_: str) -> LanguageModelDetails:
-        """Return what the files of a language model say of it. Raises UnknownModel, ModelUnavailable."""
-        return await self._asked(WeightRegistry.model_details, id_)
+        """Return the facts in a language model's files. Raises UnknownModel, ModelUnavailable."""
+        return await self._call_registry(WeightRegistry.model_details, id_)
 
-    async def _asked(self, method: Method[[str], _FoundT], id_: str) -> _FoundT:
-        """Return what the registry says of a model."""
+    async def _call_registry(self, method: Method[[str], _FoundT], id_: str) -> _FoundT:
+        """Call a method of the registry for a model."""
         try:
             return await self._snapshot.call_registry(method, id_)
         except ModelUnknown as error:
@@ -269,7 +269,7 @@ class PipelineModels:
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images. Each image after the first has the next seed, if the pipeline takes one."""
         role = self._role(request.model, "images")
-        given = _given(request, without={"model", "prompt", "n"})
+        given = _set_fields(request, without={"model", "prompt", "n"})
         count = request.n
         if request.seed is not None:
             given["seed"] = [request.seed + number for number in range(count)]
@@ -291,7 +291,7 @@ class PipelineModels:
         text = request.messages[-1].text if isinstance(request, ChatRequest) else request.prompt
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt: pipeline {request.model!r} takes one text", "prompt")
-        given = _given(request, without={"model", "messages", "prompt"})
+        given = _set_fields(request, without={"model", "messages", "prompt"})
         result = await self._run(request.model, role, [text], given, request)
         answer: bytes = result.outputs[role.output].data[0]
         return TextResult(
@@ -354,7 +354,7 @@ _HOLDS_ANYWAY: Final = {
 }
 
 
-def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
+def _set_fields(request: Any, *, without: set[str]) -> dict[str, Any]:
     """Return the fields that the request sets itself, without the options common to every request."""
     ours = {"priority", "timeout_s", "tenant", "model_version"}
     ours |= {"adapter_versions", "text_padding", "long_text", "merges_lora"}

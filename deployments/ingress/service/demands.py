@@ -25,16 +25,16 @@ class Demands:
         terms.checked(self._queue.config)
         return terms
 
-    def demand(self, request: Request, terms: Terms, max_timeout_s: float | None = None) -> Demand:
-        """Return the demand of a request with its defaults. `max_timeout_s` takes the place of the config's limit."""
-        timeout_s, record = self.timeout_s(terms, max_timeout_s), self._snapshot.find_model(request.model)
+    def demand(self, request: Request, terms: Terms) -> Demand:
+        """Return what a request asks for that has its defaults."""
+        timeout_s, record = self.timeout_s(terms), self._snapshot.find_model(request.model)
         is_stock = record is not None and record.kind == "diffusion" and is_stock_class(record.class_name)
         return demand_of(request, terms.checked(self._queue.config), timeout_s, self._config, is_stock=is_stock)
 
-    def timeout_s(self, terms: Terms, max_timeout_s: float | None = None) -> float:
-        """Return the seconds left to a request."""
-        if max_timeout_s is not None:
-            return min(max_timeout_s, terms.timeout_s or max_timeout_s) - terms.waited_s
+    def timeout_s(self, terms: Terms) -> float:
+        """Return the time that is left to a request."""
+        if (longest_s := terms.max_timeout_s) is not None:
+            return min(longest_s, terms.timeout_s or longest_s) - terms.waited_s
         most_s = self._config.http.request_timeout_s
         timeout_s = min(most_s, terms.timeout_s or self._queue.config.default_timeout_s or most_s)
         return timeout_s - terms.waited_s

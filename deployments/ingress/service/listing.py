@@ -50,7 +50,7 @@ class Listing:
         return await asyncio.to_thread(card_of, await self._catalog.find_record(id_))
 
     async def details(self, card: ModelCard) -> LanguageModelDetails:
-        """Return what a model's files say of it; nothing of what is no language model. Raises ModelUnavailable."""
+        """Return the facts in a language model's files; none for other models. Raises ModelUnavailable."""
         if card.kind not in ("llm", "embedding") or card.state == "unavailable":
             return LanguageModelDetails()
         return await self._catalog.details(card.id)

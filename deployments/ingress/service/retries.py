@@ -76,7 +76,7 @@ class _Retries:
         """
         if isinstance(error, CannotLoad):
             # HAZARD: note the last failure, too, or else the next request would come here again.
-            is_elsewhere = self._slot is not None and self._slot.is_elsewhere()
+            is_elsewhere = self._slot is not None and self._slot.note_unable()
             if not is_elsewhere or self._has_moved or num_pieces:
                 raise error
             self._has_moved, self.is_suspect = True, False
@@ -239,10 +239,10 @@ class RetriedCalls:
 
     def _turn(self, retries: _Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """Return the turn of a try: suspects go one at a time, all others at once."""
-        return self._alone(deadline) if retries.is_suspect else contextlib.nullcontext()
+        return self._one_suspect(deadline) if retries.is_suspect else contextlib.nullcontext()
 
     @contextlib.asynccontextmanager
-    async def _alone(self, deadline: Deadline) -> AsyncIterator[None]:
+    async def _one_suspect(self, deadline: Deadline) -> AsyncIterator[None]:
         try:
             async with deadline.bounding(), asyncio.timeout(MAX_TURN_WAIT_S):
                 await self._suspects.acquire()

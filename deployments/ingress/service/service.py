@@ -19,6 +19,7 @@ from cluster.records.text_routes import route_of
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
+from deployments.ingress.messages.running_job import current_job
 from deployments.ingress.messages.terms import (
     ENCODER,
     PIPELINES,
@@ -144,8 +145,9 @@ class Service:
         if await self.listing.is_pipeline(request.model):
             check_image(request, self._config.ingress.limits)
             return await self._pipeline_models.generate(request)
-        silent = request.model_copy(update={"partial_images": 0, "reports_steps": False})
-        return await self._make_images(silent)
+        job = current_job.get()
+        silent = request.model_copy(update={"partial_images": 0, "reports_steps": job is not None})
+        return await self._make_images(silent, job.note_progress if job else None)
 
     def generate_stream(self, request: ImageRequest | Mapping[str, Any]) -> OutputChannel[ImageProgress | ImageResult]:
         """Return the channel of the requested progress of steps, with the result at the end.
@@ -165,6 +167,11 @@ class Service:
 
         is_pipeline = await self.listing.is_pipeline(request.model)
         await pieces.send(await (self.generate(request) if is_pipeline else self._make_images(request, on_progress)))
+
+    @property
+    def snapshot(self) -> RegistrySnapshot:
+        """The directory of models, and the way to the registry."""
+        return self._snapshot
 
     @counted("image")
     async def _make_images(self, request: ImageRequest, on_progress: OnProgress | None = None) -> ImageResult:
@@ -192,14 +199,10 @@ class Service:
         return await self._preparing.clip(as_record(ClipRequest, request), makes)
 
     @counted("clip")
-    async def make_clip(
-        self, request: ClipRequest, on_progress: OnProgress | None = None, *, max_timeout_s: float | None = None
-    ) -> ClipResult:
-        """Return the clip of a checked request; `on_progress` gets the requested progress of steps.
-
-        `max_timeout_s` replaces the config's longest time of a request. Raises the ServiceErrors.
-        """
-        start, demand = time.perf_counter(), self._demands.demand(request, self._demands.terms(request), max_timeout_s)
+    async def make_clip(self, request: ClipRequest) -> ClipResult:
+        """Return the clip of a checked request; a job learns of its steps. Raises the ServiceErrors."""
+        start, demand = time.perf_counter(), self._demands.demand(request, self._demands.terms(request))
+        on_progress = job.note_progress if (job := current_job.get()) else None
         result = await self._worker.receive_stream(
             "stream_clip", request, on_piece=_on_progress(on_progress), demand=demand, resumption=ResumedImages()
         )

@@ -72,8 +72,17 @@ function Chat({ models }) {
   const path = pathOf(shown);
   const isOn = answering.has(shown.key);
 
+  // Return the body of a request; null, and say why, where a field of the form cannot be used.
+  const bodyFor = async (turns, goesOn = false) => {
+    try {
+      return await bodyOf(chat, turns, model, goesOn);
+    } catch (error) {
+      tell(error.message, { isError: true });
+      return null;
+    }
+  };
   // Have a turn written, or written on: the last one of the conversation, which is there already.
-  const write = async (conversation, turn, turns, goesOn = false) => {
+  const write = async (conversation, turn, body) => {
     const leaving = new AbortController();
     answering.set(conversation.key, leaving);
     const answer = { ...turn, isOn: true };
@@ -83,7 +92,7 @@ function Chat({ models }) {
     };
     show({ finish: undefined, error: undefined, firstS: undefined, tokens: undefined });
     try {
-      await readAnswer(await bodyOf(chat, turns, model, goesOn), leaving.signal, answer, show);
+      await readAnswer(body, leaving.signal, answer, show);
     } catch (error) {
       if (leaving.signal.aborted) show({ finish: "stopped" });
       else if (error instanceof ApiError || !answer.content) show({ error: error.message });
@@ -92,36 +101,41 @@ function Chat({ models }) {
     answering.delete(conversation.key);
     show({ isOn: false });
   };
-  const answer = (conversation) => {
+  // Return whether a conversation is being answered now.
+  const answer = async (conversation) => {
+    const body = await bodyFor(pathOf(conversation));
+    if (!body) return false;
     const begun = withTurn(conversation, { role: "assistant", content: "", model: chat.model, isJson: Boolean(chat.schema.trim()) }, conversation.leaf);
     change(begun, () => begun);
     choose(begun);
-    write(begun, begun.turns.at(-1), pathOf(conversation));
+    write(begun, begun.turns.at(-1), body);
+    return true;
   };
-  const say = (turn, parent) => !isOn && model && answer(withTurn(shown, turn, parent));
-  const send = () => {
+  const say = (turn, parent) => answer(withTurn(shown, turn, parent));
+  const send = async () => {
     const text = chat.draft.trim();
     if (isOn || !model || !(text || images.length)) return;
-    say({ role: "user", content: text, ...(images.length && { images }) }, path.at(-1)?.id);
+    if (!(await say({ role: "user", content: text, ...(images.length && { images }) }, path.at(-1)?.id))) return;
     set({ draft: "" });
     setImages([]);
+  };
+  const goOn = async (turn) => {
+    const body = await bodyFor(path, true);
+    if (body) write(shown, turn, body);
   };
   const act = isOn || !model ? null : {
     edit: (turn, content) => say({ ...turn, content }, turn.parent),
     again: (turn) => answer({ ...shown, leaf: turn.parent }),
-    goOn: (turn) => write(shown, turn, path, true),
+    goOn,
     giveResult: (call, content) => say({ role: "tool", tool_call_id: call.id, content }, path.at(-1)?.id),
     turnTo: (turn) => change(shown, (one) => showing(one, turn)),
   };
   // Copy the request that led to the answer shown last.
   const copyAs = async (form) => {
-    try {
-      const asked = path.slice(0, path.findLastIndex((turn) => turn.role === "assistant"));
-      const { stream, stream_options, ...body } = await bodyOf(chat, asked, model);
-      copy(form === "curl" ? asCurl("v1/chat/completions", body) : chatAsPython(body));
-    } catch (error) {
-      tell(error.message, { isError: true });
-    }
+    const asked = await bodyFor(path.slice(0, path.findLastIndex((turn) => turn.role === "assistant")));
+    if (!asked) return;
+    const { stream, stream_options, ...body } = asked;
+    copy(form === "curl" ? asCurl("v1/chat/completions", body) : chatAsPython(body));
   };
   return html`<div class="chat">
     <div class="stack">

@@ -51,9 +51,11 @@ function Create() {
   const set = (change) => setForm((old) => ({ ...old, ...change }));
   const takeFile = (file, place) => useFile(file, place, { all, models, setForm, setImages });
   const generate = () => {
+    const lacking = model?.kind === "pipeline" ? null : Object.keys(READING).find((place) => takenOf(all, model, form, place) && !images[place]);
+    if (lacking) return tell(words.lacksImage(form[lacking]), { isError: true });
     const requests = requestsOf({ form, model, images, grid, all });
     if (requests.length) jobs.start(requests);
-    document.querySelector(".work").scrollIntoView({ block: "nearest" });
+    document.querySelector(".stage").scrollIntoView({ block: "nearest" });
     if (form.seedMode === "drawn" || form.seed === null) set({ seed: requests.at(-1)?.parameters.seed ?? form.seed });
   };
   const reuse = (entry) => {
@@ -127,10 +129,7 @@ function requestsOf({ form, model, images, grid, all }) {
   const isPipeline = model.kind === "pipeline";
   const used = {};
   if (!isPipeline && images.start) Object.assign(used, { start: images.start, mask: images.mask ?? undefined });
-  for (const [place, kind] of Object.entries(READING)) {
-    const isTaken = adaptersOf(all, model, kind).some((one) => one.id === form[place]);
-    if (!isPipeline && images[place] && isTaken) used[place] = images[place];
-  }
+  for (const place of Object.keys(READING)) if (!isPipeline && takenOf(all, model, form, place)) used[place] = images[place];
   const first = form.seedMode === "drawn" || form.seed === null ? drawSeed() : form.seed;
   const made = (change = {}, seed = first, cell = null) => {
     const own = fitting({ ...form, ...change, loras: change.loras ?? form.loras }, model, all);
@@ -212,6 +211,9 @@ function Form({ form, set, model, models, all, images, setImages, takeFile, grid
 
 // Adapters that read an image: their places in the form, and their kinds.
 const READING = { control: "controlnet", ipAdapter: "ip_adapter" };
+
+// Return whether the form has an adapter in a place that the model takes.
+const takenOf = (all, model, form, place) => adaptersOf(all, model, READING[place]).some((one) => one.id === form[place]);
 
 const adaptersOf = (all, model, kind) => (all ?? []).filter((one) => one.kind === kind && model && one.base.includes(model.id));
 

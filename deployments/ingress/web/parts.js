@@ -250,7 +250,7 @@ function KeyDialog({ error, onDone }) {
   return html`<${Dialog} title=${isRefused ? words.refusedTitle : words.title} className="narrow" onClose=${() => onDone(false)}>
     <form onSubmit=${use}>
       ${isRefused && html`<p class="problem" role="alert">${error.message}</p>`}
-      ${error?.status === 403 && html`<p>${words.needAdmin}</p>`}
+      ${error?.status === 403 && html`<p>${words.needAdmin}</p>`} ${!error && !keys.get() && html`<p>${words.optional}</p>`}
       <p class="muted">${words.why}</p>
       <${Field} label=${words.label}>
         ${(id) => html`<input id=${id} type="password" autocomplete="off" spellcheck=${false} autofocus value=${key} onInput=${(e) => setKey(e.target.value)} />`}
@@ -277,12 +277,12 @@ function Corner() {
   return html`<button class="quiet" aria-label=${hasKey ? texts.keys.isSet : texts.keys.button} onClick=${() => setAsking({ error: null, resolve: () => {} })}>
       ${icon("key")}<span>${hasKey ? texts.keys.isSet : texts.keys.button}</span>
     </button>
-    ${asking && html`<${KeyDialog} error=${asking.error} onDone=${onDone} />`}
-    <${Notices} />`;
+    ${asking && html`<${KeyDialog} error=${asking.error} onDone=${onDone} />`}`;
 }
 
 // Show a page. The header is there already, so that nothing moves when this comes.
 export function open(page) {
   render(html`<${Corner} />`, document.getElementById("corner"));
+  render(html`<${Notices} />`, document.getElementById("notices"));
   render(page, document.getElementById("main"));
 }

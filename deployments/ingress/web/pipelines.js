@@ -50,7 +50,10 @@ function Pipeline({ pipeline }) {
     show({ isOn: false });
   };
   const setValue = (name, value) => setValues((old) => ({ ...old, [name]: value }));
-  return html`<div class="create pipeline">
+  return html`<section class="panel part over">
+      <div class="scroll" tabindex="0" role="region" aria-label=${words.graph(pipeline.id)}><${Graph} pipeline=${pipeline} run=${run} /></div>
+    </section>
+    <div class="create pipeline">
     <form class="panel settings fields" onSubmit=${onSubmit}>
       ${pipeline.description && html`<p class="muted">${pipeline.description}</p>`}
       ${pipeline.problem && html`<p class="problem">${pipeline.problem}</p>`}
@@ -61,9 +64,6 @@ function Pipeline({ pipeline }) {
       </div>
     </form>
     <div class="stack">
-      <section class="panel part">
-        <div class="scroll" tabindex="0" role="region" aria-label=${words.graph(pipeline.id)}><${Graph} pipeline=${pipeline} run=${run} /></div>
-      </section>
       <${Outputs} pipeline=${pipeline} run=${run} />
       <${Stages} pipeline=${pipeline} run=${run} />
     </div>
@@ -154,7 +154,7 @@ function Stages({ pipeline, run }) {
           <th scope="col" class="number">${words.time}</th>
         </tr></thead>
         <tbody>${pipeline.stages.map((stage) => {
-          const { state = "idle", tookS = null } = run.stages[stage.name] ?? {};
+          const { state = run.error ? "notRun" : "idle", tookS = null } = run.stages[stage.name] ?? {};
           return html`<tr key=${stage.name}>
             <th scope="row">${stage.name}</th>
             <td>${stage.kind} <span class="mono">${stage.target}</span></td>

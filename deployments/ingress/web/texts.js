@@ -3,7 +3,8 @@
 export const texts = {
   keys: {
     title: "API key",
-    why: "This server answers with a key only. It stays in this browser tab until you close it.",
+    why: "It stays in this browser tab until you close it, and is sent to this server only.",
+    optional: "This server has not asked for a key.",
     refusedTitle: "This key was refused",
     needAdmin: "This page needs an admin key. One is made by: atelier keys add NAME --admin",
     label: "Key",
@@ -89,6 +90,7 @@ export const texts = {
     grid: "Grid",
     cancel: "Cancel",
     cancelAll: "Cancel all",
+    lacksImage: (name) => `${name} is chosen and has no image: add one, or choose None.`,
     working: (count) => `${count} in progress`,
     empty: "Your images appear here. Write a prompt, and press Generate.",
     waiting: "Waiting for its turn",
@@ -336,7 +338,7 @@ export const texts = {
     waited: "Mean wait",
     nobodyAsked: "Nobody has asked for a model yet.",
     done: (what) => `Done: ${what}`,
-    off: "The controller is off: every worker switches to what it is asked for.",
+    off: "The controller is off: every worker switches to the model of its requests.",
     order: (what, name) => `${what} ${name}`,
   },
   recording: {
@@ -387,6 +389,7 @@ export const texts = {
     state: "State",
     time: "Time",
     idle: "waiting",
+    notRun: "not run",
     running: "running",
     done: "done",
     failed: "failed",

@@ -177,13 +177,13 @@ def _first_and_warm(
     }
     lines = []
     for kind, (texts, ours, stock) in kinds.items():
-        answers = [_both(text, ours, stock) for text in itertools.islice(texts, rounds + 1)]
+        answers = [_ask_both(text, ours, stock) for text in itertools.islice(texts, rounds + 1)]
         lines.append(_line(f"first request: {kind}", answers[:1]))
         lines.append(_line(f"warm request: {kind}", answers[1:]))
     return lines
 
 
-def _both(text: str, ours: Callable[[str], Any], stock: Callable[[str], float]) -> _TimedAnswer:
+def _ask_both(text: str, ours: Callable[[str], Any], stock: Callable[[str], float]) -> _TimedAnswer:
     stock_ms = stock(text)
     details, ours_ms = _timed(partial(ours, text))
     return _TimedAnswer(details, ours_ms, stock_ms)
@@ -233,15 +233,15 @@ def _http_overhead(
         by_http = _timed(partial(_chat, client, next(questions)))[1]
         message = Message(role="user", content=next(questions))
         chat = ChatRequest(model="adder", messages=(message,), temperature=0)
-        pairs["chat"].append((by_http, _timed(partial(_by_handle, handle.chat, chat))[1]))
+        pairs["chat"].append((by_http, _timed(partial(_call_handle, handle.chat, chat))[1]))
         options: dict[str, Any] = {"model": "digits-flux", "seed": SEED, "num_inference_steps": 1}
         by_http = _timed(partial(client.generate, prompt=next(prompts), **options))[1]
         image = ImageRequest(prompt=next(prompts), **options)
-        pairs["image"].append((by_http, _timed(partial(_by_handle, handle.generate, image))[1]))
+        pairs["image"].append((by_http, _timed(partial(_call_handle, handle.generate, image))[1]))
     return {kind: statistics.median(http - call for http, call in samples) for kind, samples in pairs.items()}
 
 
-def _by_handle(method: Any, record: Any) -> Any:
+def _call_handle(method: Any, record: Any) -> Any:
     return method.remote(record).result()
 
 

@@ -112,7 +112,7 @@ def test_a_port_that_is_taken_is_named_with_its_node_and_key() -> None:
         ports = {"http.port": ("127.0.0.1", taken), "grpc.port": ("127.0.0.1", free_port())}
         found = lines(Wanted(ports, needs_haproxy=False))
     assert found == [
-        f"node 10.0.0.3 cannot listen on 127.0.0.1:{taken} (Address already in use): end what does there, or choose "
+        f"node 10.0.0.3 cannot listen on 127.0.0.1:{taken} (Address already in use): end the program there, or choose "
         "another `http.port`"
     ]
     assert lines(Wanted(ports, needs_haproxy=False)) == []
@@ -139,7 +139,7 @@ def test_a_node_without_haproxy_is_named_where_haproxy_is_to_answer(monkeypatch:
     assert lines(Wanted(needs_haproxy=False)) == []
     (line,) = lines(Wanted())
     assert line.startswith("node 10.0.0.3 answers no HTTP: /no/such/program does not run")
-    assert line.endswith("; install what is missing there")
+    assert line.endswith("; install the missing packages there")
 
 
 class Nodes:

@@ -235,7 +235,7 @@ store:
 access: {{keys_file: '{left}'}}
 ingress: {{image_links: {{folder: '{left}'}}}}
 """
-    said = f"{left!r} is a placeholder: put in its place what it stands for"
+    said = f"{left!r} is a placeholder: replace it by its value"
     assert [(one.line, one.key, one.text) for one in problems(tmp_path, text)] == [
         (3, "models.0.path", said),
         (5, "store.path", said),

@@ -326,7 +326,7 @@ def test_a_control_in_one_file_is_no_model_and_says_what_it_is(tmp_path: Path) -
 
 
 def test_folders_of_other_controls_are_refused_by_their_classes(tmp_path: Path) -> None:
-    for class_name in ("ControlNetXSAdapter", "SD3ControlNetModel", "QwenImageControlNetModel"):
+    for class_name in ("ControlNetXSAdapter", "ZImageControlNetModel", "SanaControlNetModel"):
         folder = tmp_path / class_name
         saved({"x.weight": torch.zeros(2, 2)}, folder).rename(folder / "diffusion_pytorch_model.safetensors")
         (folder / "config.json").write_text(json.dumps({"_class_name": class_name}))

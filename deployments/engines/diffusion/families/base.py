@@ -8,9 +8,9 @@ truncated at the tokenizer's own length.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 from configs.model import LongText, TextPadding
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, lacking_encoders
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the ingress has no torch
     from deployments.engines.diffusion.families.prompted import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
-EncodeImages = Callable[["torch.Tensor"], "torch.Tensor"]
 MIN_TEXT_LENGTH: Final = 16
 MAX_SIDE_PX: Final = 4096
 _PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, unless the pipeline's configs have it
@@ -108,6 +107,22 @@ class ControlRows:
         inputs = tuple(one[here] for one in self.inputs)
         return ControlRows(self.net, inputs, self.scales[here], self.prompts[here], pooled, modes)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what it reads, and its scales."""
+        return [*self.inputs, *(one for one in (self.scales, self.prompts, self.pooled, self.modes) if one is not None)]
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> ControlRows:
+        """Return the rows with others in the place of their `tensors`, taken in that order."""
+        return ControlRows(
+            self.net,
+            tuple(next(tensors) for _ in self.inputs),
+            next(tensors),
+            next(tensors),
+            None if self.pooled is None else next(tensors),
+            None if self.modes is None else next(tensors),
+        )
+
     def scaled(self, residuals: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """Return residuals times the scales of their rows, multiplied in float32 as stock's scalars are."""
         return [
@@ -167,22 +182,37 @@ class Rows:
         )
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors without those of ControlNets and adapters."""
+        """Return the tensors of this step: all but those of adapters and of images as prompts."""
         found = (self.latents, self.timesteps, self.prompts, self.guidance, self.pooled, self.mask, *self.modulation)
-        return [one for one in found if one is not None]
+        return [one for one in (*found, *(part for net in self.controls for part in net.tensors)) if one is not None]
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Rows:
-        """Return the rows with other tensors in place of `tensors()`."""
-        latents, timesteps, prompts, guidance, *rest = tensors
+    def lasting_tensors(self) -> list[torch.Tensor]:
+        """Return those of adapters and of images as prompts: the same objects, and values, in each step."""
+        return [one for span in (*self.adapters, *self.image_prompts) for one in span.tensors]
+
+    def form(self) -> Hashable:
+        """Return all but the values of the tensors and the ControlNets: rows of one form go through the same layers."""
+        tensors = tuple((one.shape, one.dtype) for one in self.tensors())
+        optional = self.pooled is None, self.mask is None, len(self.modulation)
+        controls = tuple((len(net.inputs), net.pooled is None, net.modes is None) for net in self.controls)
+        spans = tuple(one.form for one in self.adapters), tuple(one.form for one in self.image_prompts)
+        return tensors, optional, self.sizes, controls, spans
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Rows:
+        """Return the rows with others in the place of `tensors()` and, behind them, `lasting_tensors()`."""
+        left = iter(tensors)
         return replace(
             self,
-            latents=latents,
-            timesteps=timesteps,
-            prompts=prompts,
-            guidance=guidance,
-            pooled=None if self.pooled is None else rest.pop(0),
-            mask=None if self.mask is None else rest.pop(0),
-            modulation=tuple(rest),
+            latents=next(left),
+            timesteps=next(left),
+            prompts=next(left),
+            guidance=next(left),
+            pooled=None if self.pooled is None else next(left),
+            mask=None if self.mask is None else next(left),
+            modulation=tuple(next(left) for _ in self.modulation),
+            controls=tuple(net.with_tensors(left) for net in self.controls),
+            adapters=tuple(span.with_tensors(left) for span in self.adapters),
+            image_prompts=tuple(span.with_tensors(left) for span in self.image_prompts),
         )
 
 
@@ -206,9 +236,9 @@ class Defaults:
     def sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
         """Return the default width and height of a checkpoint's images in pixels, by its configs."""
         factor = int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
-        told = variant if self.reads_sample_size else {}
+        own_sizes = variant if self.reads_sample_size else {}
         width, height = (
-            min(int(told.get(name, self.sample_size)) * factor, MAX_SIDE_PX)
+            min(int(own_sizes.get(name, self.sample_size)) * factor, MAX_SIDE_PX)
             for name in ("sample_width", "sample_height")
         )
         return width, height
@@ -419,6 +449,12 @@ class Steps:
         return num_inference_steps - min(int(num_inference_steps * strength), num_inference_steps)
 
 
+class EncodeImages(Protocol):
+    """Makes latents of images from -1, at the scale at which they are denoised; without the VAE's shift, if asked."""
+
+    def __call__(self, images_B3HW: torch.Tensor, *, shifts: bool = True) -> torch.Tensor: ...
+
+
 class Adapters:
     """The additions that the denoiser takes: LoRAs, ControlNets, images as prompts."""
 
@@ -429,10 +465,11 @@ class Adapters:
     # The classes of its ControlNets, each with the config keys that must equal the denoiser's.
     control_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
+    draws_controls_apart: ClassVar[bool] = False  # not from the stream that the first noise comes of
     encodes_controls: ClassVar[bool] = False  # `control_inputs` may encode, so that the VAE is needed
 
     def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
-        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes latents, as denoised, of images from -1.
+        """Return images from 0 to 1 as a ControlNet reads them; `encode` makes latents of images from -1.
 
         Raises EngineError for a size that the ControlNet cannot read.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,11 @@ class PromptedLayer(NamedTuple):
     module: Any
     key: torch.Tensor
     value: torch.Tensor
+
+    @property
+    def form(self) -> Hashable:
+        """Return all but the values of key and value, for as long as the module lives."""
+        return id(self.module), tuple(self.key.shape), tuple(self.value.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,3 +43,22 @@ class PromptedSpan(NamedTuple):
         """Return the span's part within the rows `start` to `stop`, counted from there; None if it lies outside."""
         first, last = max(self.start, start), min(self.stop, stop)
         return PromptedSpan(self.uses, first - start, last - start) if first < last else None
+
+    @property
+    def form(self) -> Hashable:
+        """Return all but the values of `tensors`."""
+        return self.start, self.stop, tuple((tuple(one.form for one in layers), scale) for layers, scale in self.uses)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the keys and values of its layers."""
+        return (half for layers, _ in self.uses for one in layers for half in (one.key, one.value))
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> PromptedSpan:
+        """Return the span with others in the place of its `tensors`, taken in that order."""
+        return self._replace(
+            uses=[
+                ([PromptedLayer(one.module, next(tensors), next(tensors)) for one in layers], scale)
+                for layers, scale in self.uses
+            ]
+        )

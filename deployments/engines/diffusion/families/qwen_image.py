@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import (
     Adapters,
+    ControlRows,
     Defaults,
     EditDefaults,
+    EncodeImages,
     Family,
     ImageDefaults,
     ImageSize,
+    Latents,
     Network,
     References,
     Rows,
+    sum_residuals,
 )
 from deployments.engines.diffusion.families.flow_matching import (
     PATCH,
@@ -88,6 +92,32 @@ class QwenLatents(PackedLatents):
         return latents_BCHW / (1.0 / std) + mean
 
 
+class QwenAdapters(Adapters):
+    """ControlNets that read latents of an image in patches, and the prompt, beside a negative one too."""
+
+    control_keys: ClassVar[Mapping[str, Sequence[str]]] = {
+        "QwenImageControlNetModel": (
+            *("in_channels", "patch_size", "num_attention_heads", "attention_head_dim", "joint_attention_dim"),
+            "axes_dims_rope",
+        )
+    }
+    controls_read_prompt: ClassVar[bool] = True
+    encodes_controls: ClassVar[bool] = True
+
+    def __init__(self, latents: Latents) -> None:
+        self._latents = latents
+
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
+        return (self._latents.pack(encode(pixels_B3HW * 2 - 1)),)
+
+    def control_refusal(
+        self, class_name: str, config: Mapping[str, Any], denoiser_config: Mapping[str, Any], pixels_per_latent: int
+    ) -> str | None:
+        if more := config.get("extra_condition_channels"):
+            return f"reads {more} channels beside its image's (extra_condition_channels), which is not supported"
+        return None
+
+
 class QwenNetwork(Network):
     """Two streams, of patches and of the prompt. Models with `edits` mark reference images by their time."""
 
@@ -111,17 +141,33 @@ class QwenNetwork(Network):
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         beside = rows.sizes[0].references if rows.sizes else ()
         shapes = [(1, one.latent_height // PATCH, one.latent_width // PATCH) for one in (size, *beside)]
+        timesteps = rows.timesteps.to(rows.latents.dtype) / 1000
+
+        def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor]]:
+            residuals: Sequence[torch.Tensor] = control.net(
+                hidden_states=rows.latents,
+                controlnet_cond=control.images,
+                timestep=timesteps,
+                encoder_hidden_states=control.prompts,
+                img_shapes=[shapes] * len(rows),
+                return_dict=False,
+            )
+            return [residuals]
+
+        (blocks,) = sum_residuals(rows, run) or (None,)
         noise: torch.Tensor = denoiser(
             hidden_states=rows.latents,
-            timestep=rows.timesteps.to(rows.latents.dtype) / 1000,
+            timestep=timesteps,
             encoder_hidden_states=rows.prompts,
             encoder_hidden_states_mask=rows.mask,
             img_shapes=[shapes] * len(rows),
+            controlnet_block_samples=blocks,
             return_dict=False,
         )[0]
         return noise[:, : num_patches(size)]
 
 
+_LATENTS: Final = QwenLatents()
 QWEN_IMAGE: Final = Family(
     class_name="QwenImagePipeline",
     other_class_names=("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"),
@@ -135,9 +181,10 @@ QWEN_IMAGE: Final = Family(
     ),
     network=QwenNetwork(),
     texts=QwenTexts(READING, max_tokens=1024, without_negative="unguided"),
-    latents=QwenLatents(),
+    latents=_LATENTS,
     guidance=NormKeeping(),
     steps=ShiftedSteps(),
+    adapters=QwenAdapters(_LATENTS),
 )
 
 

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
     Adapters,
+    ControlRows,
     Defaults,
     EditDefaults,
+    EncodeImages,
     Family,
     ImageDefaults,
     ImageSize,
     Rows,
     Texts,
+    sum_residuals,
 )
 from deployments.engines.diffusion.families.flow_matching import (
     FlowLatents,
@@ -100,6 +103,26 @@ class StableDiffusion3Adapters(Adapters):
         "text_encoder_2": ("te2", "clip_g"),
         "text_encoder_3": ("te3", "t5xxl"),
     }
+    control_keys: ClassVar[Mapping[str, Sequence[str]]] = {
+        "SD3ControlNetModel": (
+            *("in_channels", "patch_size", "num_attention_heads", "attention_head_dim", "pooled_projection_dim"),
+        )
+    }
+    encodes_controls: ClassVar[bool] = True
+    draws_controls_apart: ClassVar[bool] = True
+
+    def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
+        return (encode(pixels_B3HW * 2 - 1, shifts=not net.config.force_zeros_for_pooled_projection),)
+
+    def control_refusal(
+        self, class_name: str, config: Mapping[str, Any], denoiser_config: Mapping[str, Any], pixels_per_latent: int
+    ) -> str | None:
+        if more := config.get("extra_conditioning_channels"):
+            return f"reads {more} channels beside its image's (extra_conditioning_channels), which is not supported"
+        width, own = denoiser_config.get("joint_attention_dim"), config.get("joint_attention_dim")
+        if own is None or width is None or own == width:
+            return None
+        return f"reads text of {own} numbers, and the model {width}"
 
 
 class StableDiffusion3Network(ModulatedFlow):
@@ -111,11 +134,25 @@ class StableDiffusion3Network(ModulatedFlow):
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor]]:
+            net, pooled = control.net, control.pooled
+            residuals: Sequence[Sequence[torch.Tensor]] = net(
+                hidden_states=rows.latents if net.pos_embed is not None else denoiser.pos_embed(rows.latents),
+                controlnet_cond=control.images,
+                timestep=rows.timesteps,
+                encoder_hidden_states=None if net.config.joint_attention_dim is None else control.prompts,
+                pooled_projections=pooled * 0 if net.config.force_zeros_for_pooled_projection else pooled,
+                return_dict=False,
+            )
+            return residuals
+
+        (blocks,) = sum_residuals(rows, run) or (None,)
         noise: torch.Tensor = denoiser(
             hidden_states=rows.latents,
             timestep=rows.timesteps,
             encoder_hidden_states=rows.prompts,
             pooled_projections=rows.pooled,
+            block_controlnet_hidden_states=blocks,
             return_dict=False,
         )[0]
         return noise

@@ -33,7 +33,8 @@ def run_controlnet(control: ControlRows, *inputs: Any, **texts: Any) -> Any:
     net, modes_B = control.net, control.modes
     if modes_B is None:
         return net(*inputs, controlnet_cond=control.images, **texts)
-    kinds = torch.nn.functional.one_hot(modes_B, net.config.num_control_type).to(control.images.dtype)
+    known = torch.arange(net.config.num_control_type, device=modes_B.device)
+    kinds = (modes_B[:, None] == known).to(control.images.dtype)  # one_hot would read the numbers
     layers = {layer: partial(_by_row, layer) for layer in net.transformer_layes}
     with replaced_forwards(layers):
         return net(*inputs, controlnet_cond=[control.images], control_type=kinds, control_type_idx=[modes_B], **texts)
@@ -72,13 +73,13 @@ def why_unlike_adapter(config: Mapping[str, Any], unet_config: Mapping[str, Any]
     """Return why a T2I-Adapter's features cannot be added within a UNet's blocks, or None."""
     if config.get("in_channels", 3) not in (1, 3):
         return f"reads images of {config['in_channels']} channels; expected 1 or 3"
-    made, taken = _made(config), _taken(unet_config, pixels_per_latent)
+    made, taken = _features_of_adapter(config), _features_of_unet(unet_config, pixels_per_latent)
     if len(made) in (len(taken), len(taken) - 1) and made == taken[: len(made)]:
         return None
-    return f"makes features of {_told(made)}, and the model takes {_told(taken)}"
+    return f"makes features of {_listed_features(made)}, and the model takes {_listed_features(taken)}"
 
 
-def _made(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _features_of_adapter(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return channels of an adapter's features, and the pixels on a side of one of their elements."""
     channels, pixels = list(config.get("channels", (320, 640, 1280, 1280))), config.get("downscale_factor", 8)
     if config.get("adapter_type") == _FULL_XL:
@@ -88,7 +89,7 @@ def _made(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(count, pixels << place) for place, count in enumerate(channels)]
 
 
-def _taken(unet_config: Mapping[str, Any], pixels_per_latent: int) -> list[tuple[int, int]]:
+def _features_of_unet(unet_config: Mapping[str, Any], pixels_per_latent: int) -> list[tuple[int, int]]:
     """Return the same for the places where a UNet adds features: each down block, and the middle."""
     widths, kinds = unet_config.get("block_out_channels", ()), unet_config.get("down_block_types", ())
     found, pixels = list[tuple[int, int]](), pixels_per_latent
@@ -99,5 +100,5 @@ def _taken(unet_config: Mapping[str, Any], pixels_per_latent: int) -> list[tuple
     return [*found, *((count, pixels) for count in widths[-1:])]
 
 
-def _told(features: Sequence[tuple[int, int]]) -> str:
+def _listed_features(features: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{count} channels per {pixels} pixels" for count, pixels in features)

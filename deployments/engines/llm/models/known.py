@@ -70,7 +70,7 @@ def _check_ours(content: Mapping[str, Any], path: Path) -> None:
     """Raise EngineError for a config with layers that our decoder of its class lacks."""
     if not has_model_type(content.get("model_type")):
         raise EngineError(
-            f"{path}: model_type {shown(content.get('model_type'))} is none of transformers "
+            f"{path}: model_type {shown(content.get('model_type'))} is not one of transformers "
             f"{version('transformers')}; code that comes with a model (auto_map) is never run"
         )
     if (activation := content.get("hidden_act", "silu")) != "silu":
@@ -85,9 +85,7 @@ def _check_stock(class_name: str, content: Mapping[str, Any], path: Path) -> Non
     if (quantization := content.get("quantization_config")) is not None:
         raise EngineError(f"{path}: quantized weights of a {class_name} are not supported ({shown(quantization)})")
     if class_name in MASKED and content.get("is_decoder") is not True:
-        raise EngineError(
-            f"{path}: a {class_name} without `is_decoder` sees what is behind a token, and writes nothing"
-        )
+        raise EngineError(f"{path}: a {class_name} without `is_decoder` sees later tokens, and writes nothing")
     kinds = content.get("layer_types")
     unknown = set(map(str, kinds)) - ATTENTION_LAYERS if isinstance(kinds, list) else set()
     if unknown and class_name in PAGED:

@@ -42,7 +42,7 @@ class VisionTower:
         if self._sees_itself == "windows" and text.use_bidirectional_attention != "vision":
             self._sees_itself = ""
         if not 0 <= self.token_id < text.vocab_size:
-            raise EngineError(f"the token {self.token_id} of images is none of the vocabulary of {text.vocab_size}")
+            raise EngineError(f"the token {self.token_id} of images is not in the vocabulary of {text.vocab_size}")
 
     def sees_itself(self, window: int) -> bool:
         """Return whether the tokens of an image see each other in layers of this window, 0 for none."""
@@ -73,10 +73,12 @@ class VisionTower:
             given = {name: torch.cat([one.inputs[name] for one in group]).to(self._device) for name in names}
             output = self._base.get_image_features(**given, return_dict=True)
             sizes = [image.num_rows for image in group]
-            rows = _joined(output.pooler_output)
+            rows = _feature_rows(output.pooler_output)
             if len(rows) != sum(sizes):
                 raise EngineError(f"{sum(sizes)} tokens stand for images of which the vision tower makes {len(rows)}")
-            deep = [torch.split(_joined(layer), sizes) for layer in getattr(output, "deepstack_features", None) or ()]
+            deep = [
+                torch.split(_feature_rows(layer), sizes) for layer in getattr(output, "deepstack_features", None) or ()
+            ]
             is_tensor = isinstance(output.pooler_output, torch.Tensor)
             for place, (image, own) in enumerate(zip(group, torch.split(rows, sizes), strict=True)):
                 image.features = ImageFeatures(own, tuple(layer[place] for layer in deep), is_tensor)
@@ -115,7 +117,7 @@ def _shapes(image: PromptImage) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(value.shape)) for name, value in image.inputs.items())
 
 
-def _joined(features: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+def _feature_rows(features: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
     """Return features as rows, (R, C)."""
     joined = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
     return joined.reshape(-1, joined.shape[-1])

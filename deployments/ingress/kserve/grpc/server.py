@@ -241,7 +241,7 @@ class _AccessInterceptor(grpc.aio.ServerInterceptor):
             caller = self._callers.identify(key, need)
         except ServiceError as error:
             return _refusing(handler, error)
-        return _acting(handler, caller) if caller else handler
+        return _as_caller(handler, caller) if caller else handler
 
     def _one_of_few(self, handler: _Handler) -> _Handler:
         behavior = handler.unary_unary or handler.unary_stream
@@ -270,7 +270,7 @@ def _behavior_of(handler: _Handler) -> Callable[..., Any]:
     return found
 
 
-def _acting(handler: _Handler, caller: Caller) -> _Handler:
+def _as_caller(handler: _Handler, caller: Caller) -> _Handler:
     behavior = _behavior_of(handler)
     if inspect.isasyncgenfunction(behavior):  # reflection: it takes no tenant's share
         return handler

@@ -300,7 +300,7 @@ class _InferStream:
 
     async def answer_requests(self, requests: AsyncIterator[Any]) -> None:
         """Answer all requests until the client sends no more. A cancellation ends all work on them."""
-        before = _settled()
+        before = _ended_turn()
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for request in requests:
@@ -315,11 +315,11 @@ class _InferStream:
     async def _answer(self, request: Any, before: _Turn, done: _Turn) -> None:
         """`before` is done when the earlier responses are out, `done` when the next request's may go."""
         if await self._is_decoupled(request):
-            before.add_done_callback(lambda _: _settle(done))
-            await self._respond(request, _settled())
+            before.add_done_callback(lambda _: _end_turn(done))
+            await self._respond(request, _ended_turn())
         else:
             await self._respond(request, before)
-            _settle(done)
+            _end_turn(done)
 
     async def _respond(self, request: Any, before: _Turn) -> None:
         try:
@@ -367,13 +367,13 @@ def _end_of(request: Any) -> messages.ModelInferResponse:
     return messages.ModelInferResponse(model_name=request.model_name, id=request.id, parameters=final)
 
 
-def _settled() -> _Turn:
+def _ended_turn() -> _Turn:
     turn: _Turn = asyncio.get_running_loop().create_future()
     turn.set_result(None)
     return turn
 
 
-def _settle(turn: _Turn) -> None:
+def _end_turn(turn: _Turn) -> None:
     if not turn.done():
         turn.set_result(None)
 

@@ -280,7 +280,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
         asked = await call_aside(len(body), read_request, model, version, body, json_length)
         if asked.has_shared:
             asked = replace(asked, owner=await _owner_of(request))
-        return await _written(request, asked, await inference.infer(asked))
+        return await _infer_response(request, asked, await inference.infer(asked))
 
     add_model_route(
         router,
@@ -351,7 +351,7 @@ def _add_unsupported(router: APIRouter) -> None:
             router.add_api_route(path + suffix, unsupported, methods=["GET", "POST"], include_in_schema=False)
 
 
-async def _written(request: Request, asked: InferRequest, response: InferResponse) -> Response:
+async def _infer_response(request: Request, asked: InferRequest, response: InferResponse) -> Response:
     num_bytes = sum(value.data.nbytes for value in response.outputs)
     body, json_length = await call_aside(num_bytes, write_response, asked, response)
     headers = server_timing(response.timings_ms)

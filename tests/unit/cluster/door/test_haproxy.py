@@ -410,7 +410,7 @@ async def test_a_port_that_somebody_else_has_on_a_node_is_named_with_the_node_an
             async with door():
                 pass
     assert str(raised.value) == (
-        f"HAProxy of node 10.0.0.3 cannot listen on 127.0.0.1:{taken} (Address already in use): end what does there, "
+        f"HAProxy of node 10.0.0.3 cannot listen on 127.0.0.1:{taken} (Address already in use): end the program there, "
         "or choose another `http.port`"
     )
 

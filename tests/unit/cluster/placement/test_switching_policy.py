@@ -49,6 +49,16 @@ def test_a_thousand_requests_for_a_cold_model_are_one_load() -> None:
     assert plan.planned == {"a": ("w0",)}
 
 
+def test_a_worker_that_loses_nothing_gets_ready_for_those_that_come_meanwhile() -> None:
+    asked, other = model("asked", 2, 1.0, rate_long=0.4), model("other", rate_long=0.1)
+    coming = worker("w0", switching_to="asked", ready_in_s=4.0)
+    # Alone it would begin the second one after 5 s, which is as long as a switch; two more that come until then later.
+    assert only(plan_of([asked, other], [coming, worker("w1")])).worker == "w1"
+    assert plan_of([replace(asked, rate_long=0.0)], [coming, worker("w1")]).decisions == ()
+    loses = worker("w1", other)
+    assert plan_of([asked, other], [coming, loses]).decisions == ()
+
+
 def test_the_model_that_differs_least_goes() -> None:
     tuned = model("tuned", 1, own=10, family="flux")
     flux, sdxl = model("flux", family="flux"), model("sdxl", family="xl")
@@ -260,10 +270,10 @@ def test_a_worker_waits_for_what_comes_soon_rather_than_to_go_away_for_less() ->
 def test_a_worker_with_nothing_to_lose_shares_a_queue_that_lasts_for_longer_than_its_switch() -> None:
     """It once had to be longer by a quarter, and seven requests for one model waited for one of two empty workers."""
     hot = model("hot", 2, 1.0, service_s=5.0)
-    coming = worker("w0", switching_to="hot", ready_in_s=4.5)
+    coming = worker("w0", switching_to="hot", ready_in_s=4.0)
     assert only(plan_of([hot], [coming, worker("w1", attach_bytes_per_s=1.2e9)])).worker == "w1"  # 8.3 s beside 9.5
     assert plan_of([hot], [coming, worker("w1", attach_bytes_per_s=1e9)]).decisions == ()
-    both = worker("w1", switching_to="hot", ready_in_s=4.5)
+    both = worker("w1", switching_to="hot", ready_in_s=4.0)
     assert plan_of([hot], [coming, both, worker("w2", attach_bytes_per_s=2e9)]).decisions == ()  # one for each of them
 
 

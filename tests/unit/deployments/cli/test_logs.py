@@ -87,5 +87,5 @@ def test_following_goes_on_into_the_next_start(folder: Path) -> None:
 def test_a_folder_that_others_can_write_is_not_used(folder: Path) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    with pytest.raises(cluster.SessionError, match="others get in"):
+    with pytest.raises(cluster.SessionError, match="other users can read it"):
         cluster.begin_log("demo")

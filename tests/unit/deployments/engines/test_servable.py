@@ -105,7 +105,7 @@ def test_a_gguf_of_an_unknown_architecture_is_refused_in_the_words_of_its_first_
 
 def test_a_denoiser_in_gguf_without_its_pipeline_is_refused(tmp_path: Path) -> None:
     words = str(reason(write_gguf(tmp_path / "flux.gguf", "flux")))
-    assert "flux.gguf: a denoiser alone (GGUF architecture 'flux'): say which pipeline it is `like`" in words
+    assert "flux.gguf: a denoiser alone (GGUF architecture 'flux'): name the pipeline that it is `like`" in words
 
 
 @pytest.mark.parametrize("kind", [{"model": "rwkv"}, {"pre": "no-such-split"}])

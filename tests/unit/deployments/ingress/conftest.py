@@ -171,7 +171,7 @@ def _described(app: FastAPI, method: str, path: str, status: int) -> Any:
         if matched == Match.FULL:
             if not route.include_in_schema:
                 return None
-            documented = route.responses.get(status, {})
+            documented = route.responses.get(status) or route.responses.get("default", {})
             if not documented and status >= 400:
                 raise AssertionError(f"{method} {path} answers {status}, which its route does not document")
             error = next((class_ for class_ in ERRORS if documented.get("content") == error_content(class_)), None)

@@ -245,7 +245,7 @@ async def test_large_json_is_joined_and_parsed_beside_the_event_loop(
 
         return run
 
-    for name in ("_joined", "_parsed"):
+    for name in ("_join_pieces", "_parsed"):
         monkeypatch.setattr(bodies, name, noted(getattr(bodies, name)))
     for name, body in ((EMBEDDINGS, EMBEDDING), (CHATS, CHAT), (IMAGES, IMAGE)):
         answer = await http.post(f"/v1/{name}", json=body | {"user": "x" * SMALL_BYTES})

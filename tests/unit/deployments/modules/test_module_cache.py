@@ -658,7 +658,7 @@ async def test_the_budget_changes_at_run_time() -> None:
     assert host.provider.leased == {"d", "e"}
     holder = host.hold("d")
     await holder.got.wait()
-    with pytest.raises(BudgetExceeded, match=r"^10 bytes are 10 bytes less than what is leased or pinned"):
+    with pytest.raises(BudgetExceeded, match=r"^10 bytes are 10 bytes less than the leased and pinned bytes"):
         host.set_budget(10)
     assert host.provider.leased == {"d", "e"}
     await holder.close()

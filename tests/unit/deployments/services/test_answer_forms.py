@@ -120,7 +120,7 @@ async def test_what_a_model_thinks_comes_apart_and_can_be_switched_off(model_of:
     assert {sizes["variables"], sizes["effort"], sizes["switch"]} == {sizes["on"] + len("<think></think>")}
     found = await answer(service, chat_template_kwargs={"colour": "red"}, tools=[])
     assert found.warnings == ("chat_template_kwargs: the model's chat template does not know 'colour'",)
-    with pytest.raises(InvalidRequest, match=r"'messages' is said by the request itself"):
+    with pytest.raises(InvalidRequest, match=r"'messages' is set by the request itself"):
         await answer(service, chat_template_kwargs={"messages": []})
 
 

@@ -24,10 +24,10 @@ async def test_what_is_bound_to_weights_is_gone_when_they_are(
     found: list[weakref.ref[Any]] = []
     run = BoundCalls.run
 
-    def noting(self: BoundCalls, inputs: Any) -> Any:
+    def noting(self: BoundCalls, *inputs: Any) -> Any:
         weights = [one for _, args, _ in self.calls for one in args if getattr(one, "ndim", 0) == 2]
         found.append(weakref.ref(weights[0]))
-        return run(self, inputs)
+        return run(self, *inputs)
 
     monkeypatch.setattr(BoundCalls, "run", noting)
     studio = open_studio()

@@ -187,7 +187,7 @@ def test_durations_become_parameters_of_the_class(class_name: str, more: Any, ex
     ("source", "more", "words"),
     [
         (WAN, {"seconds": 2.0, "num_frames": 9}, "give either num_frames or seconds"),
-        (WAN, {"seconds": 2.0, "extra": {"num_frames": 9}}, "extra: 'num_frames' is said by a field of the request"),
+        (WAN, {"seconds": 2.0, "extra": {"num_frames": 9}}, "extra: 'num_frames' is set by a field of the request"),
         (PipelineSource((), {}, frozenset({"frames"})), {"seconds": 2.0}, "seconds: X takes no duration"),
         (PipelineSource((), {}, frozenset({"frames"})), {"num_frames": 2}, "num_frames: X takes no duration"),
     ],

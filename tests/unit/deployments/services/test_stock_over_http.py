@@ -24,15 +24,11 @@ from kit.tiny.pipelines import PIPELINES, saved
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from unit.deployments.engine_loops import stream_images
-from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
-from unit.deployments.serve_fakes import FakeHandle
+from unit.deployments.ingress.http_fakes import STATUSES, Replicas
+from unit.deployments.ingress.jobs.job_fakes import ingress_over, owner_in
 
-from cluster.process.ray_calls import NamedActor
-from cluster.registry.snapshot import RegistrySnapshot
-from configs.cluster import VideosConfig, WorkerConfig
+from configs.cluster import WorkerConfig
 from configs.model import AdapterConfig, GenerationDefaults
-from deployments.ingress.http import create_http_app
-from deployments.ingress.service.service import Service
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.replicas.step_loop import DeviceThread
@@ -102,12 +98,10 @@ async def client(
         class_name=None,
         entry=AdapterConfig(id="style", path="/", base=("wan",)),
     )
-    ingress = CONFIG.ingress.model_copy(update={"videos": VideosConfig(folder=tmp_path / "videos")})
-    config, watch = CONFIG.model_copy(update={"ingress": ingress}), RegistrySnapshot(NamedActor(lambda: worker))
-    handle = FakeHandle(worker)
-    async with client_over(create_http_app(Service(config, watch, handle, handle), config)) as http:
+    owner = owner_in(tmp_path)
+    async with ingress_over(worker, owner, lambda _: {}) as http:
         yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
-    watch.close()
+    owner.close()
 
 
 async def test_a_video_of_the_openai_client_has_the_frames_of_diffusers(

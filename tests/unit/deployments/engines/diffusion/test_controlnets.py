@@ -9,26 +9,36 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import ControlNetModel, FluxControlNetModel
+from diffusers import ControlNetModel, FluxControlNetModel, SD3ControlNetModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from deployments.engines.diffusion.families import FAMILIES as KNOWN
 from deployments.engines.diffusion.rows import batch_key, parts_of
 from deployments.engines.records.protocol import AdapterUse, ControlUse, EngineError
+from deployments.engines.servable import why_unservable
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.source import AdapterBase
 
 STOCK = {
     "FluxPipeline": diffusers.FluxControlNetPipeline,
     "StableDiffusionXLPipeline": diffusers.StableDiffusionXLControlNetPipeline,
     "StableDiffusionPipeline": diffusers.StableDiffusionControlNetPipeline,
+    "StableDiffusion3Pipeline": diffusers.StableDiffusion3ControlNetPipeline,
 }
-FAMILIES = ["flux", "sdxl", "stable_diffusion"]
+FAMILIES = ["flux", "sdxl", "stable_diffusion", "stable_diffusion_3"]
+SD3_KEYS = (
+    *("sample_size", "patch_size", "in_channels", "out_channels", "attention_head_dim", "num_attention_heads"),
+    *("joint_attention_dim", "caption_projection_dim", "pooled_projection_dim", "pos_embed_max_size"),
+    *("qk_norm", "dual_attention_layers"),
+)
 
 
 def random_image(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 
 
-def make_net(pair: Any, seed: int, **flux: Any) -> torch.nn.Module:
+def make_net(pair: Any, seed: int, **more: Any) -> torch.nn.Module:
     """A ControlNet whose residuals matter: stock's begin at zero."""
     torch.manual_seed(seed)
     denoiser = pair.ours.denoiser
@@ -36,7 +46,9 @@ def make_net(pair: Any, seed: int, **flux: Any) -> torch.nn.Module:
         config = dict(denoiser.config)
         names = ("in_channels", "attention_head_dim", "num_attention_heads", "joint_attention_dim")
         options = {name: config[name] for name in (*names, "pooled_projection_dim", "axes_dims_rope")}
-        net = FluxControlNetModel(**options, num_layers=1, num_single_layers=1, **{"guidance_embeds": True, **flux})
+        net = FluxControlNetModel(**options, num_layers=1, num_single_layers=1, **{"guidance_embeds": True, **more})
+    elif pair.ours.family.class_name == "StableDiffusion3Pipeline":
+        net = SD3ControlNetModel(**{name: denoiser.config[name] for name in SD3_KEYS} | {"num_layers": 1} | more)
     else:
         # Stock makes the image's embedding by the pixels of a latent: here 2, which takes one halving.
         net = ControlNetModel.from_unet(denoiser, conditioning_embedding_out_channels=(4, 8))
@@ -48,8 +60,15 @@ def make_net(pair: Any, seed: int, **flux: Any) -> torch.nn.Module:
 
 
 @pytest.fixture(params=FAMILIES)
-def controlled(request: pytest.FixtureRequest) -> Any:
+def controlled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "stable_diffusion_3":
+        without_draws(monkeypatch)
     return request.getfixturevalue(request.param)
+
+
+def without_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock draws what its VAE says of an image from torch's own stream, for each row anew: nobody draws here."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
 
 
 def stock_outputs(pair: Any, nets: list[Any], request: Any, conditioning: Any) -> tuple[torch.Tensor, np.ndarray]:
@@ -70,6 +89,8 @@ def stock_outputs(pair: Any, nets: list[Any], request: Any, conditioning: Any) -
     images = several([Image.fromarray(use.image) for use in request.control])
     is_flux = pair.ours.family.class_name == "FluxPipeline"
     call = {"control_image": images, "true_cfg_scale": request.true_cfg_scale} if is_flux else {"image": images}
+    if pair.ours.family.class_name == "StableDiffusion3Pipeline":
+        call = {"control_image": images}
     latents: list[torch.Tensor] = []
     result = pipeline(
         **pair.stock_texts(request, conditioning),
@@ -103,6 +124,52 @@ def test_one_equals_stock(controlled, make_request, equals_stock, guidance):
     ours = equals_stock(controlled.ours, request, conditioning, stock, {"a": net})
     plain = controlled.ours.generate(make_request(guidance_scale=guidance, true_cfg_scale=guidance), conditioning)
     assert np.abs(ours[0].astype(int) - plain[0].astype(int)).max() > 4
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"force_zeros_for_pooled_projection": False}, {"joint_attention_dim": None, "use_pos_embed": False}],
+    ids=["with a pooled text", "without text and places"],
+)
+def test_other_kinds_for_stable_diffusion_3_equal_stock(
+    stable_diffusion_3, make_request, equals_stock, monkeypatch, more
+):
+    without_draws(monkeypatch)
+    net = make_net(stable_diffusion_3, 1, **more)
+    request = make_request(control=(ControlUse("a", random_image(), scale=0.8),), guidance_scale=3.0, num_images=1)
+    conditioning = stable_diffusion_3.conditioning(negative=True)
+    stock = stock_outputs(stable_diffusion_3, [net], request, conditioning)
+    equals_stock(stable_diffusion_3.ours, request, conditioning, stock, {"a": net})
+
+
+def test_an_image_for_stable_diffusion_3_is_drawn_as_stock_does_after_its_seed(
+    stable_diffusion_3, make_request, equals_stock
+):
+    net = make_net(stable_diffusion_3, 1)
+    request = make_request(control=(ControlUse("a", random_image(), scale=0.8),), guidance_scale=1.0, num_images=1)
+    conditioning = stable_diffusion_3.conditioning()
+    torch.manual_seed(request.seed)
+    stock = stock_outputs(stable_diffusion_3, [net], request, conditioning)
+    equals_stock(stable_diffusion_3.ours, request, conditioning, stock, {"a": net})
+
+
+def test_one_for_stable_diffusion_3_is_checked_when_it_comes_in(stable_diffusion_3, flux, tmp_path):
+    bases = {}
+    for pair in (stable_diffusion_3, flux):
+        parts = {part.name: part for part in read_checkpoint(pair.folder).components}
+        name = pair.ours.family.class_name
+        bases[name] = AdapterBase("base", "diffusion", name, pair.folder, parts, dtype="float32")
+
+    def said(of: str, **more: Any) -> str:
+        folder = tmp_path / f"{of} {' '.join(more)}"
+        make_net(stable_diffusion_3, 1, **more).save_pretrained(folder)
+        return why_unservable(read_checkpoint(folder), (bases[of],)) or ""
+
+    assert said("StableDiffusion3Pipeline") == ""
+    assert said("StableDiffusion3Pipeline", pos_embed_max_size=64) == ""
+    assert "extra_conditioning_channels" in said("StableDiffusion3Pipeline", extra_conditioning_channels=1)
+    assert "reads text of 8 numbers" in said("StableDiffusion3Pipeline", joint_attention_dim=8)
+    assert "is a SD3ControlNetModel, and 'base' (FluxPipeline) takes a FluxControlNetModel" in said("FluxPipeline")
 
 
 def test_two_in_parts_of_the_steps_equal_stock(controlled, make_request, equals_stock):
@@ -209,9 +276,11 @@ def test_a_family_says_whether_its_controls_may_be_encoded() -> None:
     for family in KNOWN.values():
         encoded = list[torch.Tensor]()
 
-        def encode(images: torch.Tensor, encoded: list[torch.Tensor] = encoded) -> torch.Tensor:
+        def encode(images: torch.Tensor, *, shifts: bool = True, encoded: list[Any] = encoded) -> torch.Tensor:
             encoded.append(images)
             return torch.zeros(1, 4, 8, 8)
 
-        family.adapters.control_inputs(SimpleNamespace(input_hint_block=None), torch.zeros(1, 3, 16, 16), encode)
+        config = SimpleNamespace(force_zeros_for_pooled_projection=False)
+        net = SimpleNamespace(input_hint_block=None, config=config)
+        family.adapters.control_inputs(net, torch.zeros(1, 3, 16, 16), encode)
         assert family.adapters.encodes_controls == bool(encoded), family.class_name

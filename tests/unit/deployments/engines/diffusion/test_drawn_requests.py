@@ -122,19 +122,31 @@ def run(ours: DenoisePipeline, jobs: list[Job], adapters: Any = None) -> list[to
 def test_replayed_forwards_are_the_modules_own(
     model: tuple[DenoisePipeline, Path], draw: Callable[..., Job], num_turns: int
 ) -> None:
-    """What a forward reads of its inputs as a value of Python, the length of a prompt say, no replay may remember."""
+    """What a forward reads of its inputs as a value of Python, the length of a prompt say, no replay may remember.
+
+    Nor what an adapter adds: some of the requests have one of two LoRAs of equal shapes, as it is or merged.
+    """
     plain, folder = model
-    replays = Replays(min_forwards=2)
+    replays, chance = Replays(min_forwards=2), seeded_random()
+    adapters = {name: adapter_of(plain) for name in ("fine", "bold")}
     modules = {plain.family.denoiser_name: plain.denoiser, "vae": plain._codec.vae}
     ours = create_pipeline(plain.family.class_name, folder, modules, replays=replays)
     for turn in range(num_turns):
-        jobs = [draw() for _ in range(1 + turn % 3 // 2)]
-        for (request, texts), found, expected in zip(jobs, run(ours, jobs), run(plain, jobs), strict=True):
+        jobs = [draw(**drawn_uses(chance)) for _ in range(1 + turn % 3 // 2)]
+        latents = run(ours, jobs, adapters), run(plain, jobs, adapters)
+        for (request, texts), found, expected in zip(jobs, *latents, strict=True):
             lengths = [len(one[0]) for name, one in texts.items() if "pooled" not in name]
             assert torch.equal(found, expected), (request, lengths)
     known = list(replays._known.values())
     assert any(one.is_tried for one in known)
     assert not any(one.is_refused for one in known)
+
+
+def drawn_uses(chance: random.Random) -> dict[str, Any]:
+    if chance.random() < 0.5:
+        return {}
+    use = AdapterUse(chance.choice(["fine", "bold"]), chance.choice([0.7, -0.2]))
+    return {"adapters": (use,), "merges_adapter": chance.random() < 0.3}
 
 
 STRENGTH = 0.7

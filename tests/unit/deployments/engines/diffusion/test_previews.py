@@ -8,8 +8,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 
 from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.diffusion.previews import expected_latents, preview_steps
 from deployments.engines.records.protocol import ConditionedRequest
 
@@ -85,6 +87,64 @@ def test_previews_approach_the_image_and_do_not_change_it(pair, make_request):
     assert all(preview.shape == (2, 32, 32, 3) and preview.dtype == np.uint8 for preview in previews)
     distances = [np.abs(preview.astype(int) - told[-1].images.astype(int)).mean() for preview in previews]
     assert distances[-1] < distances[0] or distances[0] < 1
+
+
+def tiny_vae_of(pair):
+    own = pair.ours._codec.vae
+    depth = len(own.config.block_out_channels)
+    return diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8,) * depth,
+        decoder_block_out_channels=(8,) * depth,
+        num_encoder_blocks=(1,) * depth,
+        num_decoder_blocks=(1,) * depth,
+        latent_channels=own.config.latent_channels,
+    ).eval()
+
+
+def test_a_small_vae_makes_the_previews_alone(pair, make_request, monkeypatch):
+    """As diffusers' small VAE decodes the latents that a step expects, at their own scale; the image is the other's."""
+    tiny, own = tiny_vae_of(pair), pair.ours
+    modules = {own.family.denoiser_name: own.denoiser, "vae": own._codec.vae, "preview_vae": tiny}
+    ours = create_pipeline(type(pair.stock).__name__, pair.folder, modules)
+    request, text = make_request(num_inference_steps=4, num_images=2), pair.conditioning(3)
+    expected, decodes = [], []
+    decode = tiny.decode
+    monkeypatch.setattr(tiny, "decode", lambda latents, **more: decodes.append(latents) or decode(latents, **more))
+    for pipeline in (ours, own):
+        state = pipeline.start_request(request, text)
+        state.preview_at = (2,)
+        while state.step_index < 2:
+            pipeline.step([state])
+        expected.append(state.expected)
+        (preview,) = pipeline.decode_previews([state])
+        while not state.done:
+            pipeline.step([state])
+        if pipeline is ours:
+            latents, count = decodes[-1], len(decodes)  # before, its memory is planned
+            unpacked = own.family.latents.unpack(expected[0], own._codec.size(request.height, request.width))
+            assert torch.equal(latents, unpacked)
+            stock = ((decode(unpacked).sample.detach() / 2 + 0.5).clamp(0, 1) * 255).round().byte().numpy()
+            assert np.array_equal(preview, stock.transpose(0, 2, 3, 1))
+            (image,) = pipeline.decode([state])
+    assert torch.equal(*expected)
+    assert np.array_equal(image, own.decode([state])[0])
+    assert len(decodes) == count
+
+
+@pytest.mark.parametrize("begins", ["noise", "image", "mask"])
+def test_a_small_vae_may_be_the_decoder_and_its_images_change_by_no_company(pair, make_request, begins):
+    modules = {pair.ours.family.denoiser_name: pair.ours.denoiser, "vae": tiny_vae_of(pair)}
+    ours = create_pipeline(type(pair.stock).__name__, pair.folder, modules)
+    picture = seeded_rng().integers(0, 256, (32, 32, 3), dtype="uint8")
+    options = {} if begins == "noise" else {"init_image": picture, "strength": 0.7}
+    options |= {"mask_image": picture[..., 0]} if begins == "mask" else {}
+    request, text = make_request(num_inference_steps=4, **options), pair.conditioning(3)
+    alone = ours.generate(request, text)
+    states = [ours.start_request(make_request(num_inference_steps=4, seed=seed, **options), text) for seed in (5, 6)]
+    states.insert(1, ours.start_request(request, text))
+    while not states[0].done:
+        ours.step(states)
+    assert np.array_equal(ours.decode(states)[1], alone)
 
 
 def test_each_request_gets_as_many_previews_as_it_asked_for(pair, make_request, monkeypatch):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from kit.seeding import seeded_rng
+from unit.deployments.engines.diffusion.control_nets import controlnet, t2i_adapter, union
 from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 from unit.deployments.engines.diffusion.test_batch_invariance import check_random_traffic, random_adapter
 from unit.deployments.engines.diffusion.test_image_prompts import image_of, opened
 
 from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.graph.replay import Replays
-from deployments.engines.records.protocol import AdapterUse, ImagePromptUse
+from deployments.engines.records.protocol import AdapterUse, ControlUse, ImagePromptUse
 
 
 def replaying(pair, **options):
@@ -63,31 +67,101 @@ def test_any_company_gives_the_same_bits_where_some_of_it_is_replayed(pair, make
     assert not any(known.is_refused for known in replays._known.values())
 
 
-def test_a_lora_and_a_merged_one_run_in_the_module(flux, make_request):
-    ours, replays = replaying(flux)
-    adapters = {"fine": random_adapter(flux, "fine", 0)}
-    for merges in (False, True):
-        uses = (AdapterUse("fine", 1.0),)
-        request = make_request(adapters=uses, merges_adapter=merges)
-        for _ in range(3):
-            states = [one.start_request(request, flux.conditioning(1), adapters) for one in (ours, flux.ours)]
-            while not states[0].done:
-                for pipeline, state in zip((ours, flux.ours), states, strict=True):
-                    pipeline.step([state])
-            assert torch.equal(states[0].latents, states[1].latents)
-    assert not replays._known
+def forwards_of(pipeline, monkeypatch):
+    """Return a list that grows with each forward that the module of a pipeline runs itself."""
+    forwards = []
+    forward = pipeline._forward
+    monkeypatch.setattr(pipeline, "_forward", lambda *rows: forwards.append(1) or forward(*rows))
+    return forwards
 
 
-def test_an_image_as_a_prompt_runs_in_the_module_also_where_equal_forwards_are_replayed(sdxl, make_request, tmp_path):
+def check_bits(pair, ours, requests, known, text):
+    """Check that requests which step together have the latents that the module gives."""
+    runs = [[one.start_request(request, text, known) for request in requests] for one in (ours, pair.ours)]
+    while not runs[0][0].done:
+        for pipeline, states in zip((ours, pair.ours), runs, strict=True):
+            pipeline.step(states)
+    for found, expected in zip(*runs, strict=True):
+        assert torch.equal(found.latents, expected.latents)
+
+
+@pytest.mark.drawn(by="pair")
+@pytest.mark.parametrize("merges", [False, True])
+def test_loras_are_replayed_and_those_of_equal_shapes_share_a_recording(pair, make_request, merges, monkeypatch):
+    ours, replays = replaying(pair)
+    adapters = {name: random_adapter(pair, name, seed) for seed, name in enumerate(("fine", "bold", "late"))}
+    forwards, text = forwards_of(ours, monkeypatch), pair.conditioning(1)
+
+    def run(*names):
+        forwards.clear()
+        requests = [
+            make_request(
+                seed=seed, adapters=(AdapterUse(name, 0.7),), merges_adapter=merges, guidance_scale=1.0, request_id=name
+            )
+            for seed, name in enumerate(names)
+        ]
+        check_bits(pair, ours, requests, adapters, text)
+        return len(forwards)
+
+    assert run("fine")
+    assert run("fine", "late")
+    run("fine"), run("late", "bold")
+    assert run("fine") == 0
+    if not merges:
+        assert run("bold") == run("late") == run("bold", "fine") == 0
+    adapters.clear()
+    gc.collect()
+    merged = [known for (_, owners), known in replays._known.items() if owners]
+    assert bool(merged) == merges
+    assert all(known.bound is None for known in merged)  # their copies went with the adapters
+    assert not any(known.is_refused for known in replays._known.values())
+
+
+def test_a_strength_is_no_other_strength(flux, make_request):
+    ours, _ = replaying(flux)
+    adapters, text = {"fine": random_adapter(flux, "fine", 0)}, flux.conditioning(1)
+    for strength in (1.0, 0.3, 1.0, 0.3, -0.5):
+        request = make_request(adapters=(AdapterUse("fine", strength),))
+        check_bits(flux, ours, [request] if strength > 0 else [request, request], adapters, text)
+
+
+def test_images_as_prompts_are_replayed_whatever_they_show(sdxl, make_request, tmp_path, monkeypatch):
     ours, replays = replaying(sdxl)
     known = {"a": opened(write_ip_adapter(tmp_path / "a", ours.denoiser, "plain"))}
-    text, uses = sdxl.conditioning(1), (ImagePromptUse("a", image_of(8, 8), 0.9),)
-    for _ in range(2):
-        latents_of(ours, [(make_request(guidance_scale=1.0), text)])
-    assert any(one.is_tried for one in replays._known.values())
-    prompted = make_request(guidance_scale=1.0, image_prompts=uses)
-    states = [one.start_request(prompted, text, known) for one in (ours, sdxl.ours)]
-    while not states[0].done:
-        for pipeline, state in zip((ours, sdxl.ours), states, strict=True):
-            pipeline.step([state])
-    assert torch.equal(states[0].latents, states[1].latents)
+    text, forwards = sdxl.conditioning(1), forwards_of(ours, monkeypatch)
+    latents_of(ours, [(make_request(guidance_scale=1.0), text)])
+    for seed in range(4):
+        forwards.clear()
+        prompted = make_request(
+            seed=seed, guidance_scale=1.0, image_prompts=(ImagePromptUse("a", image_of(8 + seed, 8), 0.9),)
+        )
+        check_bits(sdxl, ours, [prompted], known, text)
+    assert not forwards
+    assert not any(one.is_refused for one in replays._known.values())
+
+
+@pytest.mark.parametrize("kind", ["controlnet", "union", "t2i"])
+def test_controlnets_are_replayed_until_they_are_gone(sdxl, make_request, kind, monkeypatch):
+    ours, replays = replaying(sdxl)
+    made = {
+        "controlnet": lambda: controlnet(ours.denoiser),
+        "union": lambda: union(ours.denoiser),
+        "t2i": lambda: t2i_adapter("full_adapter_xl", (8, 16)),
+    }
+    known, forwards = {"edges": made[kind]()}, forwards_of(ours, monkeypatch)
+    for seed in range(4):
+        forwards.clear()
+        uses = [
+            ControlUse("edges", seeded_rng().integers(0, 256, (32, 32, 3), dtype="uint8"), mode=mode)
+            for mode in ((0, 2) if kind == "union" else (None, None))
+        ]
+        requests = [
+            make_request(seed=seed + place, guidance_scale=1.0, control=(replace(use, scale=0.5 + seed / 4),))
+            for place, use in enumerate(uses)
+        ]
+        check_bits(sdxl, ours, requests, known, sdxl.conditioning(seed))
+    assert not forwards
+    assert not any(one.is_refused for one in replays._known.values())
+    known.clear()
+    gc.collect()
+    assert not any(one.bound for (_, owners), one in replays._known.items() if owners)

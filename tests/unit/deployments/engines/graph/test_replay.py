@@ -6,7 +6,9 @@ The card is a double of `torch.cuda` (`kit/captures.py`), and its memory the hos
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -266,6 +268,79 @@ def test_a_checked_replay_that_differs_is_an_error(replays_of: Callable[..., Rep
     factor = 3.0  # which is not in the key
     with pytest.raises(AssertionError, match="differs"):
         replays.run("key", [torch.randn(3)], forward)
+
+
+@pytest.fixture
+def pairs_added() -> Forward:
+    """A forward of an input and, behind it, the halves of an adapter."""
+    return lambda given: given[0] + given[0] @ given[1] @ given[2]
+
+
+def halves() -> list[torch.Tensor]:
+    return [torch.randn(8, 2), torch.randn(2, 8)]
+
+
+def test_tensors_that_last_are_copied_once_and_others_take_their_place(
+    replays_of: Callable[..., Replays], pairs_added: Forward
+) -> None:
+    replays, adapters = replays_of(min_forwards=1), [halves() for _ in range(3)]
+    forward, calls = counted(pairs_added)
+    copies = []
+    with NamesOfCalls() as seen:
+        for adapter in [adapters[place] for place in (0, 0, 0, 1, 1, 2, 0)]:
+            inputs = [torch.randn(4, 8)]
+            seen.ops.clear()
+            found = replays.run("key", inputs, forward, adapter)
+            copies.append(sum(str(op) == "aten.copy_.default" for op in seen.ops))
+            assert torch.equal(found, pairs_added([*inputs, *adapter]))
+    assert [count - copies[2] for count in copies[2:]] == [0, 2, 0, 2, 2]  # both halves where they are others
+    assert len(calls) <= 3
+
+
+def test_a_new_tensor_at_the_place_of_one_that_is_gone_is_copied(pairs_added: Forward) -> None:
+    replays = Replays(min_forwards=1)
+    for _ in range(20):
+        adapter, inputs = halves(), [torch.randn(4, 8)]  # the ids of those before are given again
+        assert torch.equal(replays.run("key", inputs, pairs_added, adapter), pairs_added([*inputs, *adapter]))
+
+
+def test_a_recording_goes_with_those_whose_weights_it_reads(replays_of: Callable[..., Replays]) -> None:
+    replays = replays_of(min_forwards=1)
+
+    def run(net: nn.Module) -> list[int]:
+        forward, calls = counted(lambda given: net(*given))
+        for _ in range(4):
+            inputs = [torch.randn(3, 8)]
+            assert torch.equal(replays.run("key", inputs, forward, (), [net]), net(*inputs))
+        return calls
+
+    nets = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    for net in nets:
+        assert len(run(net)) < 4
+        assert not run(net)
+    weights = [weakref.ref(net.weight.untyped_storage()) for net in nets]
+    net = nets.pop()
+    del net
+    gc.collect()
+    assert [one() is None for one in weights] == [False, True]
+    assert not run(nets[0])
+
+
+def test_copies_of_what_lasts_have_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deployments.engines.graph.replay")
+    replays = Replays(min_forwards=1, max_lasting_bytes=100)
+    forward, calls = counted(lambda given: given[0] + given[1])
+    for key, size in (("large", 30), ("a", 12), ("b", 12), ("c", 13)):
+        lasting = [torch.randn(size)]
+        for _ in range(3):
+            inputs = [torch.randn(size)]
+            assert torch.equal(replays.run(key, inputs, forward, lasting), inputs[0] + lasting[0])
+    assert "copies of its adapters would be 120 bytes" in caplog.text
+    calls.clear()
+    for key, size, count in (("c", 13, 0), ("b", 12, 0), ("a", 12, 1)):  # "a" made room for "c"
+        replays.run(key, [torch.randn(size)], forward, [torch.randn(size)])
+        assert len(calls) == count
+    assert sum(known.lasting_bytes for known in replays._known.values() if known.bound is not None) <= 100
 
 
 def test_a_forward_that_makes_much_and_one_that_returns_its_input_run_as_before() -> None:

@@ -61,6 +61,12 @@ def _dsml(section: str, blank: str = "") -> str:
     )
 
 
+_M3: Final = "]<]minimax[>["
+_NESTED: Final = (
+    "{% macro nested(v) %}{% if v is mapping %}{% for k, x in v | items %}MARK<{{ k }}>{{ nested(x) }}MARK</{{ k }}>"
+    "{% endfor %}{% elif v is string %}{{ v }}{% elif v is sequence %}{% for x in v %}MARK<item>{{ nested(x) }}"
+    "MARK</item>{% endfor %}{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+).replace("MARK", _M3)
 _TYPE: Final = (
     "{{ 'string' if v is string else 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number "
     "else 'object' if v is mapping else 'array' }}"
@@ -126,6 +132,12 @@ TEMPLATES: Final = {
         "\n</invoke>\n",
         "<minimax:tool_call>\n",
         "</minimax:tool_call>",
+    ),
+    "minimax-m3": _NESTED
+    + _template(
+        f'{_M3}<invoke name="{{{{ f.name }}}}">{{{{ nested(f.arguments) }}}}{_M3}</invoke>\n',
+        f"{_M3}<tool_call>\n",
+        f"{_M3}</tool_call>",
     ),
     "deepseek-v3.2": _dsml("function_calls"),
     "deepseek-v4": _dsml("tool_calls"),

@@ -489,3 +489,93 @@ def test_texts_in_plain_quotes_are_texts_in_gemma_s_calls(text: str, expected: d
     answer = f"<|tool_call>call:book{text}<tool_call|>Well."
     for pieces in ([answer], list(answer), random_cuts(answer, seeded_random())):
         assert read(form_of("gemma4"), pieces) == ("Well.", "", [("book", expected)])
+
+
+def test_values_in_tags_of_their_own_may_have_members_of_the_same_name() -> None:
+    mark = "]<]minimax[>["
+    leaf = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    parameters = {
+        "type": "object",
+        "properties": {"a": leaf, "l": {"type": "array", "items": leaf}, "s": {"type": "string"}},
+    }
+    function = Function(name="f", parameters=parameters)
+
+    def tag(name: str, inner: str) -> str:
+        return f"{mark}<{name}>{inner}{mark}</{name}>"
+
+    a = tag("a", "\n" + tag("a", "7") + tag("b", "12") + "\n")
+    items = tag("l", tag("item", tag("b", "x < y")) + tag("item", tag("a", "many")))
+    body = f"\n{a}\n{items}{tag('s', ' <b>] ')}\n{mark}</invoke>{mark}</tool_call>"
+    text = f'Ok.{mark}<tool_call>{mark}<invoke name="f">{body}'
+    expected = {"a": {"a": 7, "b": "12"}, "l": [{"b": "x < y"}, {"a": "many"}], "s": " <b>] "}
+    for pieces in ([text], list(text), random_cuts(text, seeded_random())):
+        reader = AnswerReader(AnswerForm(TOOL_FORMS["minimax-m3"]), [function])
+        read_back = [*map(reader.feed, pieces), reader.flush()]
+        (call,) = whole_calls([call for piece in read_back for call in piece.calls])
+        assert json.loads(call.arguments) == expected
+        assert "".join(piece.text for piece in read_back) == "Ok."
+    reader = AnswerReader(AnswerForm(TOOL_FORMS["minimax-m3"]), [function])
+    pieces = [reader.feed(text[: text.index("many")]), reader.flush(is_cut=True)]
+    cut = "".join(call.arguments for piece in pieces for call in piece.calls)
+    assert cut == '{"a": {"a": 7, "b": "12"}, "l": '
+    lark = LarkGrammar({})
+    grammar = LLMatcher.grammar_from_lark(lark.text(call_rule(lark, TOOL_FORMS["minimax-m3"], [function])))
+    forced = (
+        f'f">{tag("a", tag("a", "7"))}{tag("l", tag("item", tag("b", "x < y")) * 2)}{tag("s", "<b>")}{mark}</invoke>'
+    )
+    matcher = LLMatcher(_bytes(), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.try_consume_tokens(list(forced.encode())) == len(forced.encode())
+    assert matcher.is_accepting()
+
+
+THINKING = [name for name, form in REASONING_FORMS.items() if name != "harmony" and form.ends_with_calls]
+
+
+def mixed(name: str, thinks: str, rng: random.Random) -> str:
+    """Return an answer of thoughts, texts and calls in any order, as a family writes them."""
+    opening, closing = (
+        f"\n{one}\n" for one in (REASONING_FORMS[thinks].openings or ("",))[:1] + REASONING_FORMS[thinks].closings[:1]
+    )
+    parts = []
+    for _ in range(rng.randint(1, 5)):
+        kind, text = rng.choice(["thought", "text", "calls"]), rng.choice([*TEXTS[1:], "I write <tool_call> and {"])
+        if name == "harmony" and kind != "calls":
+            channel = "analysis" if kind == "thought" else "final"
+            parts.append(f"<|channel|>{channel}<|message|>{text}<|end|><|start|>assistant")
+        elif kind == "calls":
+            calls = random_calls(rng)[: 1 if name == "harmony" else None]
+            parts.append(
+                written(TEMPLATES[name], calls)[1] + ("<|call|><|start|>assistant" if name == "harmony" else "")
+            )
+        else:
+            parts.append(opening + text + closing if kind == "thought" else text)
+    return "".join(parts)
+
+
+def read_raw(
+    form: AnswerForm, pieces: Sequence[str], begun: str, *, is_cut: bool
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return what is read, with the arguments of calls as they came: they may have no end."""
+    reader = AnswerReader(form, FUNCTIONS)
+    found = [reader.feed(begun), *map(reader.feed, pieces), reader.flush(is_cut=is_cut)]
+    calls = whole_calls([call for piece in found for call in piece.calls])
+    texts = "".join(piece.text for piece in found), "".join(piece.reasoning for piece in found)
+    return *texts, [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.drawn(7)
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_streamed_answers_are_the_whole_ones_wherever_they_end(name: str) -> None:
+    """Thoughts, texts and several calls in any order, ended anywhere: by the bound on tokens, or by themselves."""
+    rng = seeded_random()
+    for _ in range(25):
+        thinks = "harmony" if name == "harmony" else rng.choice(THINKING)
+        form = AnswerForm(TOOL_FORMS[name], REASONING_FORMS[thinks])
+        text = mixed(name, thinks, rng)
+        begun = "<|start|>assistant" if name == "harmony" else rng.choice(("", *REASONING_FORMS[thinks].openings[:1]))
+        for size in (len(text), rng.randrange(1, len(text) + 1), rng.randrange(1, len(text) + 1)):
+            cut, is_cut = text[:size], rng.random() < 0.5
+            whole = read_raw(form, [cut], begun, is_cut=is_cut)
+            for pieces in (list(cut), random_cuts(cut, rng), random_cuts(cut, rng)):
+                assert read_raw(form, pieces, begun, is_cut=is_cut) == whole, (thinks, begun, cut)

@@ -231,7 +231,7 @@ def test_a_lora_changes_the_decoder_and_not_the_eyes(tmp_path):
         "e", LoraAdapter(tmp_path, {"model": {tower: LoraPair(torch.randn(2, 16), torch.randn(32, 2), 1.0)}})
     )
     with pytest.raises(
-        EngineError, match=r"changes 'model.multi_modal_projector.linear_1'; what sees images is the same"
+        EngineError, match=r"changes 'model.multi_modal_projector.linear_1'; the vision tower is the same"
     ):
         seer.engine.add_request(TextRequest("e", prompt, sampling, images=images, loras=(eyes,)))
 
@@ -248,7 +248,7 @@ def test_folders_that_are_refused(tmp_path):
     content = json.loads((tmp_path / "config.json").read_text())
     content["image_token_id"] = content["image_token_index"] = WORDS + 100
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(EngineError, match="the token 180 of images is none of the vocabulary"):
+    with pytest.raises(EngineError, match="the token 180 of images is not in the vocabulary"):
         LLMEngine(tmp_path, tensors, LLMEngineConfig())
     content["architectures"] = ["Gemma9ForConditionalGeneration"]
     (tmp_path / "config.json").write_text(json.dumps(content))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from kit.seeding import seeded_rng
-from kit.tiny.classes import CASES, assembled
 from kit.tiny.pipelines import PIPELINES, saved
+from kit.tiny.requests import case_of, request_to
 from PIL import Image
 from unit.deployments.engines.diffusion.ip_adapter_files import Kind, opened, write_ip_adapter
 from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, hooks_of, load, one_thread, run, split
@@ -20,20 +20,16 @@ from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, hooks_of
 from deployments.engines.records.protocol import EngineError, ImagePromptUse, StockRequest
 from deployments.engines.servable import why_unservable
 from deployments.engines.stock.engine import StockEngine
+from infra.supported.adapters import prompted_classes
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.source import AdapterBase
 
 __all__ = ["one_thread"]
 
-CONTROLLED = ("StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipeline")
-# Without guidance, with rows of a third kind beside it, and with a ControlNet that reads no image.
-MADE: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{name: PIPELINES[name] for name in ("LatentConsistencyModelPipeline", "StableDiffusionPAGPipeline")},
-    **{
-        name: (lambda name=name: assembled(name, **CASES[name].parts()), dict(CASES[name].options))
-        for name in CONTROLLED
-    },
-}
+pytestmark = pytest.mark.slow  # imports diffusers
+
+# Without guidance, and with rows of a third kind beside it.
+SEVERAL = ("LatentConsistencyModelPipeline", "StableDiffusionPAGPipeline")
 USES = {"a": 0.7, "b": 0.4}
 
 
@@ -49,14 +45,8 @@ def base_of(folder: Path, class_name: str) -> AdapterBase:
     return AdapterBase("base", "diffusion", class_name, folder, parts)
 
 
-@pytest.mark.drawn(by="class_name")
-@pytest.mark.parametrize("kinds", [("plain",), ("plus",), ("full", "plain")], ids=" and ".join)
-@pytest.mark.parametrize("class_name", list(MADE))
-def test_an_image_as_a_prompt_makes_what_diffusers_makes_of_it(
-    class_name: str, kinds: tuple[Kind, ...], tmp_path: Path
-) -> None:
-    build, options = MADE[class_name]
-    stock = saved(build, tmp_path / "model")
+def check_prompted(class_name: str, kinds: tuple[Kind, ...], tmp_path: Path, num_images: int = 1) -> None:
+    stock = saved(case_of(class_name)[0], tmp_path / "model")
     uses = [ImagePromptUse(name, picture(40, 50), scale) for (name, scale), _ in zip(USES.items(), kinds, strict=False)]
     folders = {
         use.name: write_ip_adapter(tmp_path / use.name, stock.unet, kind) for use, kind in zip(uses, kinds, strict=True)
@@ -65,14 +55,11 @@ def test_an_image_as_a_prompt_makes_what_diffusers_makes_of_it(
         if folder != folders["a"]:  # stock has one encoder for all
             shutil.copytree(folders["a"] / "image_encoder", folder / "image_encoder", dirs_exist_ok=True)
         assert why_unservable(read_checkpoint(folder), (base_of(tmp_path / "model", class_name),)) is None
-    images = {"image": picture(16, 16)} if class_name in CONTROLLED else {}
     engine = StockEngine(load(tmp_path / "model"))
-    rest = split(class_name, options)
-    seen = {"image_prompts": tuple(uses), "prompters": {name: opened(folder) for name, folder in folders.items()}}
-    plain, prompted, again = (
-        run(engine, StockRequest(f"r{place}", 3, PROMPT, 2, **rest, images=images, **more))[0].images.astype(int)
-        for place, more in enumerate(({}, seen, {}))
-    )
+    asked = replace(request_to(class_name, stock), num_images=num_images)
+    prompters = {name: opened(folder) for name, folder in folders.items()}
+    prompted_by = replace(asked, image_prompts=tuple(uses), prompters=prompters)
+    plain, prompted, again = (run(engine, one)[0].images.astype(int) for one in (asked, prompted_by, asked))
     np.testing.assert_array_equal(plain, again)
     assert hooks_of(engine.model) == 0
     stock.load_ip_adapter(
@@ -81,18 +68,22 @@ def test_an_image_as_a_prompt_makes_what_diffusers_makes_of_it(
         weight_name=["ip-adapter.safetensors"] * len(folders),
     )
     stock.set_ip_adapter_scale([use.scale for use in uses])
-    made = stock(
-        PROMPT,
-        **options,
-        **{name: Image.fromarray(pixels) for name, pixels in images.items()},
-        num_images_per_prompt=2,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(3),
-        ip_adapter_image=[Image.fromarray(use.image) for use in uses],
-        output_type="np",
-    ).images
+    given = engine.inputs.arguments_of(asked)
+    made = stock(**given, ip_adapter_image=[Image.fromarray(use.image) for use in uses]).images
     assert np.abs(prompted - (made * 255).round()).max() <= 1
-    assert np.abs(prompted - plain).max() > 3
+    assert np.abs(prompted - plain).max() > 1
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("class_name", prompted_classes())
+def test_an_image_as_a_prompt_makes_what_diffusers_makes_of_it(class_name: str, tmp_path: Path) -> None:
+    check_prompted(class_name, ("plain",), tmp_path)
+
+
+@pytest.mark.parametrize("kinds", [("plus",), ("full", "plain")], ids=" and ".join)
+@pytest.mark.parametrize("class_name", SEVERAL)
+def test_so_do_other_kinds_and_several_of_them(class_name: str, kinds: tuple[Kind, ...], tmp_path: Path) -> None:
+    check_prompted(class_name, kinds, tmp_path, num_images=2)
 
 
 @pytest.fixture(scope="module")

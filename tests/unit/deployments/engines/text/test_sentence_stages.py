@@ -135,7 +135,7 @@ async def test_prompts_are_chosen_as_sentence_transformers_chooses_them(save: An
         ({"prompts": ["x"]}, "prompts: expected at most 256 texts by name"),
         ({"prompts": {"a": 5}}, "prompts: expected at most 256"),
         ({"prompts": {"a": "x" * 10_000}}, "at most 8192 characters"),
-        ({"prompts": {"a": "x"}, "default_prompt_name": "b"}, "default_prompt_name 'b' is none of the prompts"),
+        ({"prompts": {"a": "x"}, "default_prompt_name": "b"}, "default_prompt_name 'b' is not one of the prompts"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_refused(save: Any, config: dict[str, Any], message: str) -> None:

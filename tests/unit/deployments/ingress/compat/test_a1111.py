@@ -433,7 +433,7 @@ async def test_what_has_no_effect_is_told(http: httpx.AsyncClient, replicas: Rep
     answer = await http.post(f"{PATH}/img2img", json=small | given)
     assert told(answer) == [
         "resize_mode 3 had no effect: the image is resized, not its latents",
-        "inpainting_fill 2 had no effect: what is masked is painted over as it is",
+        "inpainting_fill 2 had no effect: the masked part is painted over as it is",
     ]
     many = {f"field{number}": 1 for number in range(30)}
     answer = await http.post(f"{PATH}/txt2img", json=small | many)

@@ -158,6 +158,28 @@ async def test_tokens_are_counted_as_the_model_sees_them(client: anthropic.Async
     assert (len(request.messages), len(request.tools)) == (2, 1)
 
 
+async def test_an_answer_goes_on_with_the_last_turn(client: anthropic.AsyncAnthropic, replicas: Replicas) -> None:
+    begun: Any = [*ASKED["messages"], {"role": "assistant", "content": [{"type": "text", "text": "The sum is"}]}]
+    for messages, goes_on in ((begun, True), (ASKED["messages"], False)):
+        await client.messages.create(**ASKED | {"messages": messages})
+        await client.messages.count_tokens(model="chatty", messages=messages)
+        for request in replicas.requests[-2:]:
+            assert (request.continue_final_message, len(request.messages)) == (goes_on, len(messages))
+
+
+async def test_documents_of_plain_text_are_read(client: anthropic.AsyncAnthropic, replicas: Replicas) -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "Ferns are green."}
+    parts = {"type": "content", "content": [{"type": "text", "text": "Ferns "}, {"type": "text", "text": "grow."}]}
+    for source, expected in ((plain, "Ferns\nA book\nFerns are green."), (parts, "Ferns\nA book\nFerns grow.")):
+        document: Any = {"type": "document", "source": source, "title": "Ferns", "context": "A book"}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [document]}
+        use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+        asked = [{"role": "user", "content": [document]}, use, {"role": "user", "content": [result]}]
+        await client.messages.create(**ASKED | {"messages": asked})
+        first, _, last = replicas.requests[-1].messages
+        assert first.text == last.text == expected
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
 
 
@@ -170,7 +192,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError, "temperature"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
-        ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "So"}]}, anthropic.BadRequestError, "prefill"),  # noqa: E501
+        ({"messages": [*ASKED["messages"], {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]}, anthropic.BadRequestError, "messages.1.content: the last turn calls tools"),  # noqa: E501
+        ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "So"}], "tools": [ADD], "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "continue_final_message no tool can be required"),  # noqa: E501
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "eA=="}}]}]}, anthropic.BadRequestError, "read no block of type 'document' but of plain text"),  # noqa: E501
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, anthropic.BadRequestError, "model 'chatty' sees no images"),  # noqa: E501
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]}, anthropic.BadRequestError, "sees no images"),  # noqa: E501
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, anthropic.BadRequestError, "messages.0.content.0: language models here read no"),  # noqa: E501

@@ -17,8 +17,10 @@ from PIL import Image
 from unit.deployments.ingress.test_pipeline_models import IMAGES, KNOWN, VECTORS, WORDS, Models
 
 from configs.cluster import LimitsConfig
+from configs.jobs import JobsConfig
 from configs.pipeline import PipelineConfig
 from deployments.ingress.error_forms import install_error_handlers
+from deployments.ingress.jobs.desk import JobDesk
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.pipeline_runs import create_pipelines_router
 from deployments.pipelines.pipelines import Pipelines
@@ -68,7 +70,7 @@ async def http(asked: Asked) -> AsyncIterator[httpx.AsyncClient]:
     service: Any = SimpleNamespace(pipelines=pipelines, run_pipeline=pipelines.run_pipeline)
     app = FastAPI()
     install_error_handlers(app)
-    app.include_router(create_pipelines_router(service, ImageReaders(), LimitsConfig()))
+    app.include_router(create_pipelines_router(service, ImageReaders(), LimitsConfig(), JobDesk(service, JobsConfig())))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client
 

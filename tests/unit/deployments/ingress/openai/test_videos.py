@@ -7,7 +7,7 @@ import base64
 import io
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,27 +17,20 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from kit.clock import Clock
 from kit.waiting import until
 from PIL import Image
-from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, SWITCH, Replicas, client_over, problem
-from unit.deployments.serve_fakes import FakeHandle
+from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, SWITCH, Replicas, problem
+from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ingress_over, owner_in
 
-from cluster.process.ray_calls import NamedActor
-from cluster.registry.snapshot import RegistrySnapshot
+from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
-from configs.cluster import VideosConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
-from deployments.ingress.http import create_http_app
-from deployments.ingress.openai import videos as video_routes
-from deployments.ingress.openai.kept import LOST_S, KeptVideos
-from deployments.ingress.service.service import Service
+from deployments.ingress.jobs import runner
 from deployments.records import ClipRequest, ClipResult, ImageProgress
-from deployments.records.errors import GenerationFailed, QueueFull
+from deployments.records.errors import GenerationFailed
 from deployments.services.clips import encode_audio, encode_video
 
 WAN: dict[str, Any] = {"model": "wan", "prompt": "a cat"}
-FACTS = {"model": "wan", "prompt": "a cat", "size": "auto", "seconds": "auto", "seed": 1, "warnings": []}
 STEPS = 4
 CLASSES = {"wan": "WanPipeline", "sound": "StableAudioPipeline", "pag": "StableDiffusionPAGPipeline"}
 
@@ -76,23 +69,30 @@ def makers() -> Makers:
     return Makers()
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
+    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(runner, "LONGEST_PAUSE_S", 0.002)
+
+
 @pytest.fixture
-def open_videos(as_described: Any, makers: Makers, tmp_path: Path) -> Open:
-    """Return what makes a client of one more ingress replica over the same folder."""
+def open_videos(as_described: Any, makers: Makers, tmp_path: Path) -> Iterator[Open]:
+    """Return what makes a client of one more ingress replica of the same cluster."""
+    owners: list[JobOwner] = []
 
     @asynccontextmanager
-    async def opened(keys: Path | None = None, **videos: Any) -> AsyncIterator[httpx.AsyncClient]:
-        settings = VideosConfig(folder=tmp_path / "videos", **videos)
+    async def opened(keys: Path | None = None, **jobs: Any) -> AsyncIterator[httpx.AsyncClient]:
+        if not owners:
+            owners.append(owner_in(tmp_path, **jobs))
         access = AccessConfig(keys_file=keys, allowed_hosts=["test"])
-        ingress = CONFIG.ingress.model_copy(update={"videos": settings})
-        config = CONFIG.model_copy(update={"ingress": ingress, "access": access})
-        watch, handle = RegistrySnapshot(NamedActor(lambda: makers)), FakeHandle(makers)
-        app = create_http_app(Service(config, watch, handle, handle), config)
-        async with client_over(app, event_hooks=as_described(app)) as client:
+        config = config_with_jobs(CONFIG.model_copy(update={"access": access}), **jobs)
+        async with ingress_over(makers, owners[0], as_described, config) as client:
             yield client
-        watch.close()
 
-    return opened
+    yield opened
+    for owner in owners:
+        owner.close()
 
 
 @pytest.fixture
@@ -251,7 +251,6 @@ async def test_replicas_that_share_a_folder_agree(open_videos: Open) -> None:
     ("error", "code", "words"),
     [
         (GenerationFailed("the model failed"), "generation_failed", "the model failed"),
-        (QueueFull("queue full: 3 requests wait"), "queue_full", "queue full: 3"),
         (RuntimeError("secret"), "internal", "internal error"),
     ],
 )
@@ -318,49 +317,29 @@ async def test_each_key_has_its_own_videos_and_its_limits(open_videos: Open, mak
     makers.may_step = asyncio.Semaphore(0)
     async with open_videos(keys, max_unfinished=3) as http:
         mine, yours = (client_of(http, f"atl_{name}") for name in ("mine", "yours"))
-        begun = [await mine.videos.create(**WAN) for _ in range(2)]
-        with pytest.raises(openai.RateLimitError, match="2 videos of this key are not finished"):
-            await mine.videos.create(**WAN)
+        begun = [await mine.videos.create(**WAN) for _ in range(3)]
         for _ in range(3):
             await yours.videos.create(**WAN)
-        with pytest.raises(openai.RateLimitError, match="3 videos of this key"):
-            await yours.videos.create(**WAN)
+        for client in (mine, yours):
+            with pytest.raises(openai.RateLimitError, match="3 jobs of this key are not finished"):
+                await client.videos.create(**WAN)
         for call in (yours.videos.retrieve, yours.videos.delete, yours.videos.download_content):
             with pytest.raises(openai.NotFoundError):
                 await call(begun[0].id)
         assert {video.id async for video in mine.videos.list()} == {video.id for video in begun}
-        assert {request.tenant for request in makers.requests} <= {"mine", "yours"}
         await until(lambda: len(makers.requests) == 5)
         assert sorted(request.tenant for request in makers.requests) == ["mine"] * 2 + ["yours"] * 3
-        makers.may_step = asyncio.Semaphore(10**6)
-        for video in [*begun, *[video async for video in yours.videos.list()]]:
-            owner = mine if video in begun else yours
-            await owner.videos.delete(video.id)
+        for _ in range(6 * STEPS):
+            makers.may_step.release()
+        assert {(await mine.videos.poll(video.id, poll_interval_ms=1)).status for video in begun} == {"completed"}
 
 
 async def test_a_folder_that_cannot_be_used_is_told(open_videos: Open, tmp_path: Path) -> None:
-    (tmp_path / "videos").write_text("a file, where a folder is expected")
+    (tmp_path / "jobs").write_text("a file, where a folder is expected")
     async with open_videos() as http:
         for answer in (await http.post("/v1/videos", json=WAN), await http.get("/v1/videos")):
             assert answer.status_code == 503
             assert problem(answer)["code"] == "overloaded"
-
-
-async def test_beats_keep_a_video_alive_that_makes_no_progress(
-    open_videos: Open, makers: Makers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(video_routes, "BEAT_S", 0.001)
-    makers.may_step = asyncio.Semaphore(0)
-    noted: list[str] = []
-    note = KeptVideos.note_progress
-    monkeypatch.setattr(
-        KeptVideos, "note_progress", lambda self, id_, *a, **k: noted.append(id_) or note(self, id_, *a, **k)
-    )
-    async with open_videos() as http:
-        begun = await client_of(http).videos.create(**WAN)
-        await until(lambda: len(noted) > 3)
-        assert set(noted) == {begun.id}
-        await client_of(http).videos.delete(begun.id)
 
 
 async def test_audio_is_answered_at_once(http: httpx.AsyncClient, makers: Makers) -> None:
@@ -453,105 +432,3 @@ async def test_models_say_where_they_are_asked(http: httpx.AsyncClient) -> None:
     assert models["sound"]["endpoints"] == ["/v1/audio/generations"]
     assert models["pag"]["endpoints"] == ["/v1/images/generations"]
     assert [name for name, model in models.items() if model["encodes_itself"]] == ["sound"]
-
-
-def kept_videos(folder: Path, clock: Clock, monotonic: Clock | None = None, **more: Any) -> KeptVideos:
-    return KeptVideos(VideosConfig(folder=folder, **more), "c", clock, monotonic or clock)
-
-
-def made(kept: KeptVideos, tenant: str, clock: Clock, nbytes: int = 10) -> str:
-    id_ = kept.add(tenant, FACTS, 100).id
-    clock.now_s += 1
-    kept.complete(id_, bytes(nbytes), "mp4", FACTS)
-    return id_
-
-
-def files(folder: Path) -> set[str]:
-    return {path.stem for path in folder.glob("video_*")}
-
-
-def test_videos_end_by_age_number_and_bytes(tmp_path: Path) -> None:
-    clock = Clock(1000.0)
-    kept = kept_videos(tmp_path, clock, ttl_s=100.0, max_bytes=100, max_videos=8)
-    ids = [made(kept, "a", clock, 30) for _ in range(4)]
-    assert [kept.find("a", id_) is not None for id_ in ids] == [False, True, True, True]
-    small = made(kept, "b", clock, 20)
-    assert kept.find("a", ids[1]) is None, "the oldest of who has the most goes"
-    assert files(tmp_path) == {ids[2], ids[3], small}
-    many = [made(kept, "b", clock, 1) for _ in range(7)]
-    assert sum(kept.find("b", id_) is not None for id_ in (small, *many)) == 6
-    assert kept.find("a", ids[3]) is not None
-    clock.now_s += 101
-    assert kept.find("a", ids[3]) is None
-    assert kept.page("a", None, 10, "desc") == []
-    last = made(kept, "c", clock)
-    assert files(tmp_path) == {last}
-
-
-def test_a_video_whose_replica_ended_has_failed_and_counts_no_more(tmp_path: Path) -> None:
-    clock = Clock(1000.0)
-    maker, kept = kept_videos(tmp_path, clock), kept_videos(tmp_path, clock)
-    lost, alive = maker.add("a", FACTS, 2), maker.add("a", FACTS, 2)
-    with pytest.raises(QueueFull):
-        kept.add("a", FACTS, 2)
-    clock.now_s += LOST_S - 1
-    assert maker.note_progress(alive.id, 50, has_begun=True)
-    clock.now_s += 2
-    found = kept.find("a", lost.id)
-    assert found is not None
-    assert (found.status, found.error, found.ended_s) == (
-        "failed",
-        {"code": "server_error", "message": "the ingress that had this video made has ended; ask again"},
-        clock(),
-    )
-    still = kept.find("a", alive.id)
-    assert still is not None
-    assert (still.status, still.progress) == ("in_progress", 50)
-    assert not maker.note_progress(lost.id, 60, has_begun=True)
-    assert kept.add("a", FACTS, 2)
-
-
-@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
-def test_a_clock_that_steps_ends_no_video_and_keeps_none_that_is_lost(step_s: float, tmp_path: Path) -> None:
-    clock, monotonic = Clock(1e6), Clock()
-    maker, kept = (kept_videos(tmp_path, clock, monotonic, ttl_s=7200.0) for _ in range(2))
-    lost, alive = (maker.add("a", FACTS, 2).id for _ in range(2))
-
-    def statuses(of: KeptVideos) -> tuple[str, str]:
-        found = {video.id: video.status for video in of.page("a", None, 10, "asc") or ()}
-        return found[lost], found[alive]
-
-    assert statuses(kept) == ("queued", "queued")
-    clock.now_s += step_s
-    monotonic.now_s += 1
-    assert statuses(kept) == ("queued", "queued")
-    assert all(maker.note_progress(id_, 10, has_begun=True) for id_ in (lost, alive))
-    assert statuses(kept) == ("in_progress", "in_progress")
-    monotonic.now_s += LOST_S + 1
-    clock.now_s += 1
-    assert maker.note_progress(alive, 20, has_begun=True)
-    assert statuses(kept) == ("failed", "in_progress")
-    assert statuses(kept_videos(tmp_path, clock, monotonic, ttl_s=7200.0)) == ("failed", "in_progress")
-
-
-def test_nobody_finds_what_was_deleted_meanwhile(tmp_path: Path) -> None:
-    clock = Clock(1000.0)
-    kept = kept_videos(tmp_path, clock)
-    id_ = kept.add("a", FACTS, 2).id
-    assert not kept.forget("b", id_)
-    assert kept.forget("a", id_)
-    kept.complete(id_, b"late", "mp4", FACTS)
-    kept.fail(id_, "code", "late")
-    assert not kept.note_progress(id_, 1, has_begun=True)
-    assert kept.find("a", id_) is None
-    assert files(tmp_path) == set()
-
-
-def test_files_that_no_video_is_of_go_after_a_while(tmp_path: Path) -> None:
-    clock = Clock(1e12)  # long after the file was written
-    stray = tmp_path / f".video_{'0' * 32}.mp4.{'1' * 32}"
-    stray.write_bytes(b"half")
-    (tmp_path / "notes.txt").write_text("not ours")
-    id_ = made(kept_videos(tmp_path, clock), "a", clock)
-    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("videos.sqlite")}
-    assert left == {"notes.txt", f"{id_}.mp4"}

@@ -1,0 +1,1 @@
+"""Jobs: requests that are kept until their results are there, and the results."""

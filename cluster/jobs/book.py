@@ -1,0 +1,347 @@
+"""The book of jobs: what is to be done, by whom it was begun, and what became of it. SQLite, without a clock or Ray.
+
+    queued -> running -> done | failed       running -> queued, when its ingress has died
+    queued or running -> cancelled
+
+Every change is one transaction, on the disk when its method returns. One process has the book open: others find it
+locked. A job ends once: what a start that nobody waits for any more has to say changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from cluster.jobs.records import Headers, Job, JobAnswer, JobError, JobFilter, NewJob, Order, Status, TakenJob
+from cluster.records.errors import JobConflict, JobsFull
+from configs.jobs import JobsConfig
+from weights.platform.durable import make_folder
+
+logger = logging.getLogger("atelier.jobs")
+
+BOOK_FILE: Final = "jobs.sqlite"
+_DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_SETTINGS: Final = ("PRAGMA locking_mode = EXCLUSIVE", "PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL")
+_SCHEMA: Final = (
+    """
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key TEXT NOT NULL, endpoint TEXT NOT NULL,
+    headers TEXT NOT NULL, facts TEXT NOT NULL, priority INTEGER NOT NULL, idempotency_key TEXT, digest BLOB NOT NULL,
+    status TEXT NOT NULL, num_starts INTEGER NOT NULL, num_bytes INTEGER NOT NULL, created_s REAL NOT NULL,
+    started_s REAL, ended_s REAL, expires_s REAL, error TEXT, answer TEXT
+)""",
+    "CREATE TABLE IF NOT EXISTS bodies (id TEXT PRIMARY KEY, body BLOB NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS by_key ON jobs (key, number)",
+    "CREATE INDEX IF NOT EXISTS by_turn ON jobs (status, key, priority, number)",
+    "CREATE UNIQUE INDEX IF NOT EXISTS by_idempotency ON jobs (key, idempotency_key) WHERE idempotency_key IS NOT NULL",
+)
+_PAGE: Final = {
+    "asc": """
+SELECT * FROM jobs WHERE key = ? AND number > ? AND (expires_s IS NULL OR expires_s >= ?)
+AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY number LIMIT ?6""",
+    "desc": """
+SELECT * FROM jobs WHERE key = ? AND number < ? AND (expires_s IS NULL OR expires_s >= ?)
+AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY number DESC LIMIT ?6""",
+}
+_PLAIN: Final = (
+    *("id", "key", "endpoint", "status", "created_s", "started_s", "ended_s", "expires_s"),
+    *("num_starts", "num_bytes"),
+)
+_FIRST: Final = {"asc": 0, "desc": 2**62}
+_END: Final = """
+UPDATE jobs SET status = ?, ended_s = ?, expires_s = ?, error = ?, answer = ?, num_bytes = ?
+WHERE id = ? AND num_starts = ? AND ended_s IS NULL RETURNING id"""
+
+
+def result_name(id_: str, start: int) -> str:
+    """Return the name of a start's result file."""
+    return f"{id_}.{start}"
+
+
+class JobBook:
+    """The book of one folder. Blocks, and is not thread-safe. Raises sqlite3.Error where the disk does not do."""
+
+    def __init__(self, folder: Path, busy_s: float = 5.0) -> None:
+        """Open the book. Raises sqlite3.OperationalError while another process has it, OSError."""
+        make_folder(folder)
+        file = folder / BOOK_FILE
+        try:
+            self._db = _opened(file, busy_s)
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode not in _DAMAGE:
+                raise
+            aside = file.with_name(f"{BOOK_FILE}.damaged-{secrets.token_hex(4)}")
+            logger.error("%s is damaged (%s): it is %s now, and a new one begins", file, error, aside.name)
+            file.rename(aside)
+            for beside in (f"{BOOK_FILE}-wal", f"{BOOK_FILE}-journal"):
+                (folder / beside).unlink(missing_ok=True)
+            self._db = _opened(file, busy_s)
+
+    def close(self) -> None:
+        """Let another process have the book."""
+        self._db.close()
+
+    # what clients do
+
+    def add(self, new: NewJob, config: JobsConfig, now_s: float) -> Job:
+        """Take in a job that is queued, or return the one of its idempotency key. Raises JobConflict, JobsFull."""
+        digest = _digest_of(new)
+        with self._writing() as run:
+            if new.idempotency_key is not None and (known := self._known(new, digest)) is not None:
+                return known
+            self._check_room(new, config)
+            id_ = f"{new.prefix}_{secrets.token_hex(16)}"
+            texts = json.dumps(new.headers), json.dumps(dict(new.facts))
+            run(
+                "INSERT INTO jobs (id, key, endpoint, headers, facts, priority, idempotency_key, digest, status,"
+                " num_starts, num_bytes, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'queued', 0, ?, ?)",
+                (id_, new.key, new.endpoint, *texts, new.priority, new.idempotency_key, digest, len(new.body), now_s),
+            )
+            run("INSERT INTO bodies VALUES (?, ?)", (id_, new.body))
+        job = self.find(new.key, id_, now_s)
+        assert job is not None
+        return job
+
+    def find(self, key: str, id_: str, now_s: float) -> Job | None:
+        """Return a job of a key; None when its time is over, or it never was."""
+        rows = self._db.execute(
+            "SELECT * FROM jobs WHERE id = ? AND key = ? AND (expires_s IS NULL OR expires_s >= ?)",
+            (id_, key, now_s),
+        ).fetchall()
+        return _job_of(rows[0]) if rows else None
+
+    def page(
+        self, key: str, wanted: JobFilter, after: str | None, limit: int, order: Order, now_s: float
+    ) -> list[Job] | None:
+        """Return up to `limit` jobs of a key by their age, those that come after one; None where that is not there."""
+        place = _FIRST[order]
+        if after is not None:
+            found = self._db.execute("SELECT number FROM jobs WHERE id = ? AND key = ?", (after, key)).fetchall()
+            if not found:
+                return None
+            ((place,),) = found
+        values = (key, place, now_s, wanted.status, wanted.endpoint, limit)
+        return [_job_of(row) for row in self._db.execute(_PAGE[order], values)]
+
+    def cancel(self, key: str, id_: str, keep_s: float, now_s: float) -> Job | None:
+        """End a job that has not ended, and return it as it is then; None where there is none."""
+        with self._writing() as run:
+            run(
+                "UPDATE jobs SET status = 'cancelled', ended_s = ?, expires_s = ?, num_bytes = 0"
+                " WHERE id = ? AND key = ? AND ended_s IS NULL",
+                (now_s, now_s + keep_s, id_, key),
+            )
+            run("DELETE FROM bodies WHERE id IN (SELECT id FROM jobs WHERE id = ? AND ended_s IS NOT NULL)", (id_,))
+        return self.find(key, id_, now_s)
+
+    def forget(self, key: str, id_: str) -> str | None:
+        """Remove a job, and return the name of its result file; None where there was no job."""
+        with self._writing() as run:
+            gone = run("DELETE FROM jobs WHERE id = ? AND key = ? RETURNING id, num_starts", (id_, key)).fetchall()
+            for id_, _ in gone:
+                run("DELETE FROM bodies WHERE id = ?", (id_,))
+        return result_name(*gone[0]) if gone else None
+
+    # what ingresses do
+
+    def take(self, count: int, held: Mapping[str, int], max_of_key: int, now_s: float) -> list[TakenJob]:
+        """Begin up to `count` queued jobs: the most urgent, of who has the fewest running, the oldest.
+
+        `held` are those that the asker has by key, which are at most `max_of_key`.
+        """
+        taken: list[TakenJob] = []
+        own = Counter(held)
+        with self._writing() as run:
+            running = Counter(dict(run("SELECT key, COUNT(*) FROM jobs WHERE status = 'running' GROUP BY key")))
+            while len(taken) < count:
+                waiting = run(
+                    "SELECT priority, key, MIN(number) FROM jobs WHERE status = 'queued' GROUP BY key, priority"
+                ).fetchall()
+                if (number := _next_turn(waiting, running, own, max_of_key)) is None:
+                    break
+                ((id_, start, key, endpoint, headers),) = run(
+                    "UPDATE jobs SET status = 'running', num_starts = num_starts + 1, started_s = ? WHERE number = ?"
+                    " RETURNING id, num_starts, key, endpoint, headers",
+                    (now_s, number),
+                ).fetchall()
+                ((body,),) = run("SELECT body FROM bodies WHERE id = ?", (id_,)).fetchall()
+                taken.append(TakenJob(id_, start, key, endpoint, _headers_of(headers), body))
+                running[key] += 1
+                own[key] += 1
+        return taken
+
+    def is_wanted(self, id_: str, start: int) -> Literal["open", "done", "gone"]:
+        """Return whether a start's result is waited for, is here already, or is nobody's any more."""
+        found = self._db.execute("SELECT num_starts, status, ended_s FROM jobs WHERE id = ?", (id_,)).fetchall()
+        if not found or found[0][0] != start:
+            return "gone"
+        _, status, ended_s = found[0]
+        return "open" if ended_s is None else "done" if status in ("done", "failed") else "gone"
+
+    def end(self, id_: str, start: int, end: JobAnswer | JobError, num_bytes: int, keep_s: float, now_s: float) -> bool:
+        """End a job with its answer, or without one. Return whether anybody wanted it of this start."""
+        status: Status = "done" if isinstance(end, JobAnswer) and end.is_good else "failed"
+        answer = json.dumps([end.status, end.headers]) if isinstance(end, JobAnswer) else None
+        said = end.error if isinstance(end, JobAnswer) else end
+        error = None if said is None else json.dumps([said.code, said.message])
+        with self._writing() as run:
+            values = (status, now_s, now_s + keep_s, error, answer, num_bytes, id_, start)
+            ended = run(_END, values).fetchall()
+            if ended:
+                run("DELETE FROM bodies WHERE id = ?", (id_,))
+        return bool(ended)
+
+    def running(self) -> list[tuple[str, int, str]]:
+        """Return id, start and key of the jobs that somebody has begun."""
+        return [tuple(row) for row in self._db.execute("SELECT id, num_starts, key FROM jobs WHERE status = 'running'")]
+
+    def requeue(self, lost: Collection[tuple[str, int]], config: JobsConfig, now_s: float) -> None:
+        """Queue jobs again whose ingress has died; one that has been begun as often as it may be has failed."""
+        for id_, start in lost:
+            if start < config.max_starts:
+                with self._writing() as run:
+                    run(
+                        "UPDATE jobs SET status = 'queued' WHERE id = ? AND num_starts = ? AND status = 'running'",
+                        (id_, start),
+                    )
+                continue
+            message = f"each of the {start} processes that began this job ended before it did, the most that may"
+            self.end(id_, start, JobError("replica_unavailable", message), 0, config.keep_s, now_s)
+
+    # room
+
+    def sweep(self, config: JobsConfig, now_s: float) -> list[str]:
+        """Remove ended jobs whose time is over, and those that are too many or too large; return their result files."""
+        gone = self.expire(now_s)
+        ((count, total),) = self._db.execute("SELECT COUNT(*), SUM(num_bytes) FROM jobs").fetchall()
+        if count <= config.max_jobs and (total or 0) <= config.max_bytes:
+            return gone
+        rows = self._db.execute("SELECT id, key, num_bytes, ended_s, num_starts FROM jobs ORDER BY number").fetchall()
+        surplus = set(_surplus(rows, config.max_bytes, config.max_jobs))
+        with self._writing() as run:
+            for id_ in surplus:
+                run("DELETE FROM jobs WHERE id = ?", (id_,))
+        return [*gone, *(result_name(row[0], row[4]) for row in rows if row[0] in surplus)]
+
+    def expire(self, now_s: float) -> list[str]:
+        """Remove the jobs whose time is over, and return the names of their result files."""
+        with self._writing() as run:
+            gone = run("DELETE FROM jobs WHERE expires_s < ? RETURNING id, num_starts", (now_s,)).fetchall()
+        return [result_name(*row) for row in gone]
+
+    def expired(self, now_s: float) -> list[str]:
+        """Return the names of the result files whose time is over."""
+        rows = self._db.execute("SELECT id, num_starts FROM jobs WHERE expires_s < ? AND answer IS NOT NULL", (now_s,))
+        return [result_name(*row) for row in rows]
+
+    def result_names(self) -> set[str]:
+        """Return the names of the files that results are in."""
+        rows = self._db.execute("SELECT id, num_starts FROM jobs WHERE answer IS NOT NULL")
+        return {result_name(*row) for row in rows}
+
+    def _known(self, new: NewJob, digest: bytes) -> Job | None:
+        rows = self._db.execute(
+            "SELECT * FROM jobs WHERE key = ? AND idempotency_key = ?", (new.key, new.idempotency_key)
+        ).fetchall()
+        if not rows:
+            return None
+        if rows[0]["digest"] != digest:
+            raise JobConflict(f"idempotency_key {new.idempotency_key!r} is that of another request, {rows[0]['id']}")
+        return _job_of(rows[0])
+
+    def _check_room(self, new: NewJob, config: JobsConfig) -> None:
+        """Raise JobsFull where the job has no room beside the unfinished ones."""
+        ((count, total),) = self._db.execute(
+            "SELECT COUNT(*) FILTER (WHERE key = ?), SUM(num_bytes) FROM jobs WHERE ended_s IS NULL", (new.key,)
+        ).fetchall()
+        if count >= config.max_unfinished:
+            raise JobsFull(f"{count} jobs of this key are not finished, the maximum; wait for one of them")
+        if (total or 0) + len(new.body) > config.max_bytes:
+            raise JobsFull(f"the bodies of unfinished jobs have {total or 0} of {config.max_bytes} bytes; try again")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """Yield `execute` of a transaction, which holds wholly or not at all."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db.execute
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+
+def _opened(file: Path, busy_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(file, timeout=busy_s, check_same_thread=False, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    try:
+        for statement in (*_SETTINGS, "BEGIN EXCLUSIVE", *_SCHEMA, "COMMIT"):
+            connection.execute(statement)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _digest_of(new: NewJob) -> bytes:
+    """Return what two requests with one idempotency key have in common. A form's text is another each time."""
+    type_ = dict(new.headers).get("content-type", "")
+    body = b"" if type_.startswith("multipart/") else new.body
+    return hashlib.sha256(json.dumps([new.endpoint, type_.partition(";")[0]]).encode() + b"\0" + body).digest()
+
+
+def _next_turn(
+    waiting: Sequence[tuple[int, str, int]], running: Mapping[str, int], held: Mapping[str, int], max_of_key: int
+) -> int | None:
+    """Return the number of the job whose turn it is, of the first ones of each key and priority; None for none."""
+    may = [(priority, running[key], number) for priority, key, number in waiting if held[key] < max_of_key]
+    return min(may)[2] if may else None
+
+
+def _headers_of(text: str) -> Headers:
+    return tuple((name, value) for name, value in json.loads(text))
+
+
+def _job_of(row: sqlite3.Row) -> Job:
+    error = None if row["error"] is None else JobError(*json.loads(row["error"]))
+    answer = None
+    if row["answer"] is not None:
+        status, headers = json.loads(row["answer"])
+        answer = JobAnswer(status, tuple((name, value) for name, value in headers), error)
+    plain = {name: row[name] for name in _PLAIN}
+    return Job(**plain, facts=json.loads(row["facts"]), error=error, answer=answer)
+
+
+def _surplus(rows: Sequence[tuple[Any, ...]], max_bytes: int, max_jobs: int) -> list[str]:
+    """Return the ids of ended jobs that are too many or too large: the oldest of the key with the most bytes, or jobs.
+
+    `rows` begin with id, key, bytes and end, the oldest first.
+    """
+    by_key: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for id_, key, num_bytes, ended_s, *_ in rows:
+        if ended_s is not None:
+            by_key[key].append((id_, num_bytes))
+    sizes = {key: sum(num_bytes for _, num_bytes in jobs) for key, jobs in by_key.items()}
+    counts = {key: len(jobs) for key, jobs in by_key.items()}
+    firsts = dict.fromkeys(by_key, 0)
+    num_jobs, total = len(rows), sum(row[2] for row in rows)
+    found = []
+    while any(counts.values()) and (num_jobs > max_jobs or total > max_bytes):
+        amounts = sizes if total > max_bytes else counts
+        key = max(counts, key=lambda name: (counts[name] > 0, amounts[name]))
+        id_, num_bytes = by_key[key][firsts[key]]
+        firsts[key] += 1
+        counts[key] -= 1
+        sizes[key] -= num_bytes
+        found.append(id_)
+        num_jobs, total = num_jobs - 1, total - num_bytes
+    return found

@@ -1,0 +1,217 @@
+"""The owner of a cluster's jobs: the one process that has their book and their result files open.
+
+It is a part of the registry, so it is back after a crash with all that was told it: nothing is in its memory alone but
+who runs what, which the ingresses tell it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from cluster.jobs.disk import JobDisk
+from cluster.jobs.leases import LOST_S, Leases
+from cluster.jobs.records import Job, JobAnswer, JobError, JobFilter, NewJob, Order, Seen, TakenJob
+from configs.jobs import JobsConfig
+
+logger = logging.getLogger("atelier.jobs")
+
+_LOOK_S: Final = LOST_S / 4  # so often who waits looks for jobs whose ingress is silent
+
+
+class Clocks:
+    """The clocks of this machine: one that people read and set, and one that nobody sets."""
+
+    def unix_s(self) -> float:
+        """Return the time since 1970."""
+        return time.time()
+
+    def steady_s(self) -> float:
+        """Return a time of which only differences mean something."""
+        return time.monotonic()
+
+
+class JobOwner:
+    """The jobs of one folder. Lives on one event loop.
+
+    `was_restarted`: ingresses of before may run on, with jobs that are theirs. All methods raise JobsUnavailable where
+    the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: JobsConfig,
+        *,
+        was_restarted: bool = False,
+        clocks: Clocks | None = None,
+    ) -> None:
+        self.config = config  # another one holds from the next call on
+        self._clocks = clocks or Clocks()
+        self._was_restarted = was_restarted
+        self._is_known = False  # who runs what
+        self._disk = JobDisk(folder)
+        self._leases = Leases()
+        self._queued = asyncio.Event()  # replaced whenever there may be work
+        self._changed: dict[str, asyncio.Event] = {}  # of the jobs that somebody watches
+
+    # clients
+
+    async def add_job(self, new: NewJob) -> Job:
+        """Take in a job. Raises JobConflict, JobsFull."""
+        await self._know_running()
+        job = await self._disk.run(self._disk.add, new, self.config, self._clocks.unix_s())
+        self._wake_runners()
+        return job
+
+    async def find_job(self, key: str, id_: str) -> Job | None:
+        """Return a job of a key; None where there is none."""
+        await self._requeue_lost()
+        job = await self._disk.run(lambda: self._disk.book.find(key, id_, self._clocks.unix_s()))
+        return self._with_progress(job) if job is not None else None
+
+    async def list_jobs(
+        self, key: str, wanted: JobFilter, after: str | None, limit: int, order: Order
+    ) -> list[Job] | None:
+        """Return a page of a key's jobs, None where there is no job `after`."""
+        await self._requeue_lost()
+        jobs = await self._disk.run(
+            lambda: self._disk.book.page(key, wanted, after, limit, order, self._clocks.unix_s())
+        )
+        return None if jobs is None else [self._with_progress(job) for job in jobs]
+
+    async def watch_job(self, key: str, id_: str, seen: Seen | None, wait_s: float) -> Job | None:
+        """Return a job once it differs from what was seen, or as it is after `wait_s`; None where there is none."""
+        deadline_s = self._clocks.steady_s() + wait_s
+        while True:
+            changed = self._changed.setdefault(id_, asyncio.Event())
+            job = await self.find_job(key, id_)
+            if job is None or job.has_ended:
+                self._tell(id_)
+                return job
+            left_s = deadline_s - self._clocks.steady_s()
+            if left_s <= 0 or Seen(job.status, job.progress, job.num_starts) != seen:
+                return job
+            await _wait_for(changed, min(left_s, _LOOK_S))
+
+    async def cancel_job(self, key: str, id_: str) -> Job | None:
+        """End a job unless it has ended, and return it; None where there is none."""
+        await self._know_running()
+        job = await self._disk.run(lambda: self._disk.book.cancel(key, id_, self.config.keep_s, self._clocks.unix_s()))
+        self._let_go(id_, is_gone=job is not None)
+        return job
+
+    async def forget_job(self, key: str, id_: str) -> bool:
+        """Remove a job and its result, and return whether there was one."""
+        await self._know_running()
+        was_there = await self._disk.run(self._disk.forget, key, id_)
+        self._let_go(id_, is_gone=was_there)
+        return was_there
+
+    async def read_result(self, key: str, id_: str, offset: int, num_bytes: int) -> bytes | None:
+        """Return a part of a job's result; None where there is none."""
+        return await self._disk.run(self._disk.read, key, id_, offset, num_bytes, self._clocks.unix_s())
+
+    # ingresses
+
+    async def take_jobs(self, runner: str, count: int, max_of_key: int, wait_s: float) -> list[TakenJob]:
+        """Return jobs that the ingress `runner` is to run now, up to `count`; none after `wait_s` without work."""
+        deadline_s = self._clocks.steady_s() + wait_s
+        while True:
+            queued = self._queued
+            await self._requeue_lost()
+            # Whole even where who asked leaves meanwhile: a job that is begun has a lease, which ends.
+            taken = await asyncio.shield(asyncio.ensure_future(self._take(runner, count, max_of_key)))
+            left_s = deadline_s - self._clocks.steady_s()
+            if taken or left_s <= 0:
+                return taken
+            await _wait_for(queued, min(left_s, _LOOK_S))
+
+    async def _take(self, runner: str, count: int, max_of_key: int) -> list[TakenJob]:
+        held = self._leases.held_by(runner)
+        taken = await self._disk.run(lambda: self._disk.book.take(count, held, max_of_key, self._clocks.unix_s()))
+        for job in taken:
+            self._leases.add(job.id, job.start, job.key, runner, self._clocks.steady_s())
+            self._tell(job.id)
+        return taken
+
+    async def beat_jobs(self, runner: str, progress: Mapping[str, tuple[int, int | None]]) -> list[str]:
+        """Take in that the ingress runs these starts of jobs, and how far they are. Return those that nobody wants."""
+        await self._know_running()
+        for id_ in self._leases.renew(runner, progress, self._clocks.steady_s()):
+            self._tell(id_)
+        starts = self._leases.starts()
+        return [id_ for id_, (start, _) in progress.items() if starts.get(id_) != start]
+
+    async def end_job(self, id_: str, start: int, end: JobAnswer | JobError, body: bytes) -> bool:
+        """Keep the end of a start, and return whether anybody wanted it. The same again changes nothing."""
+        await self._know_running()
+        is_kept = await self._disk.run(self._disk.end, id_, start, end, body, self.config, self._clocks.unix_s())
+        self._let_go(id_, is_gone=is_kept)
+        self._wake_runners()
+        return is_kept
+
+    def close(self) -> None:
+        """Let another process have the folder. Blocks."""
+        self._disk.close()
+
+    async def _know_running(self) -> None:
+        """Learn which jobs run. Who runs them says so again; after a new start of everything nobody does."""
+        if self._is_known:
+            return
+        running = await self._disk.run(lambda: self._disk.book.running())
+        if self._was_asked():
+            return
+        for id_, start, key in running:
+            self._leases.add(id_, start, key, "", self._clocks.steady_s())
+        if not self._was_restarted:
+            await self._requeue([(id_, start) for id_, start, _ in running])
+
+    def _was_asked(self) -> bool:
+        """Return whether somebody else has learned meanwhile which jobs run; from now on it is known."""
+        was_known, self._is_known = self._is_known, True
+        return was_known
+
+    async def _requeue_lost(self) -> None:
+        """Queue the jobs again whose ingress is silent."""
+        await self._know_running()
+        if lost := self._leases.lost(self._clocks.steady_s()):
+            await self._requeue(lost)
+
+    async def _requeue(self, lost: list[tuple[str, int]]) -> None:
+        await self._disk.run(lambda: self._disk.book.requeue(lost, self.config, self._clocks.unix_s()))
+        self._leases.drop_starts(lost)
+        for id_, _ in lost:
+            self._tell(id_)
+        if lost:
+            logger.warning("%d jobs begin again: the ingress that ran them is gone", len(lost))
+            self._wake_runners()
+
+    def _with_progress(self, job: Job) -> Job:
+        return replace(job, progress=self._leases.progress(job.id))
+
+    def _let_go(self, id_: str, *, is_gone: bool) -> None:
+        """Forget who runs a job, if it runs no more, and tell who watches it."""
+        self._leases.drop([id_] if is_gone else [])
+        self._tell(id_)
+
+    def _wake_runners(self) -> None:
+        self._queued.set()
+        self._queued = asyncio.Event()
+
+    def _tell(self, id_: str) -> None:
+        """Wake all who watch a job."""
+        if changed := self._changed.pop(id_, None):
+            changed.set()
+
+
+async def _wait_for(event: asyncio.Event, wait_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            await event.wait()

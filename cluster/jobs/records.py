@@ -1,0 +1,104 @@
+"""Records of jobs, as they travel between the ingresses and their owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["queued", "running", "done", "failed", "cancelled"]
+Order = Literal["asc", "desc"]
+Headers = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A request to be kept. `key` is the name of its API key, "" without keys; `facts` are what its answers repeat.
+
+    A second one of a key with the same `idempotency_key` is the first.
+    """
+
+    key: str
+    endpoint: str
+    body: bytes = field(repr=False)
+    headers: Headers = ()
+    priority: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    idempotency_key: str | None = None
+    prefix: str = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class JobError:
+    """The reason why a job has no answer."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobAnswer:
+    """The head of an endpoint's answer; its body is the result file. `error` is what a bad one says."""
+
+    status: int
+    headers: Headers = ()
+    error: JobError | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether the endpoint did what it was asked."""
+        return self.status < 400
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job. `num_starts` is how often it was begun, `progress` is in percent, None where nothing is known of it."""
+
+    id: str
+    key: str
+    endpoint: str
+    status: Status
+    created_s: float
+    started_s: float | None
+    ended_s: float | None
+    expires_s: float | None
+    num_starts: int
+    num_bytes: int
+    facts: Mapping[str, Any]
+    error: JobError | None = None
+    answer: JobAnswer | None = None
+    progress: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether nothing happens to it any more."""
+        return self.ended_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TakenJob:
+    """A job that an ingress is to run. `start` tells this start from others, whose results nobody wants."""
+
+    id: str
+    start: int
+    key: str
+    endpoint: str
+    headers: Headers
+    body: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """Which jobs of a key are listed; None is for all."""
+
+    status: Status | None = None
+    endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What somebody knows of a job and waits for a change of."""
+
+    status: Status
+    progress: int | None
+    num_starts: int

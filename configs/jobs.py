@@ -1,0 +1,55 @@
+"""The settings of jobs: requests that outlive their connection, and their results."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from configs.model import Bytes, StrictModel
+
+_MOST_S = 366 * 86_400.0
+
+
+class JobsConfig(StrictModel):
+    """Jobs of /v1/jobs, /v1/videos and `background: true`, kept in the folder `jobs` of the store."""
+
+    keep_s: float = Field(
+        86_400.0, gt=0, le=_MOST_S, allow_inf_nan=False, description="seconds that a result is kept after its job ended"
+    )
+    max_bytes: Bytes = Field(
+        2**32,
+        ge=2**20,
+        validate_default=True,
+        description="maximum size of all results, and of the bodies of unfinished jobs; the oldest results are removed",
+    )
+    max_jobs: int = Field(10_000, ge=1, le=1_000_000, description="maximum jobs kept; the oldest ended are removed")
+    max_unfinished: int = Field(
+        64, ge=1, le=1_000_000, description="maximum unfinished jobs of one key; further ones are refused"
+    )
+    max_running: int = Field(
+        64,
+        ge=1,
+        le=16_384,
+        description="maximum jobs that one ingress has in progress, those in the admission queue included; one key has "
+        "at most half of them",
+    )
+    max_result_bytes: Bytes = Field(
+        2**28, ge=2**10, le=2**30, validate_default=True, description="maximum size of one result"
+    )
+    timeout_s: float = Field(
+        3600.0,
+        gt=0,
+        le=_MOST_S,
+        allow_inf_nan=False,
+        description="maximum duration of a job from its start, its wait in the admission queue included",
+    )
+    max_starts: int = Field(
+        20, ge=1, le=10_000, description="maximum starts of a job whose ingress died; then it has failed"
+    )
+
+    @model_validator(mode="after")
+    def _results_fit(self) -> Self:
+        if self.max_result_bytes > self.max_bytes:
+            raise ValueError(f"max_result_bytes is {self.max_result_bytes}, more than max_bytes, {self.max_bytes}")
+        return self

@@ -1,0 +1,140 @@
+"""The desk of one ingress: requests become jobs of the key that asks, and their owner is asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, Final, ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from cluster.admission.fair_slots import release_read_slot
+from cluster.jobs.records import Headers, Job, JobFilter, NewJob, Order, Seen
+from cluster.records.errors import JobConflict, JobsFull, JobsUnavailable
+from cluster.registry.actor import Method, WeightRegistry
+from configs.jobs import JobsConfig
+from deployments.ingress.access.callers import current_key
+from deployments.ingress.messages.running_job import current_job
+from deployments.ingress.messages.terms import PRIORITY, TENANT, TIMEOUT, current_terms
+from deployments.ingress.service.service import Service
+from deployments.records.errors import Conflict, InvalidRequest, Overloaded, QueueFull
+
+IDEMPOTENCY_KEY: Final = "idempotency-key"
+_MAX_KEY_CHARS: Final = 255
+# What a job's request has of the one that began it.
+_KEPT_HEADERS: Final = ("host", "content-type", "accept", "anthropic-version", PRIORITY, TENANT, TIMEOUT)
+_PIECE_BYTES: Final = 2**22
+_WATCH_S: Final = 15.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class JobDesk:
+    """The jobs of the key that the current task acts for. `changed` is set when an end of one is wanted here.
+
+    All methods raise ServiceErrors: Overloaded where the folder of jobs cannot be used.
+    """
+
+    def __init__(self, service: Service, config: JobsConfig) -> None:
+        self.config = config
+        self.changed = asyncio.Event()
+        self._service = service
+
+    async def begin(self, request: Request, facts: Mapping[str, Any] | None = None, prefix: str = "job") -> Job:
+        """Keep the current request, to be run as it is in the background. Raises Conflict, QueueFull."""
+        return await self.add(request, request.url.path, await request.body(), facts=facts, prefix=prefix)
+
+    async def add(
+        self,
+        request: Request,
+        endpoint: str,
+        body: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+        facts: Mapping[str, Any] | None = None,
+        prefix: str = "job",
+    ) -> Job:
+        """Keep a request to `endpoint` on the terms of the current one. `headers` are in place of its own."""
+        terms, config = current_terms.get(), self._service.queue.config
+        terms = terms.within_rights(config)
+        terms.checked(config)
+        key = idempotency_key or request.headers.get(IDEMPOTENCY_KEY)
+        if key is not None and len(key) > _MAX_KEY_CHARS:
+            raise InvalidRequest(f"idempotency_key: {len(key)} characters, at most {_MAX_KEY_CHARS}", "idempotency_key")
+        given = dict(request.headers) | dict(headers or {})
+        kept: Headers = tuple((name, given[name]) for name in _KEPT_HEADERS if name in given)
+        priority = terms.priority or config.default_priority
+        new = NewJob(current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix)
+        job = await self.call(WeightRegistry.add_job, new)
+        release_read_slot()  # the place in the queue is the job's
+        return job
+
+    async def find(self, id_: str) -> Job | None:
+        """Return a job, None where there is none."""
+        return await self.call(WeightRegistry.find_job, current_key(), id_)
+
+    async def page(self, wanted: JobFilter, after: str | None, limit: int, order: Order) -> list[Job] | None:
+        """Return a page of jobs, None where there is none `after`."""
+        return await self.call(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
+
+    async def cancel(self, id_: str) -> Job | None:
+        """End a job unless it has ended, and return it; None where there is none."""
+        job = await self.call(WeightRegistry.cancel_job, current_key(), id_)
+        self.changed.set()
+        return job
+
+    async def forget(self, id_: str) -> bool:
+        """Remove a job and its result, and return whether there was one."""
+        was_there = await self.call(WeightRegistry.forget_job, current_key(), id_)
+        self.changed.set()
+        return was_there
+
+    async def changes(self, job: Job) -> AsyncGenerator[Job]:
+        """Yield a job, and it again whenever it has changed or a while is over, until it has ended."""
+        key, id_ = current_key(), job.id
+        while True:
+            yield job
+            if job.has_ended:
+                return
+            seen = Seen(job.status, job.progress, job.num_starts)
+            found = await self.call(WeightRegistry.watch_job, key, id_, seen, _WATCH_S)
+            if found is None:
+                return
+            job = found
+
+    async def result(self, job: Job) -> AsyncIterator[bytes] | None:
+        """Return the pieces of a job's result, None where there is none any more."""
+        key = current_key()
+        first = await self.call(WeightRegistry.read_result, key, job.id, 0, _PIECE_BYTES)
+        return None if first is None else self._pieces(key, job, first)
+
+    async def _pieces(self, key: str, job: Job, piece: bytes | None) -> AsyncIterator[bytes]:
+        offset = 0
+        while piece:
+            yield piece
+            offset += len(piece)
+            if offset >= job.num_bytes:
+                return
+            piece = await self.call(WeightRegistry.read_result, key, job.id, offset, _PIECE_BYTES)
+
+    async def call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Ask the owner. Raises ServiceErrors, and RayActorError while it is gone."""
+        try:
+            return await self._service.snapshot.call_registry(method, *args, **kwargs)
+        except JobConflict as error:
+            raise Conflict(str(error), "idempotency_key") from None
+        except JobsFull as error:
+            raise QueueFull(str(error)) from None
+        except JobsUnavailable as error:
+            raise Overloaded(str(error)) from None
+
+
+def is_for_later(background: object, *, is_stream: bool = False) -> bool:
+    """Return whether a request is to be kept as a job. The request of a job itself is not. Raises InvalidRequest."""
+    if background not in (True, "true") or current_job.get() is not None:
+        return False
+    if is_stream:
+        raise InvalidRequest("background: a stream has nobody who reads it; follow the job's events", "background")
+    return True
