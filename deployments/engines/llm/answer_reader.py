@@ -219,7 +219,7 @@ class AnswerReader:
 
     @property
     def _must_know(self) -> bool:
-        """Whether a call counts only if its function is known: without a marker, and in thoughts."""
+        """True where a call counts only if its function is known: without a marker, and in thoughts."""
         assert self._tools is not None
         return self._tools.is_bare or (self._tape.keeps_raw and self._met_in == self._read_thought)
 
