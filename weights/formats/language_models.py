@@ -125,7 +125,7 @@ def language_model_details(manifest: Manifest, folder: Path) -> LanguageModelDet
     )
 
 
-def _gguf_details(folder: Path) -> tuple[str, dict[str, bool | int | float | str], str] | None:
+def _gguf_details(folder: Path) -> tuple[str, dict[str, Any], str] | None:
     if not (headers := sorted(folder.glob("*.gguf.header"))):
         return None
     metadata = read_gguf_header(headers[0]).metadata

@@ -22,6 +22,9 @@ from diffusers.utils.torch_utils import randn_tensor
 class _Stochastic(diffusers.EulerDiscreteScheduler):
     """Euler's schedule, and steps of another solver."""
 
+    sigmas: torch.Tensor
+    timesteps: torch.Tensor
+
     def step(
         self,
         model_output: torch.Tensor,

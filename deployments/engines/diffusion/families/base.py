@@ -188,7 +188,8 @@ class Rows:
 
     def lasting_tensors(self) -> list[torch.Tensor]:
         """Return those of adapters and of images as prompts: the same objects, and values, in each step."""
-        return [one for span in (*self.adapters, *self.image_prompts) for one in span.tensors]
+        spans: tuple[AdaptedSpan | PromptedSpan, ...] = (*self.adapters, *self.image_prompts)
+        return [one for span in spans for one in span.tensors]
 
     def form(self) -> Hashable:
         """Return all but the values of the tensors and the ControlNets: rows of one form go through the same layers."""
@@ -452,7 +453,7 @@ class Steps:
 class EncodeImages(Protocol):
     """Makes latents of images from -1, at the scale at which they are denoised; without the VAE's shift, if asked."""
 
-    def __call__(self, images_B3HW: torch.Tensor, *, shifts: bool = True) -> torch.Tensor: ...
+    def __call__(self, images_B3HW: torch.Tensor, /, *, shifts: bool = True) -> torch.Tensor: ...
 
 
 class Adapters:

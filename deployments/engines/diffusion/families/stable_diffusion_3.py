@@ -136,6 +136,7 @@ class StableDiffusion3Network(ModulatedFlow):
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor]]:
             net, pooled = control.net, control.pooled
+            assert pooled is not None  # every text of the family has one
             residuals: Sequence[Sequence[torch.Tensor]] = net(
                 hidden_states=rows.latents if net.pos_embed is not None else denoiser.pos_embed(rows.latents),
                 controlnet_cond=control.images,
