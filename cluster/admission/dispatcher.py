@@ -45,36 +45,35 @@ class OwnSlots:
     `changed` is set when the slots of all should be split anew.
     """
 
-    def __init__(self, queue: AdmissionQueue, clock: Callable[[], float], pump: Callable[[], None]) -> None:
+    def __init__(self, dispatcher: Dispatcher, queue: AdmissionQueue) -> None:
         self.changed = asyncio.Event()
+        self._dispatcher = dispatcher
         self._queue = queue
-        self._clock = clock
-        self._pump = pump
         self._held_until_s = math.inf
         self._is_suspended = False
 
     def claims(self) -> dict[str, PoolClaims]:
         """Return by pool the slots that the queue holds and wants of replicas shared with other ingresses."""
-        return self._queue.parts.claims(self._clock())
+        return self._queue.parts.claims(self._dispatcher.now_s())
 
     def requests_per_s(self) -> float:
         """Return the recent rate of arrivals."""
-        return self._queue.arrivals.per_s(self._clock())[0]
+        return self._queue.arrivals.per_s(self._dispatcher.now_s())[0]
 
     def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float) -> None:
         """Own these slots from now on, by pool, and no others, and this part of the bounds."""
-        self._queue.parts.set_parts(parts, bound_part, self._clock())
-        self._pump()
+        self._queue.parts.set_parts(parts, bound_part, self._dispatcher.now_s())
+        self._dispatcher.pump()
 
     def drop(self) -> None:
         """Own no slots: others have them. What runs goes on."""
-        self._queue.parts.drop(self._clock())
+        self._queue.parts.drop(self._dispatcher.now_s())
 
     def hold(self, until_s: float) -> None:
         """Own the slots until a time of the clock; nothing starts after it."""
         self._held_until_s = until_s
         if self._is_suspended:
-            self._pump()
+            self._dispatcher.pump()
 
     def keep_or_let_go(self, now_s: float) -> None:
         """Start nothing while the slots are not known to be its own."""
@@ -97,7 +96,7 @@ class Dispatcher:
         self, config: AdmissionConfig, clock: Callable[[], float] = time.monotonic, num_sharing: int = 1
     ) -> None:
         self._queue = AdmissionQueue(config, num_sharing)
-        self._clock = clock
+        self.now_s = clock
         self._numbers = itertools.count(1)
         self._slots: dict[int, asyncio.Future[str]] = {}  # by ticket, until it leaves
         self._timer: asyncio.TimerHandle | None = None
@@ -105,7 +104,7 @@ class Dispatcher:
         self._avoided: dict[str, set[str]] = {}
         self.met_pools: set[str] = set()  # the pools that have ever had a replica
         self.changed = asyncio.Event()  # set when a controller should look at once; the controller clears it
-        self.own_slots = OwnSlots(self._queue, clock, self._pump)
+        self.own_slots = OwnSlots(self, self._queue)
 
     @property
     def config(self) -> AdmissionConfig:
@@ -116,15 +115,15 @@ class Dispatcher:
         """Let a request in and return its ticket, for which `leave` is called once. `demand.deadline_s` is from now."""
         ticket = next(self._numbers)
         self._slots[ticket] = asyncio.get_running_loop().create_future()
-        now_s = self._clock()
+        now_s = self.now_s()
         try:
             self._queue.submit(ticket, replace(demand, deadline_s=now_s + demand.deadline_s), now_s)
-            self._pump()
+            self.pump()
             if self._queue.places.is_unplaced(demand, now_s):
                 self.changed.set()
         except BaseException:  # nobody will call `leave`
             del self._slots[ticket]
-            self._queue.leave(ticket, self._clock())
+            self._queue.leave(ticket, self.now_s())
             raise
         return ticket
 
@@ -143,25 +142,25 @@ class Dispatcher:
 
         Return whether there is another replica for this one.
         """
-        return self._queue.note_unable(ticket, self._clock())
+        return self._queue.note_unable(ticket, self.now_s())
 
     def give_back(self, ticket: int, *, is_lost: bool = True) -> None:
         """Let a request wait again, before all others.
 
         If its replica `is_lost`, nothing starts there for a moment, until the list of replicas is up to date.
         """
-        pool, replica = self._queue.give_back(ticket, self._clock())
+        pool, replica = self._queue.give_back(ticket, self.now_s())
         if is_lost and replica:  # without a name, Serve chooses the replica
             self._avoided.setdefault(pool, set()).add(replica)
             asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
             self._list_replicas(pool)
-        self._pump()
+        self.pump()
 
     def leave(self, ticket: int, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request, wherever it is."""
         self._slots.pop(ticket, None)
-        self._queue.leave(ticket, self._clock(), is_answered=is_answered, switch_s=switch_s)
-        self._pump()
+        self._queue.leave(ticket, self.now_s(), is_answered=is_answered, switch_s=switch_s)
+        self.pump()
 
     def set_replicas(self, pool: str, names: Collection[str]) -> None:
         """Set the list of replicas."""
@@ -169,7 +168,7 @@ class Dispatcher:
         if names:
             self.met_pools.add(pool)
         self._list_replicas(pool)
-        self._pump()
+        self.pump()
 
     def num_replicas(self, pool: str) -> int:
         """Return the number of replicas that can be given work."""
@@ -177,34 +176,25 @@ class Dispatcher:
 
     def set_placement(self, placement: Placement) -> None:
         """Start requests where `placement` lets them. Its `until_s` is from now."""
-        self._queue.set_placement(replace(placement, until_s=self._clock() + placement.until_s))
-        self._pump()
+        self._queue.set_placement(replace(placement, until_s=self.now_s() + placement.until_s))
+        self.pump()
 
     async def retune(self, config: AdmissionConfig) -> None:
         """Use other bounds and weights from now on."""
         self._queue.retune(config)
-        self._pump()
+        self.pump()
 
     async def snapshot(self) -> AdmissionSnapshot:
         """Return the state of the queue."""
-        return self._queue.snapshot(self._clock())
+        return self._queue.snapshot(self.now_s())
 
     async def ended_requests(self, number: int | None) -> EndedRequests:
         """Return the requests that have ended, from a number on."""
-        return self._queue.ended.after(number, self._clock())
+        return self._queue.ended.after(number, self.now_s())
 
-    def _list_replicas(self, pool: str) -> None:
-        names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
-        self._queue.set_replicas(pool, names, self._clock())
-        self.changed.set()
-
-    def _trust(self, pool: str, replica: str) -> None:
-        self._avoided[pool].discard(replica)  # a second time does nothing
-        self._list_replicas(pool)
-        self._pump()
-
-    def _pump(self) -> None:
-        now_s = self._clock()
+    def pump(self) -> None:
+        """Start and refuse the requests whose time it is, and look again when that of others has come."""
+        now_s = self.now_s()
         self.own_slots.keep_or_let_go(now_s)
         try:
             for event in self._queue.pump(now_s):
@@ -215,13 +205,23 @@ class Dispatcher:
             if self._queue.parts.take_news():
                 self.own_slots.changed.set()
 
+    def _list_replicas(self, pool: str) -> None:
+        names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
+        self._queue.set_replicas(pool, names, self.now_s())
+        self.changed.set()
+
+    def _trust(self, pool: str, replica: str) -> None:
+        self._avoided[pool].discard(replica)  # a second time does nothing
+        self._list_replicas(pool)
+        self.pump()
+
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._queue.num_waiting:
-            delay_s = max(0.0, self._queue.look_again_s() - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)
+            delay_s = max(0.0, self._queue.look_again_s() - self.now_s())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.pump)
 
 
 def _settle(slot: asyncio.Future[str], event: Started | Refused) -> None:

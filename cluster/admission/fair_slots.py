@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Final
 
-from cluster.admission.dispatcher import NotAdmitted
+from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Refusal
 from cluster.admission.shares import Crowd, given_until
 from cluster.records.errors import ClusterError
@@ -43,14 +42,14 @@ class _Alike:
 
 
 class FairSlots:
-    """A number of slots on one event loop, and at most `max_waiting()` waiters.
+    """A number of slots on one event loop, and at most `max_waiting` waiters.
 
     Beyond that, the newest waiter of the tenant that has the most makes room for a tenant that has fewer.
     """
 
-    def __init__(self, number: int, max_waiting: Callable[[], int]) -> None:
+    def __init__(self, number: int, max_waiting: int) -> None:
         self._num_free = number
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._lines: OrderedDict[str, dict[asyncio.Future[None], None]] = OrderedDict()  # the next tenant first
         self._crowd = Crowd(_Alike())
         self.num_waiting = 0
@@ -71,7 +70,7 @@ class FairSlots:
         if self._num_free:
             self._num_free -= 1
             return
-        if self.num_waiting >= self._max_waiting():
+        if self.num_waiting >= self.max_waiting:
             self._make_room(tenant)
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, {})[slot] = None
@@ -139,11 +138,12 @@ def release_read_slot() -> None:
 
 
 class ReadLimiter:
-    """The read slots of one event loop. At most `max_waiting()` requests wait for one."""
+    """The read slots before an admission queue. At most as many requests wait for one as may wait in the queue."""
 
-    def __init__(self, max_waiting: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._slots = FairSlots(NUM_READ_SLOTS, max_waiting)
+    def __init__(self, queue: Dispatcher) -> None:
+        self.now_s = queue.now_s
+        self._queue = queue
+        self._slots = FairSlots(NUM_READ_SLOTS, queue.config.max_waiting)
         self._interval_s = 0.0  # between two slots that requests waited for
         self._given_s = 0.0  # when the last one was given out
 
@@ -154,17 +154,18 @@ class ReadLimiter:
 
     @contextlib.asynccontextmanager
     async def slot(self, tenant: str, ends_s: float) -> AsyncIterator[None]:
-        """Wait for a slot and hold it at most as long as the context. The request's time ends at `ends_s` on `clock`.
+        """Wait for a slot and hold it at most as long as the context. The request's time ends at `ends_s`, by `now_s`.
 
         Raises NotAdmitted.
         """
-        began_s = self.clock()
+        began_s = self.now_s()
         longest_s = max(_SHORT_S, _MOST_SHARE * (ends_s - began_s))
         has_to_wait = self._slots.are_taken
         if began_s >= ends_s:
             raise NotAdmitted(Refusal("expired"))
         if has_to_wait and self._wait_s(tenant) > min(longest_s, ends_s - began_s):
             raise NotAdmitted(self._overloaded(tenant, longest_s))
+        self._slots.max_waiting = self._queue.config.max_waiting
         try:
             await self._slots.acquire(tenant)
         except SlotsFull as full:
@@ -172,7 +173,7 @@ class ReadLimiter:
         slot = _Slot(self._slots)
         _current_slot.set(slot)
         try:
-            now_s = self.clock()
+            now_s = self.now_s()
             if has_to_wait:
                 self._interval_s += _NEW * (now_s - self._given_s - self._interval_s)
             self._given_s = now_s

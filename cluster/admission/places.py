@@ -7,7 +7,7 @@ from typing import Final
 
 from cluster.admission.pool import Pool
 from cluster.admission.records import Demand, Placement, Refusal, Waiting
-from cluster.admission.replica_slots import Options, held_until_s
+from cluster.admission.replica_choice import Options, held_until_s
 from cluster.admission.service_times import ServiceTimes
 
 LEAST_SHARE: Final = 1e-6  # no request takes less of a replica
@@ -31,7 +31,7 @@ class Places:
             for replica in replicas:
                 self._allowed.setdefault((pool_name, replica), []).append(model)
         for name, pool in self._pools.items():
-            pool.slots.set_resident(placement.ready)
+            pool.slots.replicas.set_resident(placement.ready)
             pool.lanes.set_stalled(placement.unplaced(name))
             pool.look_at_all()
 
@@ -53,7 +53,7 @@ class Places:
 
     def rivals(self, pool: str, replica: str, now_s: float) -> list[str]:
         """Return the models that a replica has and that may start there."""
-        at_hand = self._pools[pool].slots.models_at_hand(replica)
+        at_hand = self._pools[pool].slots.replicas[replica].recent
         return self._placement.models_of(pool, replica, at_hand, now_s)
 
     def is_unplaced(self, demand: Demand, now_s: float) -> bool:
@@ -86,7 +86,7 @@ class Places:
         pool = self._pools[demand.pool]
         if not (unable := pool.failures.unable(demand.model, demand.version, now_s)):
             return among
-        able = [name for name in pool.slots.names() if name not in unable]
+        able = [name for name in pool.slots.replicas.names() if name not in unable]
         return [name for name in able if among is None or name in among] if able else among
 
     def is_full(self, pool: str, model: str, now_s: float, full: Collection[str] = ()) -> bool:
@@ -95,4 +95,4 @@ class Places:
         if among is None or self._placement.refusal_of(pool, model, now_s) is not None:
             return False
         named = [each for each in among if each not in full] if full else among
-        return not self._pools[pool].slots.has_room(LEAST_SHARE, named)
+        return not self._pools[pool].slots.replicas.has_room(LEAST_SHARE, named)

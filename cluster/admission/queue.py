@@ -33,7 +33,8 @@ from cluster.admission.records import (
     TenantKey,
     Waiting,
 )
-from cluster.admission.replica_slots import Assignment, Ended
+from cluster.admission.replica_choice import Assignment
+from cluster.admission.replica_slots import Ended
 from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCounts, ModelTimes, ServiceTimes
 from cluster.admission.slot_parts import SlotParts
 from cluster.admission.starts import Starts
@@ -113,7 +114,7 @@ class AdmissionQueue:
         """
         pool = self._pools[self._pool_of[ticket]]
         ended = pool.slots.end(ticket, now_s)
-        pool.slots.forget_model(ended.replica, ended.waiting.demand.model)
+        pool.slots.replicas.forget_model(ended.replica, ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         pool.lanes.add_returned(ended.waiting)
         pool.note_waiting(ended.waiting)
@@ -130,7 +131,7 @@ class AdmissionQueue:
             return False
         demand, replica = found
         pool.failures.note_failure(demand.model, demand.version, replica, now_s)
-        return not pool.failures.unable(demand.model, demand.version, now_s).issuperset(pool.slots.names())
+        return not pool.failures.unable(demand.model, demand.version, now_s).issuperset(pool.slots.replicas.names())
 
     def leave(self, ticket: int, now_s: float, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """Remove a request: cancel a waiting one, complete (`is_answered`) or cancel a running one.
@@ -187,7 +188,7 @@ class AdmissionQueue:
 
     def num_replicas(self, pool: str) -> int:
         """Return the number of replicas that can be given work."""
-        return self._pool(pool).slots.num_replicas
+        return len(self._pool(pool).slots.replicas.names())
 
     def set_placement(self, placement: Placement) -> None:
         """Start requests only where `placement` lets them."""
@@ -276,7 +277,7 @@ class AdmissionQueue:
         demand = waiting.demand
         if demand.is_inner:
             return None
-        if not len(pool.lanes) and pool.slots.has_room(demand.share):
+        if not len(pool.lanes) and pool.slots.replicas.has_room(demand.share):
             return None
         config = self.config
         if pool.waiting.num_by_model[demand.model] >= self.parts.own_part(config.max_waiting_per_model):

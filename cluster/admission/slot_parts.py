@@ -10,6 +10,7 @@ from typing import Final
 from cluster.admission.places import Places
 from cluster.admission.pool import Pool
 from cluster.admission.records import PoolClaims, PoolPart, ReplicaUse, SlotClaim
+from cluster.admission.replica_choice import possible_replicas
 from cluster.admission.replica_slots import NO_PART
 
 _NO_PART: Final = PoolPart({}, 0.0)
@@ -68,7 +69,7 @@ class SlotParts:
             self._has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
             self._last_urgency[name], pool.slots.has_overdrawn = urgency, False
             if pool.has_ended and self._parts.get(name, _NO_PART).is_wanted:
-                self._has_news |= pool.slots.has_room(pool.least_share)
+                self._has_news |= pool.slots.replicas.has_room(pool.least_share)
             pool.has_ended = False
         found, self._has_news = self._has_news, False
         return found
@@ -102,7 +103,9 @@ class SlotParts:
         for priority, front, number in pool.lanes.lines():
             demand = front.demand
             options = self._places.options(front, (), now_s)
-            names = pool.slots.may_take(demand.model, options, now_s) if options.among is not None else None
+            names = None
+            if options.among is not None:
+                names = possible_replicas(pool.slots.replicas, demand.model, options, now_s)
             if names == ():
                 continue
             key, age_s = (names, priority, demand.tenant), now_s - front.arrived_s

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from cluster.admission.places import LEAST_SHARE, Places
 from cluster.admission.pool import Pool
 from cluster.admission.records import Refusal, Waiting
-from cluster.admission.replica_slots import Assignment, Options
+from cluster.admission.replica_choice import Assignment, Options, best_replica
 from cluster.admission.tenant_turns import OpenModels
 
 
@@ -24,16 +24,16 @@ class Starts:
 
     def __iter__(self) -> Iterator[tuple[Waiting, Assignment | Refusal]]:
         """Yield requests and where they start, or why they never do. The caller takes each out before the next one."""
-        lanes, slots = self._pool.lanes, self._pool.slots
+        lanes, replicas = self._pool.lanes, self._pool.slots.replicas
         while self._models.names and (waiting := lanes.next_up(self._models)) is not None:
             if (refusal := self._places.why_never(waiting.demand, self._now_s)) is not None:
                 yield waiting, refusal
                 continue
             options = self._places.options(waiting, self._full, self._now_s)
-            where = slots.best(waiting.demand, options, self._now_s)
+            where = best_replica(replicas, waiting.demand, options, self._now_s)
             if where is not None:
                 yield self._prefer_loaded_model(waiting, where, options), where
-                if not slots.has_room(LEAST_SHARE, (where.replica,)):
+                if not replicas.has_room(LEAST_SHARE, (where.replica,)):
                     self._close_full((where.replica,))
             elif options.among is None:
                 return  # no request slips past: a large one would wait for ever
@@ -42,7 +42,7 @@ class Starts:
 
     def _prefer_loaded_model(self, waiting: Waiting, where: Assignment, options: Options) -> Waiting:
         """Return the tenant's request for a model that the replica has, not one that would switch it too soon."""
-        at_hand = self._pool.slots.models_at_hand(where.replica)
+        at_hand = self._pool.slots.replicas[where.replica].recent
         if self._now_s >= options.held_until_s or waiting.demand.model in at_hand:
             return waiting
         rivals = self._places.rivals(self._name, where.replica, self._now_s)

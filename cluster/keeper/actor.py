@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import ray
 
+from cluster.keeper.extent_book import ExtentBook
 from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Peers
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.object_store import ObjectStore, budget_within_store, let_go
@@ -267,12 +268,9 @@ class NodeKeeper:
             node=host,
         )
         store = store or ObjectStore(node_id)
-        self._held = HeldExtents(
-            budget_within_store(budget_bytes, store.capacity_bytes, node_id),
-            max_wait_s=settings.max_wait_s,
-            neighbours=self.peering,
-            rates=self.reading.loader,
-        )
+        budget_bytes = budget_within_store(budget_bytes, store.capacity_bytes, node_id)
+        book = ExtentBook(budget_bytes, neighbours=self.peering, rates=self.reading.loader)
+        self._held = HeldExtents(book, max_wait_s=settings.max_wait_s)
         self._residents, self._holders = self._held.residents, self._held.holders
         self.memory = NodeMemory(
             store,

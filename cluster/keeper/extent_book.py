@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, cast
 
@@ -37,12 +38,15 @@ class ReloadRates(Protocol):
 
 
 class ExtentBook(MemoryTier):
-    """The table of extents, those that are being loaded, the queue of requests, and the recalls for it."""
+    """The table of extents, those that are being loaded, the queue of requests, and the recalls for it.
+
+    `neighbours` get to know what came and went.
+    """
 
     def __init__(
         self,
         budget_bytes: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         neighbours: Neighbours | None = None,
         rates: ReloadRates | None = None,
     ) -> None:

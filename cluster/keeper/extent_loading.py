@@ -136,19 +136,18 @@ Begin = Callable[[ExtentRef], contextlib.AbstractContextManager[Writing]]
 class _MeasuredPlace:
     """The place of an extent being written, made at the first call."""
 
-    def __init__(self, writing: Writing, extent: ExtentRef, stages: LoadClock, clock: Callable[[], float]) -> None:
+    def __init__(self, writing: Writing, extent: ExtentRef, stages: LoadClock) -> None:
         self._writing = writing
         self._extent = extent
         self._stages = stages
-        self._clock = clock
         self.seconds = 0.0  # spent making the place
         self.has_failed = False
 
     def __call__(self) -> ByteArray:
-        begin_s, self.has_failed = self._clock(), True
+        begin_s, self.has_failed = self._stages.now_s(), True
         with self._stages.measure("put", self._extent.nbytes):
             out = self._writing.place()
-        self.seconds, self.has_failed = self._clock() - begin_s, False
+        self.seconds, self.has_failed = self._stages.now_s() - begin_s, False
         return out
 
 
@@ -300,7 +299,7 @@ class ExtentLoader:
         client = self._peers.client() if self._peers else None
         if client and (fetched := self._fetch_delta(client, writing, extent, plan, stages)):
             return fetched, True
-        place, reading = _MeasuredPlace(writing, extent, stages, self._clock), contextlib.ExitStack()
+        place, reading = _MeasuredPlace(writing, extent, stages), contextlib.ExitStack()
 
         def begin_reading() -> ByteArray:
             out = place()
@@ -342,7 +341,7 @@ class ExtentLoader:
                 fetched.append(client.fetch_extent(plan.addresses, stored, lambda: out, min_gbps=plan.min_gbps))
 
         try:
-            self._reader.from_delta(extent, fetch, _MeasuredPlace(writing, extent, stages, self._clock), stages)
+            self._reader.from_delta(extent, fetch, _MeasuredPlace(writing, extent, stages), stages)
         except (PeerUnavailable, ExtentCorrupt) as error:
             logger.info("peers do not give the delta: %s", error)
             return None
@@ -350,12 +349,12 @@ class ExtentLoader:
 
     def _read(self, extent: ExtentRef, stages: LoadClock, begin: Begin) -> Loaded:
         read_s = None
-        start_s = self._clock()
+        start_s = stages.now_s()
         try:
             with begin(extent) as writing:
-                place = _MeasuredPlace(writing, extent, stages, self._clock)
+                place = _MeasuredPlace(writing, extent, stages)
                 self._reader.read_into(extent, place, stages)
-                elapsed_s = self._clock() - start_s - place.seconds  # the making of the place is not the reading
+                elapsed_s = stages.now_s() - start_s - place.seconds  # the making of the place is not the reading
                 loaded = Loaded(extent, writing.seal())
             read_s = elapsed_s
             stages.came_from("storage", extent.nbytes)

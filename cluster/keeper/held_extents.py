@@ -7,13 +7,12 @@ whose turn it is when room is short, and which extents are evicted for it.
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from cluster.keeper.extent_book import ExtentBook, Neighbours, ReloadRates
+from cluster.keeper.extent_book import ExtentBook
 from cluster.keeper.holders import Holders
 from cluster.keeper.recalls import CHECK_S
 from cluster.keeper.records import Claim, HeldExtent, Source, StoreFull
@@ -34,22 +33,13 @@ class HeldExtents:
     """The extents of a node, by id: room for them, and their loads. Thread-safe.
 
     A request for room that others have leased waits at most `max_wait_s` for it. `holders` has the leases, `residents`
-    shows what is here. `neighbours` get to know what came and went.
+    shows what is here.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        *,
-        max_wait_s: float = MAX_WAIT_S,
-        clock: Callable[[], float] = time.monotonic,
-        neighbours: Neighbours | None = None,
-        rates: ReloadRates | None = None,
-    ) -> None:
+    def __init__(self, book: ExtentBook, *, max_wait_s: float = MAX_WAIT_S) -> None:
         self._max_wait_s = max_wait_s
-        self._clock = clock
-        self._book = ExtentBook(budget_bytes, clock, neighbours, rates)
-        self._changed, self._table = self._book.changed, self._book.table
+        self._book = book
+        self._changed, self._table = book.changed, book.table
         self._trying_again = threading.Lock()  # held by the one that tries again after the store was full
         self.residents = Residents(self._book)
         self.holders = Holders(self._book)
@@ -83,7 +73,7 @@ class HeldExtents:
             )
             try:
                 self._book.serve()
-                while ticket.is_waiting and (left_s := ticket.since_s + self._max_wait_s - self._clock()) > 0:
+                while ticket.is_waiting and (left_s := ticket.since_s + self._max_wait_s - self._table.now_s()) > 0:
                     self._changed.wait(min(left_s, CHECK_S) if self._book.recalls.is_pending_for(ticket) else left_s)
                     self.holders.end_silent()
             finally:
@@ -120,7 +110,7 @@ class HeldExtents:
         Raises as `claim` and `settle` do.
         """
         is_in_turn = self._trying_again.locked() and not self.holders.has_leases(holder) and self._take_turn()
-        since_s = used_s = self._clock()  # when some request last had room
+        since_s = used_s = self._table.now_s()  # when some request last had room
         try:
             while True:
                 claim = self.claim(extents, holder)
@@ -131,7 +121,7 @@ class HeldExtents:
                     # HAZARD: the loaded extents make room as well, but the claim and the error's frames refer to them.
                     error.__traceback__ = None
                     del claim, loading
-                    used_s = self._clock() if self.residents.is_in_use else used_s
+                    used_s = self._table.now_s() if self.residents.is_in_use else used_s
                     if not self._wait_until(min(since_s + self._max_wait_s, used_s + FREED_WITHIN_S)):
                         raise
                     # Two calls that each have a part of their extents would take turns in failing.
@@ -146,7 +136,7 @@ class HeldExtents:
     def _wait_until(self, until_s: float) -> bool:
         """Wait a moment for something to change. Return False when that time has come."""
         with self._changed:
-            if (left_s := until_s - self._clock()) > 0:
+            if (left_s := until_s - self._table.now_s()) > 0:
                 self._changed.wait(min(left_s, RETRY_S))
                 self.holders.end_silent()
             return left_s > 0

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import psutil
 
@@ -41,8 +41,15 @@ class _HolderSign:
         return is_alive(self.process)  # an unreaped process gives nothing back
 
 
+class Leases(Protocol):
+    """The leases of holders, by the holder's name."""
+
+    def end(self, holder: str) -> None:
+        """End those of a holder that has died."""
+
+
 class HolderWatch:
-    """A watch over holders, every `interval_s`: `on_death` is called once for each that has died. Thread-safe.
+    """A watch over holders, every `interval_s`: the leases of each that has died end, once. Thread-safe.
 
     A holder with a visible process lives as long as that; another has died when it was silent for `silence_s`. Time in
     which nothing was checked, because this process or its machine stood still, does not count as silence.
@@ -50,12 +57,12 @@ class HolderWatch:
 
     def __init__(
         self,
-        on_death: Callable[[str], None],
+        leases: Leases,
         interval_s: float = INTERVAL_S,
         silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._on_death = on_death
+        self._leases = leases
         self._interval_s = interval_s
         self._silence_s = silence_s
         self._clock = clock
@@ -111,7 +118,7 @@ class HolderWatch:
                 sign = self._last_signs.pop(holder, None)
                 if sign is not None and sign.process is not None:
                     self._gone.note(holder, None)
-            self._on_death(holder)
+            self._leases.end(holder)
 
     def close(self) -> None:
         self._closed.set()

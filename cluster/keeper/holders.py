@@ -30,7 +30,7 @@ class Holders:
         self._book = book
         self._table = book.table
         self._epochs = HolderEpochs()
-        self.watch = HolderWatch(self.end, clock=book.table.now_s)
+        self.watch = HolderWatch(self, clock=book.table.now_s)
 
     def greet(self, holder: str, process: ProcessMark | None = None) -> int:
         """Count the holder as living from now on, as long as its process. Return the epoch of its leases.

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Self
@@ -53,7 +53,6 @@ class PeerClient:
         timeout_s: float = 5.0,
         min_gbps: float = MIN_GBPS,
         grace_s: float = GRACE_S,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not 0 < range_bytes <= MAX_RANGE_BYTES:
             raise ValueError(f"ranges of {range_bytes} bytes, expected 1 to {MAX_RANGE_BYTES}")
@@ -61,7 +60,6 @@ class PeerClient:
         self._range_bytes = range_bytes
         self._min_gbps = min_gbps
         self._grace_s = grace_s
-        self._clock = clock
         self._connections = PeerConnections(check_secret(secret), num_connections, timeout_s)
 
     def fetch_extent(
@@ -125,18 +123,18 @@ class PeerClient:
 
     def _fetch_share(self, source: _Source, arriving: _Arriving, fetched: FetchOutcome) -> list[str]:
         """Fetch missing bytes from this peer. Return the reasons why it did not give all."""
-        start_s = self._clock()
+        start_s = time.perf_counter()
         try:
             source.take_slot()
         except PeerUnavailable as error:
             return [str(error)]
-        slot_s, missing_bytes = self._clock(), arriving.missing_bytes
+        slot_s, missing_bytes = time.perf_counter(), arriving.missing_bytes
         ranges = arriving.ranges()
-        start_s += self._clock() - slot_s
+        start_s += time.perf_counter() - slot_s
         reasons = self._fetch_from(source, ranges)
         if arrived_bytes := missing_bytes - ranges.missing_bytes:
             arriving.givers.add(source.address)
-            fetched.shares.append(PeerShare(source.address, arrived_bytes, self._clock() - start_s, source.load))
+            fetched.shares.append(PeerShare(source.address, arrived_bytes, time.perf_counter() - start_s, source.load))
         return reasons
 
     def _fetch_from(self, source: _Source, ranges: ExtentRanges) -> list[str]:

@@ -10,7 +10,7 @@ where the reports say that the model is ready, or will be in a moment: orders fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -74,13 +74,13 @@ class _OrderTable:
 
 
 class Deciding:
-    """The sequence of decisions. `new_id` makes the ids of orders, unique across restarts."""
+    """The sequence of decisions. `order_ids` are the ids of its orders, unique across restarts."""
 
-    def __init__(self, policy: SwitchingPolicy, observations: Observations, new_id: Callable[[], str]) -> None:
+    def __init__(self, policy: SwitchingPolicy, observations: Observations, order_ids: Iterator[str]) -> None:
         self.log: deque[LoggedDecision] = deque(maxlen=MAX_DECISIONS)
         self.policy = policy
         self._observations = observations
-        self._new_id = new_id
+        self._order_ids = order_ids
         self._table = _OrderTable()
         self._going_on: Collection[tuple[str, str, str]] = ()  # decisions of the plan before
         self._waits_since: dict[str, float] = {}
@@ -164,7 +164,7 @@ class Deciding:
             given = self._table.given.setdefault(decision.worker, [])
             if any(one.order.action == decision.action and one.order.model == decision.model for one in given):
                 continue
-            logged.order = self._new_id()
+            logged.order = next(self._order_ids)
             order = Order(logged.order, decision.action, decision.model, decision.evict, decision.switch_s)
             given.append(_GivenOrder(order, now_s))
             self.log.append(logged)

@@ -1,7 +1,7 @@
 """Models that need no order, because a switch to them takes little longer than a request. Pure.
 
 Waiting for a planned worker would cost such a request more than the switch, so the queue starts it by
-itself (`replica_slots.py`), on an idle worker at once, and the worker switches while the text is encoded.
+itself (`replica_choice.py`), on an idle worker at once, and the worker switches while the text is encoded.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Detached actors, which outlive the application, are ended by name, until the nam
 
 from __future__ import annotations
 
+import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -57,6 +58,30 @@ def connect_actor(
         **placement.ray_options,
     )
     return actor.remote(*arguments, **options)
+
+
+class NamedActor:
+    """A detached actor that is found by its name, and anew after it has ended for good. Lives on one event loop.
+
+    `connect` returns its handle, of a new one where there is none, and may block.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self.known_handle: Any = None  # once it was found
+        self._connect = connect
+        self._connecting = asyncio.Lock()
+
+    async def handle(self) -> Any:
+        """Return the handle."""
+        async with self._connecting:
+            if self.known_handle is None:
+                self.known_handle = await asyncio.to_thread(self._connect)
+            return self.known_handle
+
+    def note_failure(self, error: Exception) -> None:
+        """Take in why a call failed: Ray restarts an actor under its handle, unless it was ended for good."""
+        if isinstance(error, ray.exceptions.RayActorError):
+            self.known_handle = None
 
 
 def get(refs: Any, timeout_s: float | None = None) -> Any:

@@ -23,7 +23,7 @@ def retry_after_s(num_failures: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedLoad:
     """A load that failed `num` times in a row, the last time at `at_s`."""
 
     num: int
@@ -44,7 +44,7 @@ class LoadFailures:
 
     def __init__(self, one_load_s: float = 0.0) -> None:
         self._one_load_s = one_load_s
-        self._failed: dict[tuple[str, str], dict[str, Failure]] = {}
+        self._failed: dict[tuple[str, str], dict[str, FailedLoad]] = {}
 
     def note_failure(self, model: str, version: str, replica: str, now_s: float, error: str = "") -> None:
         """Take in that a replica could not load a version. What is known of other versions is forgotten."""
@@ -52,7 +52,7 @@ class LoadFailures:
         failed = self._failed.setdefault((model, version), {})
         before = failed.get(replica)
         num = before.num + (now_s - before.at_s >= self._one_load_s) if before else 1
-        failed[replica] = Failure(num, now_s, error)
+        failed[replica] = FailedLoad(num, now_s, error)
 
     def note_load(self, model: str, version: str, replica: str) -> None:
         """Take in that a replica has loaded it."""
@@ -74,7 +74,7 @@ class LoadFailures:
             if not self._failed[key]:
                 del self._failed[key]
 
-    def of_replica(self, replica: str) -> dict[tuple[str, str], Failure]:
+    def of_replica(self, replica: str) -> dict[tuple[str, str], FailedLoad]:
         """Return the failures of one replica, by model and version."""
         return {key: failed[replica] for key, failed in self._failed.items() if replica in failed}
 

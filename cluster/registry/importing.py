@@ -316,15 +316,9 @@ class ImportProcess:
     HAZARD: the process ends with the thread that started it. The threads of `asyncio.to_thread` stay.
     """
 
-    def __init__(
-        self,
-        settings: ImportSettings,
-        limits: ImportLimits = DEFAULT_LIMITS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, settings: ImportSettings, limits: ImportLimits = DEFAULT_LIMITS) -> None:
         self._settings = settings
         self._limits = limits
-        self._clock = clock
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -363,12 +357,12 @@ class ImportProcess:
         """Return the last report. Raises ImportFailed when the process ended, or was killed for passing a limit."""
         assert self._process is not None
         process = psutil.Process(self._process.pid)
-        done_bytes, last = 0, _LastSign((), self._clock(), 0.0)
+        done_bytes, last = 0, _LastSign((), time.monotonic(), 0.0)
         try:
             while True:
                 if not connection.poll(POLL_S):
                     sign = (done_bytes, *_transferred(process))
-                    if problem := last.limit_passed(sign, self._clock(), sum(process.cpu_times()[:2]), self._limits):
+                    if problem := last.limit_passed(sign, time.monotonic(), sum(process.cpu_times()[:2]), self._limits):
                         self._process.kill()
                         self._ended()
                         raise ImportFailed(f"its import was stopped: {problem}")

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Final
 
 import ray
@@ -88,9 +87,12 @@ class NodeRounds:
     async def _look_at(self, alive: Mapping[str, str]) -> None:
         """Look at joined nodes, beside all other work: a hanging one is waited for."""
         if self._watch is None:  # `up` has looked at those that are there
-            self._watch = NodeWatch(partial(_node_problems, self._config), () if self._was_restarted else alive)
+            self._watch = NodeWatch(() if self._was_restarted else alive)
+        now_s = time.monotonic()
+        due = self._watch.due(alive, now_s)
         try:
-            for line in await asyncio.to_thread(self._watch.look, alive, time.monotonic()):
+            found = await asyncio.to_thread(_node_problems, self._config, due) if due else {}
+            for line in self._watch.note(alive, found, now_s):
                 logger.warning("%s", line)
         except ray.exceptions.RayError as error:
             logger.warning("nodes that join could not be looked at: %s", str(error).partition("\n")[0])

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
-from cluster.process.ray_calls import call_actor
+from cluster.process.ray_calls import NamedActor, call_actor
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.asking import Asking
 from cluster.registry.directory import Directory, ModelRecord
@@ -32,21 +32,19 @@ R = TypeVar("R")
 class RegistrySnapshot:
     """A copy of the directory of models, and the way to the registry itself. Lives on one event loop.
 
-    The copy stays as it was while the registry is gone. `connect` returns a handle of the registry, of a new one when
-    the one before is gone for good; it may block. The control plane stays while the `replica` of that name runs.
+    The copy stays as it was while the registry is gone. The control plane stays while the `replica` of that name runs.
     """
 
     def __init__(
         self,
-        connect: Callable[[], Any],
+        registry: NamedActor,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         *,
         replica: str | None = None,
     ) -> None:
-        self._connect = connect
         self._replica = replica
         self._sleep = sleep
-        self._registry: Any = None
+        self._registry = registry
         self._asking = Asking()
         self._copy = Directory("")
         self._is_ready = asyncio.Event()
@@ -82,7 +80,7 @@ class RegistrySnapshot:
 
         Raises the registry's own errors, and RayActorError while it is gone.
         """
-        registry = self._registry or await self._reconnect()
+        registry = await self._registry.handle()
         try:
             answer = await self._asking.ask(registry, method, *args, **kwargs)
         except RayTaskError as error:
@@ -103,18 +101,14 @@ class RegistrySnapshot:
 
     def notify_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a method of the registry without waiting for it; nothing happens while the registry is gone."""
-        if self._registry is not None:
-            call_actor(self._registry, method, *args, **kwargs)
+        if (registry := self._registry.known_handle) is not None:
+            call_actor(registry, method, *args, **kwargs)
 
     def close(self) -> None:
         """Stop following the registry."""
         for task in (self._task, self._pausing):
             if task:
                 task.cancel()
-
-    async def _reconnect(self) -> Any:
-        self._registry = await asyncio.to_thread(self._connect)
-        return self._registry
 
     def _end_pause(self) -> None:
         """Follow the registry at once: it has answered a caller, and the copy must not lag behind that answer."""
@@ -125,14 +119,13 @@ class RegistrySnapshot:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                registry = self._registry or await self._reconnect()
+                registry = await self._registry.handle()
                 known = self._copy.revision, self._copy.epoch
                 async with asyncio.timeout(POLL_S + LATE_S):
                     change = await call_actor(registry, WeightRegistry.watch, *known, POLL_S, self._replica)
             except Exception as error:  # whatever it is, the copy serves and the next round may do better
                 logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
-                if isinstance(error, RayActorError):
-                    self._registry = None  # Ray restarts it under this handle, unless it was ended for good
+                self._registry.note_failure(error)
                 self._pausing = asyncio.ensure_future(self._sleep(pause_s))
                 await asyncio.wait([self._pausing])
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

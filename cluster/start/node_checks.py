@@ -131,26 +131,28 @@ class _Look:
 class NodeWatch:
     """The problems of nodes that join a running cluster. A node is looked at when it comes, and while it has some.
 
-    A problem counts once it was seen twice: what starts on a node may take its ports a moment before it says so.
-    `find_problems` takes addresses by id, as `problems_by_node`. Of those that are `known` nothing is asked.
+    A problem counts once it was seen twice: what starts on a node may take its ports a moment before it says so. Those
+    that are `known` are not looked at.
     """
 
-    def __init__(
-        self,
-        find_problems: Callable[[Mapping[str, str]], Mapping[str, list[str]]],
-        known: Collection[str],
-    ) -> None:
-        self._find_problems = find_problems
+    def __init__(self, known: Collection[str]) -> None:
         self._looks = {node_id: _Look([], 0, math.inf) for node_id in known}
         self.problems: dict[str, list[str]] = {}  # by node id
 
-    def look(self, nodes: Mapping[str, str], now_s: float) -> list[str]:
-        """Look at the nodes that are due, of all of Ray's by id, and return the sentences that are new. May block."""
+    def due(self, nodes: Mapping[str, str], now_s: float) -> dict[str, str]:
+        """Return the nodes to look at now, of all of Ray's by id."""
+        return {
+            id_: address
+            for id_, address in nodes.items()
+            if id_ not in self._looks or now_s >= self._looks[id_].again_s
+        }
+
+    def note(self, nodes: Mapping[str, str], found: Mapping[str, list[str]], now_s: float) -> list[str]:
+        """Take in the problems found on nodes that were due, and return the sentences that are new."""
         looks = {node_id: look for node_id, look in self._looks.items() if node_id in nodes}
-        due = {id_: address for id_, address in nodes.items() if id_ not in looks or now_s >= looks[id_].again_s}
         problems = {node_id: lines for node_id, lines in self.problems.items() if node_id in looks}
         new: list[str] = []
-        for node_id, lines in (self._find_problems(due) if due else {}).items():
+        for node_id, lines in found.items():
             before = looks.get(node_id, _Look([], 0, 0.0))
             num_times = before.num_times + 1 if lines else 0
             pause_s = min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S) if lines else math.inf

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI
 from starlette.datastructures import Headers
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.dispatcher import NotAdmitted
@@ -44,6 +45,7 @@ from deployments.ingress.messages.bodies import (
     SMALL_BYTES,
     BoundedBody,
     LargeBodies,
+    LargeBody,
     announced_bytes,
     closing_unless_whole,
     receive_small,
@@ -92,15 +94,13 @@ def _need_of(path: str) -> Need:
 class HttpAccess:
     """The rules of access over HTTP: the caller of a request, and the callers that the config refuses.
 
-    `http_host` is the address that the server listens on. `is_path` tells whether the server has a path: a path that it
-    lacks is a 404 for every key, and not reserved for operators.
+    `http_host` is the address that the server listens on. A path that its `app` lacks is a 404 for every key, and not
+    reserved for operators.
     """
 
-    def __init__(
-        self, callers: Callers, config: AccessConfig, http_host: str, is_path: Callable[[str], bool] = lambda _: True
-    ) -> None:
+    def __init__(self, callers: Callers, config: AccessConfig, http_host: str, app: FastAPI | None = None) -> None:
         self._callers = callers
-        self._is_path = is_path
+        self._app = app
         self._check_origin = not callers.need_keys and "*" not in config.cors_origins
         self._check_host = bool(config.allowed_hosts) or (is_loopback(http_host) and not callers.need_keys)
         self._origins = frozenset(config.cors_origins)
@@ -114,7 +114,7 @@ class HttpAccess:
         if (need := _need_of(path)) == "nothing":
             return None
         self._check_page(method, headers)
-        if need == "admin" and not self._is_path(path):
+        if need == "admin" and self._app is not None and not _has_path(self._app, path):
             need = "key"
         return self._callers.identify(shown_key(headers.get("authorization"), headers.get("x-api-key")), need)
 
@@ -133,6 +133,12 @@ class HttpAccess:
                 f"web pages of {origin[:100]!r} may not ask this server; "
                 "`access: {cors_origins: [...]}` of the cluster config allows them"
             )
+
+
+def _has_path(app: FastAPI, path: str) -> bool:
+    """Return whether the application has a route at `path`, of any method."""
+    scope = {"type": "http", "method": "GET", "path": path}
+    return any(route.matches(scope)[0] != Match.NONE for route in app.routes)
 
 
 def describe_keys(app: FastAPI) -> None:
@@ -250,7 +256,7 @@ class ReadGate:
 
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in once it has a slot. It takes none while its client sends: slow clients delay no other."""
-        arrived_s = self._arrivals.arrived_s(scope, time.time(), self._limiter.clock())
+        arrived_s = self._arrivals.arrived_s(scope, time.time(), self._limiter.now_s())
         try:
             messages = await receive_small(receive)
         except ServiceError as slow:
@@ -269,7 +275,7 @@ class ReadGate:
                 return
             if _has_left(leaving):
                 return
-            waited_s = self._limiter.clock() - arrived_s
+            waited_s = self._limiter.now_s() - arrived_s
             scope[WAITED] = waited_s if waited_s > _LEAST_S else 0.0
             await self._app(scope, rest, send)
 
@@ -296,8 +302,8 @@ class BodyGate:
         with contextlib.ExitStack() as request:
             try:
                 if WAITED not in scope:  # none of its body is here yet
-                    hold = request.enter_context(self._large.holding(tenant, has_others=caller is not None))
-                    body = BoundedBody(scope, receive, send, self._limits, hold)
+                    large = request.enter_context(LargeBody(self._large, tenant, has_others=caller is not None))
+                    body = BoundedBody(scope, receive, send, self._limits, large)
                     receive, send = body.receive, body.send
                 if caller:
                     request.enter_context(caller.begin_request(is_look=_looks_at_jobs(scope)))

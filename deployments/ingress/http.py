@@ -19,7 +19,6 @@ from fastapi import APIRouter, FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from cluster.admission.dispatcher import Dispatcher
@@ -29,6 +28,7 @@ from cluster.door.places import HTTP_ADDRESS
 from cluster.placement.serving.actor import connect_controller
 from cluster.placement.serving.link import Link, SlotLink, link_queue
 from cluster.process.logs import configure_logs
+from cluster.process.ray_calls import NamedActor
 from cluster.process.telemetry import EdgeMetrics
 from cluster.process.tracing import begin_tracing
 from cluster.ray_seam.handles import watch_replicas
@@ -40,7 +40,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.admin.live import NUM_DECISIONS, ClusterView, create_live_router
+from deployments.ingress.admin.live import ClusterView, create_live_router
 from deployments.ingress.admin.routes import ControllerCalls, create_admin_router, create_controller_router
 from deployments.ingress.compat.a1111 import create_a1111_router
 from deployments.ingress.compat.anthropic import create_messages_router
@@ -134,8 +134,8 @@ def create_http_app(
     readers = ImageReaders()
     fetcher = ImageFetcher(config.ingress.image_hosts, config.ingress.limits.max_upload_bytes)
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
-    controller = ControllerCalls(partial(connect_controller, config) if config.controller.enabled else None)
-    view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
+    controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
+    view = ClusterView(service.operations, service.queues, controller)
     for router in (
         *_client_routers(service, config, readers, images, view, desk),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
@@ -149,7 +149,7 @@ def create_http_app(
         app.router.routes.extend(router.routes)
     if callers.need_keys:
         describe_keys(app)
-    limiter = limiter or ReadLimiter(lambda: service.queue.config.max_waiting)
+    limiter = limiter or ReadLimiter(service.queue)
     _add_gates(app, config, limiter, _http_access(callers, config, http_host, app))
     return app
 
@@ -207,7 +207,7 @@ def _around_gate(config: ClusterConfig, gate: ASGIApp) -> ASGIApp:
 
 def _http_access(callers: Callers, config: ClusterConfig, http_host: str | None, app: FastAPI) -> HttpAccess:
     host = config.http.host if http_host is None else http_host
-    return HttpAccess(callers, config.access, host, partial(_is_path, app))
+    return HttpAccess(callers, config.access, host, app)
 
 
 def _openai_routers(
@@ -244,12 +244,6 @@ def _compat_routers(
         yield create_ollama_router(service, images)
     if compat.a1111:
         yield create_a1111_router(service, config, readers)
-
-
-def _is_path(app: FastAPI, path: str) -> bool:
-    """Return whether the application has a route at `path`, of any method."""
-    scope = {"type": "http", "method": "GET", "path": path}
-    return any(route.matches(scope)[0] != Match.NONE for route in app.routes)
 
 
 def _lifespan(
@@ -301,18 +295,17 @@ class Ingress:
         begin_tracing(config.tracing)
         self._http_host = _checked_host(config)
         name = ray.get_runtime_context().get_actor_name()
-        snapshot = RegistrySnapshot(lambda: connect_registry(config), replica=name)
+        snapshot = RegistrySnapshot(NamedActor(partial(connect_registry, config)), replica=name)
         self._config = config
         self._handles = {ENCODER: encoder, WORKER: worker}
         self._queue = Dispatcher(config.admission, num_sharing=config.ingress.num_replicas)
         self._links = self._make_links(uuid.uuid4().hex)
         slot_link = next((link for link in self._links if isinstance(link, SlotLink)), None)
-        self._service = Service(
-            config, snapshot, encoder, worker, self._why_none, self._queue, slot_link, EdgeMetrics()
-        )
+        why_none = {pool: self._why_none(pool) for pool in self._handles}
+        self._service = Service(config, snapshot, encoder, worker, why_none, self._queue, slot_link, EdgeMetrics())
 
     def __serve_build_asgi_app__(self) -> Any:
-        limiter = ReadLimiter(lambda: self._queue.config.max_waiting)
+        limiter = ReadLimiter(self._queue)
         callers = Callers(self._config.access, self._config.ingress.num_replicas)
         app = create_http_app(self._service, self._config, self._http_host, self._watch_replicas, callers, limiter)
         access = _http_access(callers, self._config, self._http_host, app)
@@ -372,9 +365,9 @@ class Ingress:
         config = self._config
         if not config.has_controller:
             return []
-        connect = partial(connect_controller, config)
-        links: list[Link] = [link_queue(name, self._queue, connect, config.controller.tick_s)]
-        return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, connect)]
+        controller = _controller_of(config)
+        links: list[Link] = [link_queue(name, self._queue, controller, config.controller.tick_s)]
+        return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, controller)]
 
     def _why_none(self, pool: str) -> WhyNone:
         """Return a function that explains why no replica can answer, by Serve's controller if the queue knows none."""
@@ -384,6 +377,10 @@ class Ingress:
             return None if self._queue.num_replicas(pool) else await states.why_none_can()
 
         return why_none_can
+
+
+def _controller_of(config: ClusterConfig) -> NamedActor:
+    return NamedActor(partial(connect_controller, config))
 
 
 def _checked_host(config: ClusterConfig) -> str:

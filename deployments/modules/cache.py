@@ -117,7 +117,7 @@ class ModuleCache:
         self.manifests = ManifestVersions(fetch, models)
         self._provider = provider
         self._kept = kept
-        self._clock = clock
+        self.clock = clock
         self._device = budget.device
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes, budget.others)
         self.planner = PartsPlanner(budget, builder, self._tier, models, is_on_node=kept is not None)
@@ -152,7 +152,7 @@ class ModuleCache:
         the weights turned out to be damaged meanwhile: nobody knows since when, so what was computed is not to be
         trusted.
         """
-        start = self._clock()
+        start = self.clock()
         manifest = await self.manifests.find_version(model, version)
         if self._pins.is_outdated(manifest):  # perhaps this version is the one that is served now
             self._tasks.run(self._pins.renew(model))
@@ -163,10 +163,10 @@ class ModuleCache:
         slots = {name: slot for name, slot in taken.slots.items() if name != WORKSPACE_PART}
         fresh = {*taken.fresh} - {WORKSPACE_PART}
         try:
-            report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
+            report = switch_report(model, (self.clock() - start) * 1e3, slots, fresh, built)
             if fresh:
                 nbytes = sum(sum(parts[name].footprint.values()) for name in fresh)
-                self.switches.note(model, nbytes, report, self._clock() - taken.at_s)
+                self.switches.note(model, nbytes, report, self.clock() - taken.at_s)
             yield Lease(self._modules.pipelines, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_damaged]:
                 raise ModelUnavailable(

@@ -229,7 +229,7 @@ class TextEncoderBuilder(Builder):
             self._tokenizers.note(folder, tokenizer)
 
 
-class ImageReaders:
+class PipelineProcessors:
     """The processors of pipelines by their folders, each with a tokenizer of its own. Thread-safe.
 
     An encoder of the same weights may be another pipeline's as well, which has another processor or none.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -18,10 +19,16 @@ from deployments.records.errors import InvalidRequest, ModelUnavailable, Unknown
 from deployments.records.tasks import Deadline
 
 
-class Pipelines:
-    """The pipelines of a config. `models` returns all models as they are now, by id.
+class ModelRecords(Protocol):
+    """The models that a cluster has."""
 
-    It is called for every request: plans follow the models.
+    @property
+    def records(self) -> Mapping[str, ModelRecord]:
+        """Return all of them as they are now, by id."""
+
+
+class Pipelines:
+    """The pipelines of a config. Plans follow the models: these are looked up for every request.
 
     `limits` bound the items of one request, `max_timeout_s` how long any takes.
     """
@@ -30,7 +37,7 @@ class Pipelines:
         self,
         configs: Sequence[PipelineConfig],
         ask: ModelCalls,
-        models: Callable[[], Mapping[str, ModelRecord]],
+        models: ModelRecords,
         *,
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
         limits: LimitsConfig | None = None,
@@ -68,7 +75,7 @@ class Pipelines:
 
     def labels(self, name: str) -> dict[str, Sequence[str]]:
         """Return the names of the classes that each output scores, by output. Raises as `signature` does."""
-        plan, models = self.plan(name), self._models()
+        plan, models = self.plan(name), self._models.records
         used = {stage.target for stage in plan.stages() if stage.action in ("head", "score")} & models.keys()
         known = {id_: models[id_].features.labels for id_ in used}
         return {output: plan.labels_of(output, known) for output in plan.outputs}
@@ -80,7 +87,7 @@ class Pipelines:
     def plan(self, name: str) -> PipelinePlan:
         """Return the plan, renewed after a change of its models. Raises UnknownModel, ModelUnavailable."""
         config = self.config(name)
-        models = self._models()
+        models = self._models.records
         used = {stage.model or stage.tokenizer or "" for stage in config.stages} & models.keys()
         facts = {id_: models[id_] for id_ in used}
         known = self._plans.get(name)

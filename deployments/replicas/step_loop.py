@@ -124,15 +124,13 @@ class _Caller(Generic[OutputT]):
 class EngineLoop(Generic[RequestT, OutputT]):
     """Steps one engine while it has work, and delivers to each request its own outputs. Lives on one event loop.
 
-    The loops of several engines share the device thread: their steps alternate. `yield_device` tells the engine
-    before each step the seconds of another's, None where no other has work. Steps are counted as those of a `kind`.
+    The loops of several engines share the device thread: their steps alternate. Steps are counted as those of a `kind`.
     """
 
     def __init__(
         self,
         device: DeviceThread,
         engine: Engine[RequestT, OutputT],
-        yield_device: Callable[[float | None], None] | None = None,
         kind: str = "",
     ) -> None:
         self._device = device
@@ -141,7 +139,6 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._joining: deque[RequestT] = deque()  # this loop appends, the device thread takes out
         self._undelivered: list[tuple[str, OutputT | Exception]] = []  # of the device thread
         self._task: asyncio.Task[None] | None = None
-        self._yield_device = yield_device
         self._kind = kind
         self._steps = StepTime()
 
@@ -154,6 +151,11 @@ class EngineLoop(Generic[RequestT, OutputT]):
     def is_wanted(self) -> bool:
         """Return whether somebody waits for the end of the step that runs. May be asked from any thread."""
         return bool(self._joining) or self._device.is_wanted
+
+    @property
+    def others_step_s(self) -> float | None:
+        """Return the seconds of the shortest step of another engine with work; None where no such one is known."""
+        return self._device.others_step_s(self._steps)
 
     async def run_request(
         self, request: RequestT, on_output: Callable[[OutputT], None], *, coalesces: bool = False
@@ -243,8 +245,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
 
     def _timed_step(self) -> Sequence[OutputT]:
         """Step once, and learn what that takes."""
-        if self._yield_device is not None:
-            self._yield_device(self._device.others_step_s(self._steps))
+        self._engine.yield_device(self)
         begun_s = self._device.clock()
         outputs = self._engine.step()
         self._steps.note_step(self._device.clock() - begun_s)

@@ -91,7 +91,6 @@ class ImageService:
         module_cache: ModuleCache,
         settings: WorkerConfig,
         device: DeviceThread,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._module_cache = module_cache
         self._settings = settings
@@ -101,8 +100,7 @@ class ImageService:
         self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = RememberedCosts()
-        self._clock = clock
-        self._kept_s = clock()
+        self._kept_s = time.monotonic()
         self._keeping: asyncio.Task[None] | None = None
         self._moving: dict[str, _Moving] = {}  # by request
         self._migrations: set[asyncio.Task[None]] = set()
@@ -262,8 +260,8 @@ class ImageService:
         finally:
             moving.engine = None
             self._num_denoising -= 1
-        if self._clock() - self._kept_s >= KEEP_COSTS_S:
-            self._kept_s = self._clock()
+        if time.monotonic() - self._kept_s >= KEEP_COSTS_S:
+            self._kept_s = time.monotonic()
             self._keeping = asyncio.ensure_future(self._keep_costs(engine))
         return output
 

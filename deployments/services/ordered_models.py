@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,7 +51,6 @@ class OrderedModels:
         pool: str,
         node: str,
         slots: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.changed = asyncio.Event()
         self._cache = cache
@@ -61,8 +59,7 @@ class OrderedModels:
         self._pool = pool
         self._node = node
         self._slots = slots
-        self._clock = clock
-        self._began_s = clock()
+        self._began_s = cache.clock()
         self._taken: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._outcomes: deque[OrderOutcome] = deque(maxlen=MAX_REMEMBERED // 4)
         self._switches: dict[str, _Switch] = {}  # by order
@@ -73,7 +70,7 @@ class OrderedModels:
 
     async def report(self) -> WorkerReport:
         """Return the present models."""
-        now_s, here = self._clock(), self._cache.occupancy()
+        now_s, here = self._cache.clock(), self._cache.occupancy()
         self._failures.forget_before(now_s - 2 * LONGEST_RETRY_S)
         switch, speeds = next(iter(self._switches.values()), None), self._cache.switches.speeds
         return WorkerReport(
@@ -121,12 +118,12 @@ class OrderedModels:
 
     def _begin(self, order: Order) -> None:
         if order.action == "switch":
-            self._switches[order.id] = _Switch(order.model, self._clock() + order.switch_s)
+            self._switches[order.id] = _Switch(order.model, self._cache.clock() + order.switch_s)
         self._run(self._carry_out(order))
         self.changed.set()
 
     async def _carry_out(self, order: Order) -> None:
-        began_s, version, problem = self._clock(), "", ""
+        began_s, version, problem = self._cache.clock(), "", ""
         try:
             with panics_as_errors():
                 if order.action == "evict":
@@ -145,7 +142,7 @@ class OrderedModels:
                 self._failures.forget_model(order.model)
         finally:
             self._switches.pop(order.id, None)
-        self._outcomes.append(OrderOutcome(order.id, self._clock() - began_s, problem))
+        self._outcomes.append(OrderOutcome(order.id, self._cache.clock() - began_s, problem))
         self.changed.set()
 
     async def _bring(self, manifest: Manifest, order: Order) -> None:
@@ -185,7 +182,7 @@ class OrderedModels:
         self.changed.set()
 
     def _note_failure(self, model: str, version: str, error: str) -> None:
-        self._failures.note_failure(model, version, _HERE, self._clock(), error)
+        self._failures.note_failure(model, version, _HERE, self._cache.clock(), error)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))

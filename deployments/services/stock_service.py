@@ -295,9 +295,8 @@ class _LoadedModel:
     async def _load(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
         # The lease's modules, not the lease: they stay as long as this object.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
-        engine = StockEngine(model, lambda: loop.is_wanted, memory=self._memory)
-        loop = EngineLoop(self._device, engine, engine.yield_device, "stock")
-        return engine, loop
+        engine = StockEngine(model, memory=self._memory)
+        return engine, EngineLoop(self._device, engine, "stock")
 
 
 def _stock_request(request: ImageRequest) -> StockRequest:

@@ -144,9 +144,7 @@ class TextService:
 
     def _loop_of(self, lease: Lease) -> EngineLoop[TextRequest, TextDelta]:
         engine: LLMEngine = lease.modules["model"]
-        loop: EngineLoop[TextRequest, TextDelta] = lease.bound(
-            lambda: EngineLoop(self._device, engine, engine.yield_device, "text")
-        )
+        loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine, "text"))
         return loop
 
     async def _images_of(self, engine: LLMEngine, request: TextRequestRecord) -> list[PromptImage]:

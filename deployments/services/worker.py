@@ -17,6 +17,7 @@ from ray import serve
 from cluster.placement.reports import Orders, WorkerReport
 from cluster.placement.serving.actor import connect_controller
 from cluster.placement.serving.link import ControllerLink
+from cluster.process.ray_calls import NamedActor
 from cluster.process.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
@@ -101,9 +102,9 @@ class Worker(ModelReplica):
                 node=ray.get_runtime_context().get_node_id(),
                 slots=self._settings.max_running_images,
             )
-            connect = partial(connect_controller, config)
+            controller = NamedActor(partial(connect_controller, config))
             reporter = _WorkerReporter(self._ordered, self._images)
-            self._link = ControllerLink(self._name, connect, reporter, config.controller.tick_s)
+            self._link = ControllerLink(self._name, controller, reporter, config.controller.tick_s)
             self._link.start()
 
     def _note_load(self, model: str, version: str, error: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 from ray.exceptions import RayActorError
@@ -35,12 +35,10 @@ class TextEncoderClient:
         timeout_s: float | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls = calls
         self._timeout_s = timeout_s
         self._clock = clock
-        self._sleep = sleep
         self._down_until_s = 0.0
 
     @property
@@ -73,7 +71,7 @@ class TextEncoderClient:
                     self._down_until_s = self._clock() + BELIEVED_DOWN_S
                     raise EncoderDown(f"no text encoder could be reached ({error})") from None
                 async with deadline.bounding():
-                    await self._sleep(PAUSE_S)
+                    await asyncio.sleep(PAUSE_S)
             except RayActorError as error:
                 num_died += 1
                 if num_died == MAX_TRIES:

@@ -28,7 +28,14 @@ from deployments.engines.text.prompt_weights import from_compel, plain_texts, we
 from deployments.engines.text.sentence_layers import apply_stages
 from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
 from deployments.modules.cache import Lease, ModuleCache
-from deployments.modules.encoders import EncoderLora, EncoderLoras, ImageReaders, KeyedEncoder, text_modules, words_of
+from deployments.modules.encoders import (
+    EncoderLora,
+    EncoderLoras,
+    KeyedEncoder,
+    PipelineProcessors,
+    text_modules,
+    words_of,
+)
 from deployments.records import CacheUse
 from deployments.records.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
@@ -114,7 +121,7 @@ class CachedEncoders:
         self._run_batch = run_batch
         self._loras = EncoderLoras()
         self._stock = StockTexts(cache, run_batch)
-        self._readers = ImageReaders()
+        self._readers = PipelineProcessors()
 
     async def condition(
         self, module_cache: ModuleCache, request: ConditioningRequest, wanted: Callable[[Component], bool]

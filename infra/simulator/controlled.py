@@ -15,7 +15,7 @@ from cluster.placement.observing import WARM_UP_S, CatalogEntry, Observations
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, WorkerReport
 from cluster.placement.state import Decision
 from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy
-from cluster.records.load_failures import Failure
+from cluster.records.load_failures import FailedLoad
 from cluster.records.overrides import Overrides
 from configs.admission import AdmissionConfig
 from infra.simulator.scenario import Fault, SimRequest
@@ -62,7 +62,7 @@ class Controlled:
         self._switch_s: dict[int, float] = {}  # of what waited for it on a worker, by ticket
         self._began_s: dict[int, float] = {}
         self._loading: set[str] = set()
-        self._failures: dict[str, dict[str, Failure]] = {}  # by model and worker
+        self._failures: dict[str, dict[str, FailedLoad]] = {}  # by model and worker
         self._silent: set[str] = set()
         self._lies: set[str] = set()
         self._clock_error_s = 0.0
@@ -72,8 +72,7 @@ class Controlled:
         self._is_described = False
         self._observations = Observations(lambda id_: world.models[id_].slo, -WARM_UP_S)
         self._observations.catalog = {id_: CatalogEntry("simulated", _VERSION) for id_ in world.models}
-        ids = itertools.count()
-        self._deciding = Deciding(policy, self._observations, lambda: str(next(ids)))
+        self._deciding = Deciding(policy, self._observations, map(str, itertools.count()))
         self._placement = Placement()
         self.is_controller_up = is_controller_up
         self.decisions: list[TimedDecision] = []
@@ -121,7 +120,7 @@ class Controlled:
         self._loading.discard(worker.spec.id)
         failed = self._failures.setdefault(model, {})
         before = failed.get(worker.spec.id)
-        failed[worker.spec.id] = Failure(before.num + 1 if before else 1, self._world.now_s, "")
+        failed[worker.spec.id] = FailedLoad(before.num + 1 if before else 1, self._world.now_s, "")
         waiting = self._unready[worker.spec.id]
         self._unready[worker.spec.id] = deque(request for request in waiting if request.model != model)
         self._decide()

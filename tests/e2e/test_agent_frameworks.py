@@ -16,6 +16,7 @@ from kit.waiting import wait_until
 from unit.deployments.ingress.scripted_agents import ANSWER, THOUGHT, Agents, larger_limits
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service.service import Service
@@ -36,7 +37,7 @@ def serve() -> Callable[[Agents], AbstractContextManager[str]]:
         config = larger_limits()
 
         async def run() -> None:
-            watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+            watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
             app = create_http_app(Service(config, watch, handle, handle), config)
             server.append(uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)))
             await server[0].serve([listening])

@@ -22,6 +22,7 @@ from ray.exceptions import RayTaskError
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
@@ -89,7 +90,7 @@ def serve(replicas: Held) -> Callable[..., AbstractContextManager[str]]:
         config = CONFIG.model_copy(update=update)
 
         async def run() -> None:
-            watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+            watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
             app = create_http_app(Service(config, watch, handle, handle), config)
             server.append(uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)))
             await server[0].serve([listening])

@@ -13,6 +13,7 @@ import typer.main
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.cli.main import _app
@@ -202,7 +203,9 @@ def test_a_table_that_does_not_render_is_found() -> None:
 def test_every_path_of_the_api_is_served() -> None:
     config = ClusterConfig.model_validate(MINIMAL | {"ingress": {"shared_memory": {}}})
     replicas: Any = object()  # nobody asks them
-    page = create_http_app(Service(config, RegistrySnapshot(lambda: replicas), replicas, replicas), config).openapi()
+    page = create_http_app(
+        Service(config, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas), config
+    ).openapi()
     served = {re.sub(r"{[^}]*}", "{}", path) for path in page["paths"]} | {
         "/docs",
         "/chat/completions",

@@ -162,7 +162,7 @@ class DeltaReader:
         bases = Bases(extent.delta, self._resident_bases(extent), _not_resident)
         with self._plain.staging(extent.delta.nbytes) as staging:
             fetch(staging)
-            begin_s = self._plain.clock()
+            begin_s = stages.now_s()
             try:
                 found = self._plain.take_in(decoded(extent, ByteSource([staging.data]), bases, stages), place, stages)
             except DeltaDamaged as error:
@@ -171,14 +171,14 @@ class DeltaReader:
                 raise ExtentCorrupt(
                     f"the delta of extent {extent.id} gives checksum {found}, expected {extent.checksum}", extent.id
                 )
-            self._decoding.add(extent.nbytes, self._plain.clock() - begin_s)
+            self._decoding.add(extent.nbytes, stages.now_s() - begin_s)
 
     def _decode_with(
         self, extent: ExtentRef, resident: Mapping[int, ByteArray], place: Place, stages: StageClock
     ) -> None:
         delta = extent.delta
         assert delta
-        passed, begin_s = Passed(), self._plain.clock()
+        passed, begin_s = Passed(), stages.now_s()
         with self._plain.open(delta.stored(extent.id), stages) as (pack, strategy), contextlib.ExitStack() as stack:
             staging = stack.enter_context(self._plain.staging(min(strategy.block_bytes, pack.span.nbytes)))
             bases = stack.enter_context(
@@ -202,14 +202,14 @@ class DeltaReader:
             )
         if len(resident) == len(delta.bases):
             self._reading.add(delta.nbytes, passed.read_s)
-            self._decoding.add(extent.nbytes, self._plain.clock() - begin_s - passed.read_s)
+            self._decoding.add(extent.nbytes, stages.now_s() - begin_s - passed.read_s)
 
     def _blame_bases(self, extent: ExtentRef, resident: Mapping[int, ByteArray]) -> None:
         """Raise ExtentCorrupt naming the file of a base on disk that is damaged, if one is."""
         for number, base in enumerate(extent.delta.bases if extent.delta else ()):
             if number not in resident:
                 try:
-                    self._plain.read(base, StageClock(self._plain.clock))
+                    self._plain.read(base, StageClock())
                 except ExtentCorrupt as error:
                     raise ExtentCorrupt(f"{error}; the delta of extent {extent.id} needs it", extent.id) from None
 

@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -48,13 +47,11 @@ class ExtentReader:
         planner: ReadPlanner,
         *,
         verify: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
         resident: Resident = lambda base: None,
     ) -> None:
         self._packs = packs
         self._planner = planner
-        self._clock = clock
-        self._plain = PlainReader(packs, pool, planner, verify=verify, clock=clock)
+        self._plain = PlainReader(packs, pool, planner, verify=verify)
         self._deltas = DeltaReader(self._plain, pool, resident)
 
     def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
@@ -103,7 +100,8 @@ class ExtentReader:
         While one extent is verified, others are read. The first error ends the load and is raised, after the reads
         in flight.
         """
-        stages, start_s = StageClock(self._clock), self._clock()
+        stages = StageClock()
+        start_s = stages.now_s()
         total_bytes = sum(extent.nbytes for extent in extents)
         # By the largest, which is the one worth a probe.
         packs = [
@@ -133,7 +131,7 @@ class ExtentReader:
         return {extent.id: arrays[extent.id] for extent in extents}, LoadReport(
             what=what,
             nbytes=total_bytes,
-            wall_s=self._clock() - start_s,
+            wall_s=stages.now_s() - start_s,
             stages=stages.figures(),
             medium=plan.medium,
             strategy=plan.strategy,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,26 +51,24 @@ class PlainReader:
         planner: ReadPlanner,
         *,
         verify: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.verify = verify
         self.rate = MeasuredRate()
         self._packs = packs
         self._pool = pool
         self._planner = planner
-        self.clock = clock
         self._places: dict[str, tuple[Path, ReadStrategy]] = {}
 
     def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
         """Read an extent into memory that is the caller's. Raises what `read_into` does."""
-        with self._timed(extent), self.open(extent, stages) as (pack, strategy):
+        with self._timed(extent, stages), self.open(extent, stages) as (pack, strategy):
             buffer = allocate_pages(pack.span.nbytes)
             self._verified(extent, self.measured(pack.blocks(buffer, strategy.block_bytes), stages), None, stages)
             return buffer[pack.span.lead : pack.span.lead + extent.nbytes]
 
     def read_into(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
         """Fill what `place` gives. Raises ExtentCorrupt naming the pack, StoreError when it leads out of the store."""
-        with self._timed(extent), self.open(extent, stages) as (pack, strategy):
+        with self._timed(extent, stages), self.open(extent, stages) as (pack, strategy):
             if not pack.is_direct:
                 blocks = pack.blocks(place(), strategy.block_bytes)
                 self._verified(extent, self.measured(blocks, stages), None, stages)
@@ -113,14 +110,14 @@ class PlainReader:
     ) -> Iterator[memoryview]:
         """Pass blocks on as they are read."""
         while True:
-            begin_s = self.clock()
+            begin_s = stages.now_s()
             with stages.measure("read"):
                 block = next(blocks, None)
             if block is None:
                 return
             stages.add_bytes("read", block.nbytes)
             if passed:
-                passed.read_s += self.clock() - begin_s
+                passed.read_s += stages.now_s() - begin_s
                 passed.digest.update(block)
             yield block
 
@@ -150,10 +147,10 @@ class PlainReader:
         return path, self._planner.plan(path).strategy
 
     @contextlib.contextmanager
-    def _timed(self, extent: ExtentRef) -> Iterator[None]:
-        begin_s = self.clock()
+    def _timed(self, extent: ExtentRef, stages: StageClock) -> Iterator[None]:
+        begin_s = stages.now_s()
         yield
-        self.rate.add(extent.nbytes, self.clock() - begin_s)
+        self.rate.add(extent.nbytes, stages.now_s() - begin_s)
 
     def _verified(
         self, extent: ExtentRef, blocks: Iterator[memoryview], place: Place | None, stages: StageClock

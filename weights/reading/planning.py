@@ -84,6 +84,18 @@ class ReadPlan:
     advice: str | None = None
 
 
+class Disks:
+    """The storage of this machine: what is mounted, and how fast a file can be read."""
+
+    def mounts(self) -> str:
+        """Return the kernel's list of mounts. Raises OSError where it has none."""
+        return MOUNTINFO.read_text(errors="surrogateescape")
+
+    def probe(self, file: Path) -> Probe | None:
+        """Measure reads of a file; None where that tells nothing of its disk."""
+        return _probe_file(file)
+
+
 class ReadPlanner:
     """Plans reads, once per device. `override`, or `ATELIER_READ` in `environ`, wins over what is found. Thread-safe.
 
@@ -96,14 +108,12 @@ class ReadPlanner:
         override: ReadStrategy | None = None,
         cache: Path | None = None,
         environ: Mapping[str, str] = os.environ,
-        mountinfo: Callable[[], str] = lambda: MOUNTINFO.read_text(errors="surrogateescape"),
-        prober: Callable[[Path], Probe | None] = _probe_file,
+        disks: Disks | None = None,
     ) -> None:
         text = environ.get(_READ_VARIABLE)
         self._override = override or (parse_strategy(text) if text else None)
         self._cache = _ProbeCache(cache or cache_folder(environ))
-        self._mountinfo = mountinfo
-        self._prober = prober
+        self._disks = disks or Disks()
         self._plans: dict[tuple[int, bool], ReadPlan] = {}
         self._lock = threading.Lock()  # held during a probe: a second one beside it would measure half
 
@@ -122,12 +132,12 @@ class ReadPlanner:
 
     def _find(self, pack: Path, *, may_probe: bool) -> ReadPlan:
         try:
-            medium = medium_of(pack, self._mountinfo())
+            medium = medium_of(pack, self._disks.mounts())
         except OSError:  # no /proc here
             medium = UNKNOWN
         probe = self._cache.get_probe(medium)
         if probe is None and may_probe and self._override is None and medium.kind in DIRECT:
-            probe = self._prober(pack)
+            probe = self._disks.probe(pack)
             if probe is not None:
                 self._cache.put_probe(medium, probe)
         return ReadPlan(choose_strategy(medium, probe, self._override), medium, probe, nfs_advice(medium))

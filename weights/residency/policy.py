@@ -121,7 +121,7 @@ class EvictionOrder(Generic[CandidateT]):
         self._members[candidate] = None
         heaps = self._heaps.get(candidate.origin)
         if heaps is None:
-            heaps = self._heaps[candidate.origin] = (_Heap(_count_rank, self._members), _Heap(_age, self._members))
+            heaps = self._heaps[candidate.origin] = (_ByCount(self._members), _ByAge(self._members))
         for heap in heaps:
             if candidate not in heap.placed:
                 heap.add(candidate)
@@ -159,17 +159,20 @@ def value_of(candidate: EvictionCandidate, rates: Mapping[Hashable, float], now_
 class _Heap(Generic[CandidateT]):
     """Candidates by a rank that only grows; each has one place, which is put right when it comes to the top."""
 
-    def __init__(self, rank: Callable[[CandidateT], float], members: Mapping[CandidateT, None]) -> None:
-        self._rank = rank
+    def __init__(self, members: Mapping[CandidateT, None]) -> None:
         self._members = members
         self._places: list[tuple[float, int, CandidateT]] = []
         self.placed: set[CandidateT] = set()
+
+    def rank(self, candidate: CandidateT) -> float:
+        """Return the place of a candidate in the order."""
+        raise NotImplementedError
 
     def add(self, candidate: CandidateT) -> None:
         if len(self._places) > 2 * len(self._members) + _SLACK:
             self._sweep()
         self.placed.add(candidate)
-        heapq.heappush(self._places, (self._rank(candidate), candidate.last_used, candidate))
+        heapq.heappush(self._places, (self.rank(candidate), candidate.last_used, candidate))
 
     def least(self) -> CandidateT | None:
         while self._places:
@@ -178,7 +181,7 @@ class _Heap(Generic[CandidateT]):
                 heapq.heappop(self._places)
                 self.placed.discard(candidate)
             elif last_used != candidate.last_used:
-                heapq.heapreplace(self._places, (self._rank(candidate), candidate.last_used, candidate))
+                heapq.heapreplace(self._places, (self.rank(candidate), candidate.last_used, candidate))
             else:
                 return candidate
         return None
@@ -186,17 +189,22 @@ class _Heap(Generic[CandidateT]):
     def _sweep(self) -> None:
         """Drop the entries that may not go. The cost is proportional to the additions since the last sweep."""
         self.placed = {candidate for candidate in self.placed if candidate in self._members}
-        self._places = [(self._rank(candidate), candidate.last_used, candidate) for candidate in self.placed]
+        self._places = [(self.rank(candidate), candidate.last_used, candidate) for candidate in self.placed]
         heapq.heapify(self._places)
 
 
-def _count_rank(candidate: EvictionCandidate) -> float:
-    """Order by the halving count at any later time: all counts halve at the same pace."""
-    popularity = candidate.popularity
-    if not popularity.count:
-        return -math.inf
-    return math.log2(popularity.count) + popularity.at_s / popularity.half_life_s
+class _ByCount(_Heap[CandidateT]):
+    """Ordered by the halving count at any later time: all counts halve at the same pace."""
+
+    def rank(self, candidate: CandidateT) -> float:
+        popularity = candidate.popularity
+        if not popularity.count:
+            return -math.inf
+        return math.log2(popularity.count) + popularity.at_s / popularity.half_life_s
 
 
-def _age(candidate: EvictionCandidate) -> float:
-    return candidate.popularity.at_s
+class _ByAge(_Heap[CandidateT]):
+    """Ordered by the time of the last use."""
+
+    def rank(self, candidate: CandidateT) -> float:
+        return candidate.popularity.at_s

@@ -13,7 +13,9 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 from cluster.admission.outcomes import EndedRequests
@@ -30,7 +32,7 @@ from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.state import SloClass, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from cluster.process.logs import configure_logs
-from cluster.process.ray_calls import connect_actor, node_addresses
+from cluster.process.ray_calls import NamedActor, connect_actor, node_addresses
 from cluster.process.telemetry import ControllerMetrics
 from cluster.ray_seam.serve_control import ServeReplicas
 from cluster.records.actor_names import controller_name
@@ -58,9 +60,9 @@ class Controller:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         configure_logs(config.logging.format)
         self._config = config.controller
-        self._registry = FollowedRegistry(RegistrySnapshot(lambda: connect_registry(config)))
+        self._registry = FollowedRegistry(RegistrySnapshot(NamedActor(partial(connect_registry, config))))
         self._observations = Observations(self._slo_of, time.monotonic())
-        self._deciding = Deciding(LATENCY_FIRST, self._observations, lambda: uuid.uuid4().hex[:16])
+        self._deciding = Deciding(LATENCY_FIRST, self._observations, _new_ids())
         self._mailboxes = Mailboxes()
         self._changed = asyncio.Event()
         self._heard = asyncio.Event()  # set by a change that the next decision takes in, though not at once
@@ -284,6 +286,11 @@ class Controller:
     def _slo_of(self, model: str) -> SloClass:
         name, found = self._config.slo_of(model)
         return SloClass(name, found.target_s, found.weight)
+
+
+def _new_ids() -> Iterator[str]:
+    while True:
+        yield uuid.uuid4().hex[:16]
 
 
 def _has_changed(before: WorkerReport, after: WorkerReport) -> bool:

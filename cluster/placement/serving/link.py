@@ -29,7 +29,7 @@ from cluster.placement.serving.actor import Controller
 from cluster.placement.slot_book import SLOT_REST_S, lease_s
 from cluster.placement.state import STALE_S
 from cluster.process.processes import ProcessMark
-from cluster.process.ray_calls import call_actor
+from cluster.process.ray_calls import NamedActor, call_actor
 from cluster.records.errors import ClusterError
 from configs.admission import AdmissionConfig
 
@@ -58,27 +58,25 @@ R = TypeVar("R")
 class Link:
     """A link of one reporter, by its name. Lives on one event loop.
 
-    `connect` returns a handle of the controller, and may block. A report goes out every `tick_s`, and at once when
-    `changed` is set, but not within `gap_s` of the last one; after one that fails there is a pause.
+    A report goes out to the `controller` every `tick_s`, and at once when `changed` is set, but not within `gap_s` of
+    the last one; after one that fails there is a pause.
     """
 
     def __init__(
         self,
         name: str,
-        connect: Callable[[], Any],
+        controller: NamedActor,
         changed: asyncio.Event,
         tick_s: float,
         gap_s: float = GAP_S,
         pause_s: float | None = None,
     ) -> None:
         self.name = name
-        self._connect = connect
+        self._controller = controller
         self._changed = changed
         self._tick_s = tick_s
         self._gap_s = gap_s
         self._pause_s = PAUSE_S if pause_s is None else pause_s
-        self._actor: Any = None
-        self._connecting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._reported: object = None  # at rest, and known to the controller; or a report that is under way
         self._reported_s = -math.inf
@@ -103,21 +101,13 @@ class Link:
         """Wait for the controller's decision, and apply it."""
         raise NotImplementedError
 
-    async def handle(self) -> Any:
-        """Return the controller's handle."""
-        async with self._connecting:
-            if self._actor is None:
-                self._actor = await asyncio.to_thread(self._connect)
-            return self._actor
-
     async def _lasting(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             try:
                 await work()
             except Exception as error:  # any error: it blocks no request, and the next round may succeed
                 logger.warning("the controller does not answer: %s", str(error).partition("\n")[0])
-                if isinstance(error, RayActorError):
-                    self._actor = None  # Ray restarts it under its name, unless it was ended for good
+                self._controller.note_failure(error)
             await asyncio.sleep(self._pause_s)
 
     async def _tell(self) -> None:
@@ -181,8 +171,8 @@ class ControllerLink(Link):
     `tick_s` holds until the controller sends another one.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Any], reporter: Reporter[Any], tick_s: float) -> None:
-        super().__init__(name, connect, reporter.changed, tick_s)
+    def __init__(self, name: str, controller: NamedActor, reporter: Reporter[Any], tick_s: float) -> None:
+        super().__init__(name, controller, reporter.changed, tick_s)
         self._reporter = reporter
         self._revision = ""
 
@@ -192,12 +182,14 @@ class ControllerLink(Link):
         if self._is_reported(report, now_s, REST_S):
             return
         under_way = self._begin_report()
-        await call_actor(await self.handle(), Controller.report, self.name, report)
+        await call_actor(await self._controller.handle(), Controller.report, self.name, report)
         self._note_reported(report, now_s, under_way)
 
     async def _receive_once(self) -> None:
         """Wait for a decision and apply it."""
-        update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        update = await call_actor(
+            await self._controller.handle(), Controller.receive, self.name, self._revision, LISTEN_S
+        )
         if self._revision and not update.revision:  # a new controller, which began between two calls
             self._reported = None
         self._revision, self._tick_s = update.revision, update.tick_s
@@ -219,9 +211,9 @@ class _PlacedQueue:
         self._queue.set_placement(placement)
 
 
-def link_queue(name: str, queue: Dispatcher, connect: Callable[[], Any], tick_s: float) -> ControllerLink:
+def link_queue(name: str, queue: Dispatcher, controller: NamedActor, tick_s: float) -> ControllerLink:
     """Return the link of an admission queue."""
-    return ControllerLink(name, connect, _PlacedQueue(queue), tick_s)
+    return ControllerLink(name, controller, _PlacedQueue(queue), tick_s)
 
 
 class QueuesAway(ClusterError):
@@ -229,22 +221,17 @@ class QueuesAway(ClusterError):
 
 
 class SlotLink(Link):
-    """The link of one ingress, and the queues of all of them together. Arguments are those of `Link`.
-
-    `clock` is the queue's.
-    """
+    """The link of one ingress, and the queues of all of them together. Arguments are those of `Link`."""
 
     def __init__(
         self,
         name: str,
         queue: Dispatcher,
-        connect: Callable[[], Any],
-        clock: Callable[[], float] = time.monotonic,
+        controller: NamedActor,
         process: ProcessMark | None = None,
     ) -> None:
-        super().__init__(name, connect, queue.own_slots.changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
+        super().__init__(name, controller, queue.own_slots.changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
         self._queue = queue
-        self._clock = clock
         self._process = process or ProcessMark.this()
         self._session = ""
         self._revision = 0
@@ -274,14 +261,14 @@ class SlotLink(Link):
 
     async def _report_once(self) -> None:
         """Report once. Two failures in a row mark the controller as away."""
-        began_s = self._clock()
+        began_s = self._queue.now_s()
         report = await self._report(began_s)
         if self._is_reported(report, began_s, SLOT_REST_S):
             return
         under_way = self._begin_report()
         try:
             async with asyncio.timeout(SLOT_CALL_S):
-                answer = await call_actor(await self.handle(), Controller.report_slots, self.name, report)
+                answer = await call_actor(await self._controller.handle(), Controller.report_slots, self.name, report)
         except Exception:
             self._num_failed += 1
             if self._num_failed > 1:
@@ -301,7 +288,7 @@ class SlotLink(Link):
         """Wait for news, and apply them."""
         session = self._session
         update = await call_actor(
-            await self.handle(),
+            await self._controller.handle(),
             Controller.receive_slots,
             self.name,
             session,
@@ -342,6 +329,6 @@ class SlotLink(Link):
     ) -> R:
         try:
             async with asyncio.timeout(SLOT_ASK_S):
-                return await call_actor(await self.handle(), method, *args, **kwargs)
+                return await call_actor(await self._controller.handle(), method, *args, **kwargs)
         except (RayActorError, TimeoutError):
             raise QueuesAway("the controller is restarting; try again") from None

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
-from collections.abc import Callable
 from typing import Final
 
 from cluster.admission.outcomes import EndedLog
@@ -33,9 +31,8 @@ def _is_running(mark: ProcessMark) -> bool:
 class SlotDesk:
     """The slots of the ingresses of one controller. Lives on its event loop, until `close`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.ended = EndedLog()
-        self._clock = clock
         self._book = SlotBook(uuid.uuid4().hex, _is_running)
         self._news: dict[str, asyncio.Event] = {}
         self._confirmed: dict[str, str] = {}  # by ingress: the revision of its settings
@@ -54,7 +51,7 @@ class SlotDesk:
 
     async def report_slots(self, name: str, report: SlotReport) -> SlotAnswer:
         """Take in a report. A new split follows at once."""
-        answer = self._book.report(name, report, self._clock())
+        answer = self._book.report(name, report, asyncio.get_running_loop().time())
         self._confirmed[name] = report.settings
         self._note_ended(name, report)
         self._is_due.set()
@@ -97,7 +94,7 @@ class SlotDesk:
         ended = report.ended
         if ended is None or ended.next_number <= self._next_ended.get(name, 0):
             return
-        self.ended.take_over(ended, self._clock(), self._next_ended.get(name, 0))
+        self.ended.take_over(ended, asyncio.get_running_loop().time(), self._next_ended.get(name, 0))
         self._next_ended[name] = ended.next_number
 
     async def _tick(self) -> None:
@@ -128,7 +125,7 @@ class SlotDesk:
             self._is_due.clear()
             is_tick, self._has_ticked = self._has_ticked, False
             try:
-                for name in self._book.divide(self._clock(), is_tick=is_tick):
+                for name in self._book.divide(asyncio.get_running_loop().time(), is_tick=is_tick):
                     if name in self._news:
                         self._news[name].set()
             except Exception:  # the ingresses keep their slots, and the next split may succeed

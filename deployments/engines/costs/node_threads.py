@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -24,16 +24,9 @@ _GATE: Final = 2**20  # behind all threads
 class NodeThreads:
     """So many threads of this node, as `file` has them. All its processes must agree on their number."""
 
-    def __init__(
-        self,
-        file: Path,
-        count: int,
-        *,
-        max_wait_s: float = MAX_WAIT_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, file: Path, count: int, *, max_wait_s: float = MAX_WAIT_S) -> None:
         """Open the file, or make it. Raises OSError."""
-        self._count, self._max_wait_s, self._clock = count, max_wait_s, clock
+        self._count, self._max_wait_s = count, max_wait_s
         self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     @contextlib.contextmanager
@@ -48,9 +41,9 @@ class NodeThreads:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
 
     def _take(self, count: int, held: list[int]) -> None:
-        deadline_s = self._clock() + self._max_wait_s
+        deadline_s = time.monotonic() + self._max_wait_s
         while not self._locks(_GATE):
-            if self._clock() > deadline_s:
+            if time.monotonic() > deadline_s:
                 return
             time.sleep(_POLL_S)
         try:
@@ -58,7 +51,7 @@ class NodeThreads:
                 for place in range(self._count):
                     if len(held) < count and place not in held and self._locks(place):
                         held.append(place)
-                if len(held) == count or self._clock() > deadline_s:
+                if len(held) == count or time.monotonic() > deadline_s:
                     return
                 time.sleep(_POLL_S)
         finally:

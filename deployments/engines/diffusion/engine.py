@@ -30,6 +30,7 @@ from deployments.engines.records.protocol import (
     DenoiseTimes,
     DiffusionOutput,
     EngineError,
+    SharedDevice,
     StepAborted,
 )
 
@@ -134,6 +135,9 @@ class DiffusionEngine:
             return None
         self.abort(request_id)
         return DiffusionOutput(request_id, state.step_index, state.num_steps, checkpoint=checkpoint, is_moved=True)
+
+    def yield_device(self, device: SharedDevice) -> None:
+        """Do nothing: a step is a denoise step, and not cut any further."""
 
     def step(self) -> list[DiffusionOutput]:
         """Denoise a batch, or decode requests without steps left."""

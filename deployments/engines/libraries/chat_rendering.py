@@ -1,7 +1,7 @@
 """Chat templates rendered as transformers renders them, with a bound on what they do. No torch.
 
-A jinja template becomes Python code. Here that code pays `Steps` for each turn of a loop, each call, filter, operator
-and output, so that one that does not end ends with an error, soon.
+A jinja template becomes Python code. Here that code pays from a `StepBudget` for each turn of a loop, each call,
+filter, operator and output, so that one that does not end ends with an error, soon.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from deployments.engines.libraries.library_seam import chat_environment
-from deployments.engines.libraries.template_steps import CHARACTERS_PER_STEP, Steps, TooManySteps
+from deployments.engines.libraries.template_steps import CHARACTERS_PER_STEP, StepBudget, TooManySteps
 from deployments.engines.records.protocol import EngineError
 
 # A template is compiled at one go, while nothing else runs. The longest in use have half of either.
@@ -60,7 +60,7 @@ def render_chat_template(
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     shown = {"messages": chat, "tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
     context: Any = template.new_context({**shown, **special_tokens, **variables})
-    context.steps = Steps(num_steps)
+    context.steps = StepBudget(num_steps)
     try:
         return "".join(template.root_render_func(context))
     except TooManySteps:
@@ -88,7 +88,7 @@ def _num_characters(value: Any) -> int:
 class _PayingContext(Context):
     """The variables of one rendering, and its steps. The methods are called by the code of templates."""
 
-    steps: Steps
+    steps: StepBudget
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
         made: Any = super().derived(locals)
@@ -235,7 +235,7 @@ def _paying_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
     @pass_context
     def pay_and_filter(context: _PayingContext, value: Any, *args: Any, **kwargs: Any) -> Any:
-        steps: Steps = context.steps
+        steps: StepBudget = context.steps
         value = steps.pay_for_filter(name, value, [*args, *kwargs.values()])
         return function(*first(context), value, *args, **kwargs)
 

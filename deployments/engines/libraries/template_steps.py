@@ -45,7 +45,7 @@ class TooManySteps(Exception):  # what it says is not an error's name but the re
     """A template wants to do more than it may."""
 
 
-class Steps:
+class StepBudget:
     """The steps that one rendering has left. Every method raises TooManySteps when they do not suffice."""
 
     def __init__(self, number: int) -> None:
@@ -170,7 +170,7 @@ class Steps:
         return value
 
 
-def _size(value: Any, steps: Steps) -> int:
+def _size(value: Any, steps: StepBudget) -> int:
     """Return the characters of a text, about those of the text of something else."""
     if isinstance(value, str | bytes):
         steps.spend(1 + len(value) // CHARACTERS_PER_STEP)

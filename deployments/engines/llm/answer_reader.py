@@ -208,17 +208,18 @@ class AnswerReader:
             self._state = self._read_head
         elif tools.syntax in ("braces", "python"):
             stop = tools.call[1] if tools.syntax == "braces" else tools.section[1] if marker else ""
-            self._call, self._state = WholeCall(tape, self._calls, tools, self._is_meant, stop), self._read_call
+            call = WholeCall(tape, self._calls, tools, stop, must_know=self._must_know)
+            self._call, self._state = call, self._read_call
         elif marker and marker == tools.call[0].strip() and tools.syntax != "object":
             self._state = self._read_kind
         else:
             self._state = self._read_section
 
-    def _is_meant(self, name: str) -> bool:
-        """Return whether a call of this name counts: without a marker, and in thoughts, the function must be known."""
+    @property
+    def _must_know(self) -> bool:
+        """True where a call counts only if its function is known: without a marker, and in thoughts."""
         assert self._tools is not None
-        is_vague = self._tools.is_bare or (self._tape.keeps_raw and self._met_in == self._read_thought)
-        return not is_vague or self._calls.knows(name)
+        return self._tools.is_bare or (self._tape.keeps_raw and self._met_in == self._read_thought)
 
     def _give_up(self) -> bool:
         """Give text that is no call back to the text or the reasoning in which it was met."""
@@ -266,7 +267,8 @@ class AnswerReader:
             is_call = body[0] == "{"
             tape.skip(blanks + (not is_call))
             if is_call:
-                self._call, self._state = JsonCall(tape, self._calls, tools, self._is_meant), self._read_call
+                call = JsonCall(tape, self._calls, tools, must_know=self._must_know)
+                self._call, self._state = call, self._read_call
             return True
         return self._give_up()
 
@@ -287,13 +289,14 @@ class AnswerReader:
         assert self._tools is not None
         tools, tape = self._tools, self._tape
         if tools.syntax == "tagged":
-            self._call, self._state = TaggedCall(tape, self._calls, tools, self._is_meant), self._read_call
+            call = TaggedCall(tape, self._calls, tools, must_know=self._must_know)
+            self._call, self._state = call, self._read_call
             return True
         body = tape.held.lstrip()
         if body[:1] in ("[", "{"):
             self._state = self._read_section
         elif body:
-            self._call, self._state = JsonCall(tape, self._calls, tools, self._is_meant), self._read_call
+            self._call, self._state = JsonCall(tape, self._calls, tools, must_know=self._must_know), self._read_call
         return bool(body)
 
     # Messages with heads

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
 from deployments.engines.llm.answer_forms import Tags, ToolForm
@@ -225,11 +225,11 @@ class JsonScan:
 class JsonCall:
     """A call with a JSON object as arguments: a member of the call's own object, or after the name.
 
-    `is_meant` tells whether a call of a name counts where it was met.
+    With `must_know`, only the call of a known function counts.
     """
 
-    def __init__(self, tape: Tape, calls: Calls, form: ToolForm, is_meant: Callable[[str], bool]) -> None:
-        self._tape, self._calls, self._form, self._is_meant = tape, calls, form, is_meant
+    def __init__(self, tape: Tape, calls: Calls, form: ToolForm, *, must_know: bool = False) -> None:
+        self._tape, self._calls, self._form, self._must_know = tape, calls, form, must_know
         self._scan, self._num_scanned = JsonScan(), 0
         self._name = ""
         self._is_member = tape.held.lstrip().startswith("{")
@@ -238,7 +238,7 @@ class JsonCall:
     @classmethod
     def named(cls, tape: Tape, calls: Calls, form: ToolForm, name: str) -> JsonCall:
         """Return the reader of the arguments of a call that has begun."""
-        reader = cls(tape, calls, form, calls.knows)
+        reader = cls(tape, calls, form)
         reader._name, reader._is_member, reader._state = name, False, reader._read_arguments
         return reader
 
@@ -249,7 +249,7 @@ class JsonCall:
         pass
 
     def _begin(self, name: str, arguments: str = "", id_: str = "") -> bool:
-        if not self._is_meant(name):
+        if self._must_know and not self._calls.knows(name):
             return False
         self._calls.begin(name, arguments, id_)
         self._tape.certain()
@@ -369,9 +369,9 @@ def name_in(tape: Tape, form: ToolForm) -> str | _NoName:
 class TaggedCall:
     """A call with each argument in tags of its own."""
 
-    def __init__(self, tape: Tape, calls: Calls, form: ToolForm, is_meant: Callable[[str], bool]) -> None:
+    def __init__(self, tape: Tape, calls: Calls, form: ToolForm, *, must_know: bool = False) -> None:
         assert form.tags is not None
-        self._tape, self._calls, self._tags, self._is_meant = tape, calls, form.tags, is_meant
+        self._tape, self._calls, self._tags, self._must_know = tape, calls, form.tags, must_know
         self._form = form
         self._key, self._call = form.tags.key[0].strip(), form.call[0].strip()
         self._close, self._section = form.call[1].strip(), form.section[1].strip()
@@ -393,7 +393,7 @@ class TaggedCall:
         found = name_in(self._tape, self._form)
         if not isinstance(found, str):
             return found.step
-        if not self._is_meant(found):
+        if self._must_know and not self._calls.knows(found):
             return "no call"
         self._calls.begin(found)
         self._tape.certain()
@@ -474,8 +474,8 @@ class TaggedCall:
 class WholeCall:
     """Calls that are read at their end: a list of Python's, or a name and braces."""
 
-    def __init__(self, tape: Tape, calls: Calls, form: ToolForm, is_meant: Callable[[str], bool], stop: str) -> None:
-        self._tape, self._calls, self._form, self._is_meant = tape, calls, form, is_meant
+    def __init__(self, tape: Tape, calls: Calls, form: ToolForm, stop: str, *, must_know: bool = False) -> None:
+        self._tape, self._calls, self._form, self._must_know = tape, calls, form, must_know
         self._brackets = _Brackets((form.quote, '"') if form.quote else ("'", '"'), stop, only_values=bool(form.quote))
         self._state = self._read_whole
 
@@ -491,7 +491,7 @@ class WholeCall:
         if end is None:
             return "wait"
         found = self._read_calls(tape.held[:end])
-        if found is None or not all(self._is_meant(name) for name, _ in found):
+        if found is None or (self._must_know and not all(self._calls.knows(name) for name, _ in found)):
             tape.skip(end)
             return "no call"
         for name, arguments in found:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -39,7 +39,7 @@ from deployments.engines.llm.models.registry import (
     is_text_alone,
     load_config,
 )
-from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
@@ -55,7 +55,14 @@ from deployments.engines.llm.tokenizer import (
     load_generation_defaults,
     load_tokenizer,
 )
-from deployments.engines.records.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
+from deployments.engines.records.protocol import (
+    ComputationFailed,
+    EngineError,
+    SharedDevice,
+    StepAborted,
+    TextDelta,
+    TextRequest,
+)
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
 from weights.platform.panics import panics_as_errors
@@ -85,11 +92,9 @@ class LLMEngine:
         config: LLMEngineConfig,
         *,
         workspace: Workspace = UNBOUNDED,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
-        never written. Each step has the room of `STEP_KIND` in the device's `workspace`, which other engines
-        share. `clock` measures steps in seconds.
+        never written. Each step has the room of `STEP_KIND` in the device's `workspace`, which other engines share.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `config.kv_dtype` is int8, of the KV cache.
@@ -107,13 +112,13 @@ class LLMEngine:
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._uses_host = any(place.type == "cpu" for place in (device, *places))
         plan, self._runner = plan_runner(model, config)
-        self._config, self._clock, self._workspace = config, clock, workspace
+        self._config, self._workspace = config, workspace
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         self.max_model_len = plan.max_model_len
         self._max_positions = plan.max_positions if config.max_model_len is None else plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
         self.tokenizer, self.generation_defaults = load_tokenizer(folder), load_generation_defaults(folder)
-        vision = model.vision if isinstance(model, StockModel) else None
+        vision = model.vision if isinstance(model, StockLanguageModel) else None
         images = ImageReader.load(folder, self.tokenizer, model_config) if vision else None
         self.chats = ChatReader(self.tokenizer, images, vision)
         self._vocab_size, self._eos_token_ids = model.spec.vocab_size, load_eos_token_ids(folder, model_config)
@@ -218,9 +223,9 @@ class LLMEngine:
         for completion in completions if has_forked else completions[:1]:
             self._scheduler.finish(completion.sequence)
 
-    def yield_device(self, other_step_s: float | None) -> None:
-        """Make the next steps delay another engine by at most a few of its steps; None: no other engine has work."""
-        self._other_step_s = other_step_s
+    def yield_device(self, device: SharedDevice) -> None:
+        """Make the next steps delay another engine with work by at most a few of its steps."""
+        self._other_step_s = device.others_step_s
 
     def step(self) -> list[TextDelta]:
         """Move the scheduled requests on by one token or more, or compute a part of a long prompt.
@@ -232,7 +237,7 @@ class LLMEngine:
         num_threads = self._config.prefill_threads if plan.num_prompt_tokens else self._config.decode_threads
         leased = _leased_threads(self._config, num_threads) if self._uses_host else contextlib.nullcontext()
         with leased, _torch_threads(num_threads):
-            begin_s = self._clock()
+            begin_s = time.perf_counter()
             if plan.copies:
                 self._runner.copy_blocks(plan.copies)
             with self._workspace.lend(STEP_KIND, 1, 1) if plan.chunks else contextlib.nullcontext():
@@ -240,7 +245,7 @@ class LLMEngine:
         deltas = self._postprocess(chunks, tokens)
         if plan.chunks and not self.failures and chunks == plan.chunks:
             num_beside = plan.num_prompt_tokens + plan.num_proposed_tokens
-            self._pace.note_step(plan.num_decoding, num_beside, self._clock() - begin_s)
+            self._pace.note_step(plan.num_decoding, num_beside, time.perf_counter() - begin_s)
         return deltas
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
@@ -432,7 +437,7 @@ def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, Mo
 
 def _recurrent_spec(model: AnyModel) -> RecurrentSpec | None:
     """Return the spec of a model's states in the shared batch."""
-    return model.spec.recurrent if isinstance(model, StockModel) else None
+    return model.spec.recurrent if isinstance(model, StockLanguageModel) else None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from deployments.engines.llm.models.decoder_tensors import renamed_experts
 from deployments.engines.llm.models.registry import AnyModel, LoadedModel, decoder_name
-from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.sequences.sequence import FittedLora, SequenceLora
 from deployments.engines.nn.lora import Pairs, check_targets
 from deployments.engines.records.protocol import EngineError, TextLora
@@ -46,7 +46,7 @@ class DecoderLoras:
         model, given = self._model, adapter.components.get("model")
         if given is None:
             raise EngineError(f"{adapter.path}: is not a LoRA of a language model (PEFT's layout)")
-        scope = model.lora_scope() if isinstance(model, StockModel) else None
+        scope = model.lora_scope() if isinstance(model, StockLanguageModel) else None
         named = given if scope else {decoder_name(path): pair for path, pair in given.items()}
         dotted = renamed_experts({f"{path}.": pair for path, pair in named.items()})
         pairs = {path.removesuffix("."): pair for path, pair in dotted.items()}

@@ -12,7 +12,7 @@ from deployments.engines.llm.models.own_cache import OwnCacheModel
 from deployments.engines.llm.models.recurrent import StateStore, StepStates, plan_batches
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.models.step_rows import StepRows
-from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
 from deployments.engines.llm.sampling.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.sequences.kv_cache import KVCache, KvDtype
@@ -32,7 +32,7 @@ class ModelRunner:
     """Prefill and decode alike: every chunk's tokens go through the layers in one flat batch."""
 
     def __init__(
-        self, model: LoadedModel | StockModel, num_blocks: int, kv_dtype: KvDtype = "auto", num_states: int = 0
+        self, model: LoadedModel | StockLanguageModel, num_blocks: int, kv_dtype: KvDtype = "auto", num_states: int = 0
     ) -> None:
         self._model = model
         self._adapted = AdaptedRows(model.module)
@@ -40,13 +40,13 @@ class ModelRunner:
         is_split = isinstance(model, LoadedModel) and model.is_split
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype, stored=stored, places=places)
-        recurrent = model.spec.recurrent if isinstance(model, StockModel) else None
+        recurrent = model.spec.recurrent if isinstance(model, StockLanguageModel) else None
         self._states = StateStore(recurrent, num_states, model.device) if recurrent else None
         self._decoder = NativeDecoder.create(model, self._cache)
         self._split = SplitLayers(model, self._cache) if isinstance(model, LoadedModel) and is_split else None
         # On the host, products of few rows round by their number: a token's result must not depend on its batch-mates.
         on_host = any(map(computes_on_host, (model.device, *places)))
-        multiple = model.row_multiple if isinstance(model, StockModel) else settled_rows()
+        multiple = model.row_multiple if isinstance(model, StockLanguageModel) else settled_rows()
         self._row_multiple = multiple if model.pads_rows and on_host else 1
 
     def stream_layers(self, stream: BlockStream) -> None:
@@ -91,11 +91,11 @@ class ModelRunner:
         model = self._model
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         multiple = self._row_multiple
-        if isinstance(model, StockModel) and not model.pads_completions and _are_completions(chunks):
+        if isinstance(model, StockLanguageModel) and not model.pads_completions and _are_completions(chunks):
             multiple = len(tokens) if len(tokens) > 1 else 2  # parts of a single row are contiguous, those of more not
         token_ids_T = _padded(torch.tensor(tokens), multiple).to(model.device)
         positions_T = _padded(_positions(chunks), multiple).to(model.device)
-        vision = model.vision if isinstance(model, StockModel) else None
+        vision = model.vision if isinstance(model, StockLanguageModel) else None
         seen = vision.seen(token_ids_T, _shown_images(chunks)) if vision else None
 
         def plan(window: int, visible: Visible | None) -> StepAttention:
@@ -104,7 +104,7 @@ class ModelRunner:
 
         arguments = (token_ids_T, positions_T if positions_T.ndim == 1 else positions_T.T, plan, check)
         with self._adapted.adding(_row_adapters(chunks, model.device)):
-            if isinstance(model, StockModel):
+            if isinstance(model, StockLanguageModel):
                 rows = _kernel_rows(chunks, len(token_ids_T), self._row_multiple)
                 hidden = model.hidden_states(*arguments, rows, seen, self._step_states(model, chunks, check))
             else:
@@ -114,7 +114,7 @@ class ModelRunner:
             return self._logits(hidden, _last_rows(chunks))
 
     def _step_states(
-        self, model: StockModel, chunks: Collection[Chunk], check: Callable[[], None]
+        self, model: StockLanguageModel, chunks: Collection[Chunk], check: Callable[[], None]
     ) -> StepStates | None:
         if self._states is None:
             return None
@@ -178,7 +178,7 @@ class ModelRunner:
         if not rows:
             return torch.empty(0, self._model.spec.vocab_size, device=self._model.device)
         model, chosen = self._model, hidden[rows]
-        if isinstance(model, StockModel):
+        if isinstance(model, StockLanguageModel):
             logits = model.logits(self._padded(chosen) if model.pads_completions else chosen, len(rows))
         else:
             logits = model.logits(self._padded(chosen))

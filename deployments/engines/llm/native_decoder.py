@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from deployments.engines.llm.models.registry import LoadedModel
-from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
 from deployments.engines.llm.sequences.kv_cache import KVCache, LayerSlots
 from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
@@ -143,7 +143,7 @@ class NativeDecoder:
         )
 
     @classmethod
-    def create(cls, model: LoadedModel | StockModel, cache: KVCache) -> Self | None:
+    def create(cls, model: LoadedModel | StockLanguageModel, cache: KVCache) -> Self | None:
         """Return the decoder, or None if the model has a part that decoder.h does not support."""
         kernels = load_kernels() if model.device.type == "cpu" else None
         if kernels is None or not isinstance(model, LoadedModel) or model.is_split or not _is_computed(model):
@@ -157,7 +157,7 @@ class NativeDecoder:
         return cls(model, cache, kernels, part) if kernels is not None and _is_computed(model, part) else None
 
     @classmethod
-    def cache_dtype(cls, model: LoadedModel | StockModel) -> torch.dtype:
+    def cache_dtype(cls, model: LoadedModel | StockLanguageModel) -> torch.dtype:
         """Return the dtype in which a model's keys and values lose least, of two bytes if activations have two.
 
         Packed weights compute in float32 here, of which float16 keeps three bits more than bfloat16.

@@ -111,6 +111,18 @@ RequestT = TypeVar("RequestT", bound=EngineRequest, contravariant=True)
 OutputT = TypeVar("OutputT", bound=EngineOutput, covariant=True)
 
 
+class SharedDevice(Protocol):
+    """A device that several engines step on in turn, as one of them sees it."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether somebody waits for the end of the step that runs. May be asked from any thread."""
+
+    @property
+    def others_step_s(self) -> float | None:
+        """Return the seconds of the shortest step of another engine with work; None where no such one is known."""
+
+
 class Engine(Protocol[RequestT, OutputT]):
     """A model that moves many requests on together, step by step. Requests join and leave between steps.
 
@@ -148,6 +160,9 @@ class Engine(Protocol[RequestT, OutputT]):
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it held at once; no output of it follows. Unknown ids are ignored."""
+
+    def yield_device(self, device: SharedDevice) -> None:
+        """Look, before each step, whether others want the device, so that it need not hold them up for long."""
 
     def step(self) -> Sequence[OutputT]:
         """Move requests on, and return what they got: nothing for those that were in no batch or have nothing to tell.

@@ -27,6 +27,7 @@ from deployments.engines.records.protocol import (
     DenoiseTimes,
     DiffusionOutput,
     EngineError,
+    SharedDevice,
     StockRequest,
 )
 from deployments.engines.stock.adapted import AdaptedModules
@@ -45,18 +46,40 @@ from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
 
 
+class _Turn:
+    """The turn of an engine on a device that others may share."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.now_s = clock
+        self.device: SharedDevice | None = None
+        self._begun_s = 0.0
+
+    def begin(self) -> None:
+        """Begin another turn."""
+        self._begun_s = self.now_s()
+
+    def ends(self, is_block: bool) -> bool:
+        """Return whether it ends before the call of a module that is next, or of a block within one.
+
+        A turn that others wait for is no longer than their steps, but for a block.
+        """
+        if self.device is None:
+            return True
+        if not self.device.is_wanted:
+            return False
+        return not is_block or self.now_s() - self._begun_s >= (self.device.others_step_s or 0.0)
+
+
 class StockEngine:
     """An `Engine` that makes images, video or audio by a model's stock pipeline, for one request after the other.
 
-    Requests of a model do not take turns with each other: they would gain nothing, and each need memory. They
-    do with the steps of other engines. `is_wanted` tells, within a turn, whether other work waits for its end. `memory`
-    lends the memory of module calls (`StockRequest.forward_bytes`).
+    Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
+    do with the steps of other engines. `memory` lends what calls of modules take (`StockRequest.forward_bytes`).
     """
 
     def __init__(
         self,
         model: StockModel,
-        is_wanted: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.perf_counter,
         memory: LendingMemory | None = None,
     ) -> None:
@@ -65,10 +88,8 @@ class StockEngine:
         self._adapted = AdaptedModules(model.cls.__name__, model.modules)
         self.failures: dict[str, Exception] = {}
         self._runs: dict[str, _Run] = {}  # in the order in which they came
-        self._is_wanted = is_wanted
-        self._clock = clock
+        self._turn = _Turn(clock)
         self._memory = memory
-        self._turn_begun_s = self._others_step_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -78,19 +99,12 @@ class StockEngine:
         """Take in a request. Raises EngineError for options that the class does not take."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        self._runs[request.request_id] = _Run(
-            self.model, request, self.inputs, self._adapted, self._ends_turn, self._clock, self._memory
-        )
+        run = _Run(self.model, request, self.inputs, self._adapted, self._turn, self._memory)
+        self._runs[request.request_id] = run
 
-    def yield_device(self, others_step_s: float | None) -> None:
-        """Learn the time of another engine's step: a turn that others wait for lasts at most as long, plus a block."""
-        self._others_step_s = others_step_s or 0.0
-
-    def _ends_turn(self, is_block: bool) -> bool:
-        """Return whether the turn ends before the next call of a module, or of a block within one."""
-        if not self._is_wanted():
-            return False
-        return not is_block or self._clock() - self._turn_begun_s >= self._others_step_s
+    def yield_device(self, device: SharedDevice) -> None:
+        """End turns where others want the device."""
+        self._turn.device = device
 
     def request_cancel(self, request_id: str) -> None:
         """End the request at its pipeline's next call of a module."""
@@ -107,7 +121,7 @@ class StockEngine:
     def step(self) -> list[DiffusionOutput]:
         """Run the oldest request to its next call of a module."""
         self.failures = {}
-        self._turn_begun_s = self._clock()
+        self._turn.begin()
         request_id, run = next(iter(self._runs.items()))
         if not run.resume():
             return run.take_news()
@@ -130,34 +144,29 @@ class _Run:
         request: StockRequest,
         inputs: CallInputs,
         adapted: AdaptedModules,
-        ends_turn: Callable[[bool], bool],
-        clock: Callable[[], float],
+        turn: _Turn,
         memory: LendingMemory | None,
     ) -> None:
-        """`ends_turn` is asked before each call of a module (False), and of a block within one (True).
-
-        Raises EngineError for what the class cannot be called with.
-        """
+        """Raise EngineError for what the class cannot be called with."""
         self.request = request
         self._inputs, self._arguments = inputs, inputs.arguments_of(request)
         self.call = PausedCall(self._make, f"pipeline {request.request_id}")
         self.num_done = self.num_steps = 0
-        self._model, self._adapted, self._clock = model, adapted, clock
-        self._ends_turn = ends_turn
+        self._model, self._adapted, self._turn = model, adapted, turn
         self._memory = memory
         self._is_lent = False  # the memory of the running module call
         self._num_told = 0
         self._preview: np.ndarray | None = None
         self._num_previews = 0
-        self._added = clock()
+        self._added = turn.now_s()
         self._started = self._stepped = self._ended = self._added
 
     def resume(self) -> bool:
         """Run to the next call of a module; return whether the call has ended."""
         if self._started == self._added:
-            self._started = self._clock()
+            self._started = self._turn.now_s()
         has_ended = self.call.resume()
-        self._ended = self._clock()
+        self._ended = self._turn.now_s()
         return has_ended
 
     def made(self) -> DiffusionOutput:
@@ -203,7 +212,7 @@ class _Run:
         """Count done steps."""
         self.num_done += count
         self.num_steps = max(self.num_steps, self.num_done)
-        self._stepped = self._clock()
+        self._stepped = self._turn.now_s()
 
     def _make(self) -> DiffusionOutput:
         """Call the pipeline, in a thread of its own."""
@@ -294,7 +303,7 @@ class _Run:
         """Yield the turn before a module's call, if it ends here. Raises Cancelled."""
         if not self.call.is_here:
             return
-        if self.call.is_cancelled or self.has_news or self._ends_turn(is_block):
+        if self.call.is_cancelled or self.has_news or self._turn.ends(is_block):
             self._pause(borrowed)
 
     def _pause(self, borrowed: _Borrowed) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from cluster.placement.serving.link import QueuesAway
 from deployments.ingress.admin.picture import MAX_REQUESTS, Chronicle, Picture, changes_of, nearness_of, picture_of
+from deployments.ingress.admin.routes import ControllerCalls
 from deployments.ingress.messages.responses import EventStream, documented, event_of
 from deployments.ingress.service.model_answers import Nearness
 from deployments.ingress.service.operations import Operations, Page
@@ -35,21 +36,18 @@ logger = logging.getLogger("atelier.ingress")
 
 
 class ClusterView:
-    """The view of the cluster that an ingress replica shares among its readers. Lives on one event loop.
-
-    `decisions` returns the answer of /admin/decisions, {} without a controller.
-    """
+    """The view of the cluster that an ingress replica shares among its readers. Lives on one event loop."""
 
     def __init__(
         self,
         operations: Operations,
         queues: Queues,
-        decisions: Callable[[], Awaitable[dict[str, Any]]],
+        controller: ControllerCalls,
         period_s: float = PERIOD_S,
     ) -> None:
         self._operations = operations
         self._queues = queues
-        self._decisions = decisions
+        self._controller = controller
         self._period_s = period_s
         self._chronicle = Chronicle()
         self._next_request = 0
@@ -151,7 +149,7 @@ class ClusterView:
 
     async def _known_decisions(self) -> dict[str, Any]:
         try:
-            return await self._decisions()
+            return await self._controller.decisions(NUM_DECISIONS)
         except ServiceError:  # the controller restarts: the rest is shown without it
             return {}
 

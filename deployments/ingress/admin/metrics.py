@@ -23,6 +23,7 @@ from cluster.placement.serving.link import QueuesAway
 from cluster.process.telemetry import Exporter, with_measured_sums
 from configs.admission import AdmissionConfig
 from deployments.ingress.messages.responses import Answer, call_aside, documented, json_response
+from deployments.ingress.service.operations import Operations, Page
 from deployments.ingress.service.queues import AdmissionAnswer, Queues, describe_admission
 from deployments.records.errors import NoReplica
 from deployments.records.tasks import shared_task
@@ -57,10 +58,10 @@ _METRICS: Final = (_NODE, _NODE_BUDGET, _NODE_READ, _NODE_EVICTED, _REPLICA, _RE
 
 
 class ResidencyMetrics:
-    """The page's part by the answer of `describe` (as /admin/cluster). Simultaneous calls share one look."""
+    """The page's part by the answer of /admin/cluster. Simultaneous calls share one look."""
 
-    def __init__(self, describe: Callable[[], Awaitable[Mapping[str, Any]]], look_s: float = _LOOK_S) -> None:
-        self._describe = describe
+    def __init__(self, operations: Operations, look_s: float = _LOOK_S) -> None:
+        self._operations = operations
         self._look_s = look_s
         self._looking: asyncio.Task[str] | None = None
 
@@ -73,7 +74,8 @@ class ResidencyMetrics:
     async def _look(self) -> str:
         try:
             async with asyncio.timeout(self._look_s):
-                return residency_metrics(await self._describe())
+                cluster = await self._operations.describe_cluster(Page(max_models=0))
+                return residency_metrics(cluster.model_dump(mode="json", exclude_unset=True))
         except TimeoutError:
             return ""
 

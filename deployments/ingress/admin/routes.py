@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Body, Query
@@ -21,7 +20,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from cluster.placement.serving.actor import Controller
 from cluster.placement.serving.link import QueuesAway
-from cluster.process.ray_calls import call_actor
+from cluster.process.ray_calls import NamedActor, call_actor
 from cluster.process.telemetry import node_exporters
 from cluster.records.errors import NotKept, OverrideRefused
 from cluster.records.overrides import OverrideChange, Overrides
@@ -138,14 +137,14 @@ class DecisionsAnswer(Answer):
 
 
 class ControllerCalls:
-    """Calls of the controller. `connect` returns its handle and may block; None if it is off."""
+    """Calls of the controller, which is None if it is off."""
 
-    def __init__(self, connect: Callable[[], Any] | None) -> None:
-        self._connect = connect
+    def __init__(self, controller: NamedActor | None) -> None:
+        self._controller = controller
 
     @property
     def is_off(self) -> bool:
-        return self._connect is None
+        return self._controller is None
 
     async def call(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
@@ -154,12 +153,13 @@ class ControllerCalls:
 
         Raises Conflict when it is off, NoReplica while it is away, InvalidRequest, ModelUnavailable for a full disk.
         """
-        if self._connect is None:
+        if self._controller is None:
             raise Conflict(_OFF)
         try:
             async with asyncio.timeout(_CALL_S):
-                return await call_actor(await asyncio.to_thread(self._connect), method, *args, **kwargs)
-        except (RayActorError, TimeoutError):
+                return await call_actor(await self._controller.handle(), method, *args, **kwargs)
+        except (RayActorError, TimeoutError) as error:
+            self._controller.note_failure(error)
             raise NoReplica(_AWAY) from None
         except (OverrideRefused, RayTaskError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
@@ -300,7 +300,7 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         return json_response(answer, 200 if health.num_ready else 503)
 
     nodes = NodeMetrics(node_exporters)
-    residency = ResidencyMetrics(partial(_without_models, service.operations))
+    residency = ResidencyMetrics(service.operations)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -319,11 +319,6 @@ async def _queue_page(service: Service) -> str:
         return admission_metrics(await service.queues.snapshot())
     except QueuesAway:
         return ""
-
-
-async def _without_models(operations: Operations) -> dict[str, Any]:
-    cluster = await operations.describe_cluster(Page(max_models=0))
-    return cluster.model_dump(mode="json", exclude_unset=True)
 
 
 def _add_cluster_route(router: APIRouter, operations: Operations) -> None:

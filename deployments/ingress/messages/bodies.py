@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Annotated, Any, Final, TypeVar
@@ -141,31 +141,38 @@ class LargeBodies:
     """The bytes of all large bodies that one ingress has in hand, by tenant."""
 
     def __init__(self, limits: LimitsConfig) -> None:
-        self._max_bytes = _MAX_LARGE * max(limits.max_upload_bytes, limits.max_body_bytes)
-        self._held: Counter[str] = Counter()
+        self.max_bytes = _MAX_LARGE * max(limits.max_upload_bytes, limits.max_body_bytes)
+        self.held: Counter[str] = Counter()
 
-    @contextlib.contextmanager
-    def holding(self, tenant: str, *, has_others: bool) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts more bytes of one body of a tenant, until the context ends.
 
-        It raises Overloaded when there is no room for them. `has_others`: beside this tenant there may be others.
-        """
-        share = self._max_bytes // 2 if has_others else self._max_bytes
-        held = 0
+class LargeBody:
+    """One of all large bodies, of a tenant; its bytes count until the context ends.
 
-        def hold(num_bytes: int) -> None:
-            nonlocal held
-            if max(self._held.total() + num_bytes - self._max_bytes, self._held[tenant] + num_bytes - share) > 0:
-                raise Overloaded("server busy: no memory for another large body; try again")
-            self._held[tenant] += num_bytes
-            held += num_bytes
+    With `has_others`, there may be other tenants, and this one has half of the memory at most.
+    """
 
-        try:
-            yield hold
-        finally:
-            self._held[tenant] -= held
-            if not self._held[tenant]:
-                del self._held[tenant]
+    def __init__(self, bodies: LargeBodies, tenant: str, *, has_others: bool) -> None:
+        self._bodies = bodies
+        self._tenant = tenant
+        self._share_bytes = bodies.max_bytes // 2 if has_others else bodies.max_bytes
+        self._num_bytes = 0
+
+    def __enter__(self) -> LargeBody:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        held = self._bodies.held
+        held[self._tenant] -= self._num_bytes
+        if not held[self._tenant]:
+            del held[self._tenant]
+
+    def hold(self, num_bytes: int) -> None:
+        """Count more bytes of it. Raises Overloaded when there is no room for them."""
+        held, most = self._bodies.held, self._bodies.max_bytes
+        if held.total() + num_bytes > most or held[self._tenant] + num_bytes > self._share_bytes:
+            raise Overloaded("server busy: no memory for another large body; try again")
+        held[self._tenant] += num_bytes
+        self._num_bytes += num_bytes
 
 
 class BoundedBody:
@@ -182,7 +189,7 @@ class BoundedBody:
         receive: Receive,
         send: Send,
         limits: LimitsConfig,
-        hold: Callable[[int], None],
+        large: LargeBody,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         headers = dict(scope["headers"])
@@ -192,7 +199,7 @@ class BoundedBody:
             raise _too_large(announced, self._max_bytes)
         is_json = not headers.get(b"content-type", b"").startswith(_NOT_JSON) and not scope["path"].startswith("/v2")
         self._size = JsonSize(limits.max_body_bytes) if is_json else None
-        self._scope, self._receive, self._send, self._hold, self._clock = scope, receive, send, hold, clock
+        self._scope, self._receive, self._send, self._large, self._clock = scope, receive, send, large, clock
         self._begun_s = clock()
         self._num_bytes = 0
         self._has_ended = not _has_body(scope)
@@ -212,7 +219,7 @@ class BoundedBody:
         self._num_bytes += len(body)
         if self._num_bytes > self._max_bytes:
             raise _too_large(self._num_bytes, self._max_bytes)
-        self._hold(len(body))
+        self._large.hold(len(body))
         if self._size is not None:
             self._size.add(body)
         return message

@@ -58,7 +58,7 @@ class ImageFetcher:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._max_bytes = max_bytes
         self._resolve = resolve
-        self._slots = FairSlots(_MAX_FETCHING, lambda: _MAX_WAITING)
+        self._slots = FairSlots(_MAX_FETCHING, _MAX_WAITING)
 
     async def fetch(self, url: str, field: str) -> bytes:
         """Return the file at an address. Raises InvalidRequest naming `field`, or QueueFull."""

@@ -146,7 +146,7 @@ class ImageReaders:
 
     def __init__(self, max_readers: int = MAX_READERS, max_waiting: int = MAX_WAITING) -> None:
         self._threads = ThreadPoolExecutor(max_readers, "images")
-        self._slots = FairSlots(max_readers, lambda: max_waiting)
+        self._slots = FairSlots(max_readers, max_waiting)
 
     async def read(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Call a function that decodes images, in a thread, and return its result.

@@ -5,9 +5,9 @@ Pipelines are models of the OpenAI protocol as well: a client need not know that
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 from ray.exceptions import RayActorError
@@ -243,6 +243,13 @@ def card_of(record: ModelRecord) -> ModelCard:
     )
 
 
+class PipelineRunner(Protocol):
+    """The pipelines themselves, or a service that lets their requests wait for a slot first."""
+
+    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
+        """Return the outputs of a request."""
+
+
 class PipelineModels:
     """The pipelines that fit an OpenAI endpoint.
 
@@ -250,11 +257,9 @@ class PipelineModels:
     lacks.
     """
 
-    def __init__(
-        self, pipelines: Pipelines, run_pipeline: Callable[[PipelineRequest], Awaitable[PipelineResult]]
-    ) -> None:
+    def __init__(self, pipelines: Pipelines, runner: PipelineRunner) -> None:
         self._pipelines = pipelines
-        self._run_pipeline = run_pipeline
+        self._runner = runner
 
     def endpoint_of(self, name: str) -> Endpoint | None:
         """Return the endpoint that a pipeline fits, None when it fits none. Raises ModelUnavailable."""
@@ -330,7 +335,7 @@ class PipelineModels:
         inputs = {name: _tensor(specs[name], value, len(texts)) for name, value in given.items()}
         inputs[role.input] = text_tensor(role.input, texts)
         asked = PipelineRequest(model, inputs, request.priority, request.timeout_s, request.tenant)
-        return await self._run_pipeline(asked)
+        return await self._runner.run_pipeline(asked)
 
     def _role(self, model: str, endpoint: Endpoint) -> _OpenAiRole:
         role = _openai_role(self._pipelines.signature(model))

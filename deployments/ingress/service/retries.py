@@ -28,7 +28,8 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
 from deployments.ingress.messages.terms import AdmissionSlot, admitted
-from deployments.pipelines.plans import SegmentResult
+from deployments.pipelines.plans import SegmentCall, SegmentResult
+from deployments.pipelines.runner import SegmentReply
 from deployments.records import ImageProgress
 from deployments.records.errors import CannotLoad, ReplicaLost
 from deployments.records.tasks import Deadline
@@ -54,42 +55,32 @@ def _is_lost(error: BaseException | None) -> bool:
     return error is not None and isinstance(error.__cause__, RayActorError)
 
 
-def _no_other_replica() -> bool:
-    return False
-
-
 class _Retries:
-    """The count of retries of one request. None begins after its deadline.
+    """The count of retries of one request.
 
-    `note_unable` notes that the replica could not load the model, and returns whether another one may.
+    With a `slot`, another replica may have it if one could not load the model.
     """
 
-    def __init__(
-        self,
-        deadline: Deadline,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        note_unable: Callable[[], bool] = _no_other_replica,
-    ) -> None:
-        self._deadline = deadline
-        self._sleep = sleep
-        self._note_unable = note_unable
+    def __init__(self, slot: AdmissionSlot | None = None) -> None:
+        self._slot = slot
         self._has_moved = False
         self._num_died = self._num_missed = 0
         self.is_suspect = False
 
-    async def after(self, error: Exception, num_pieces: int = 0) -> None:
-        """Wait until the request may be sent again.
+    def pause_after(self, error: Exception, num_pieces: int = 0) -> float:
+        """Return the seconds to wait before the request is sent again.
 
-        Raises the replica's own error if there is one, DeadlineExceeded, and ReplicaLost when the request was on too
-        many replicas that died, when none could be reached for long, or when `num_pieces` of a stream have gone out
-        already that another replica would begin anew.
+        Raises the replica's own error if there is one, and ReplicaLost when the request was on too many replicas that
+        died, when none could be reached for long, or when `num_pieces` of a stream have gone out already that another
+        replica would begin anew.
         """
         if isinstance(error, CannotLoad):
             # HAZARD: note the last failure, too, or else the next request would come here again.
-            if not self._note_unable() or self._has_moved or num_pieces:
+            is_elsewhere = self._slot is not None and self._slot.note_unable()
+            if not is_elsewhere or self._has_moved or num_pieces:
                 raise error
             self._has_moved, self.is_suspect = True, False
-            return
+            return 0.0
         if not _is_lost(error):
             raise error
         if num_pieces:
@@ -105,8 +96,7 @@ class _Retries:
             if self._num_died > MAX_RETRIES:
                 raise ReplicaLost(f"{self._num_died} replicas were lost while they worked on this request") from error
             self.is_suspect = True
-        async with self._deadline.bounding():
-            await self._sleep(min(PAUSE_S * 2 ** min(self._num_missed, 4), LONGEST_PAUSE_S))
+        return min(PAUSE_S * 2 ** min(self._num_missed, 4), LONGEST_PAUSE_S)
 
 
 class Resumption:
@@ -179,7 +169,7 @@ class RetriedCalls:
                 return self._calls.call(method, *arguments, deadline=deadline, place=slot.replica(), route=route)
 
             # The texts of a route have a replica of their own, whichever the place was.
-            result = await self.answered(send, deadline, _no_other_replica if route else slot.note_unable)
+            result = await self.answered(send, deadline, None if route else slot)
             _note_answer(slot, result)
         return result
 
@@ -201,7 +191,7 @@ class RetriedCalls:
                 await on_piece(piece)
 
         with admitted(self._queue, demand) as slot:
-            retries = _Retries(deadline, note_unable=slot.note_unable)
+            retries = _Retries(slot)
             while True:
                 try:
                     async with self._turn(retries, deadline):
@@ -218,7 +208,7 @@ class RetriedCalls:
                 except Exception as error:
                     if resumption.is_complete and _is_lost(error):
                         break
-                    await retries.after(error, resumption.num_final)
+                    await _pause(retries.pause_after(error, resumption.num_final), deadline)
             if last is not None:
                 _note_answer(slot, last)
         return last
@@ -236,19 +226,16 @@ class RetriedCalls:
         return Deadline(self._timeout_s)
 
     async def answered(
-        self,
-        send: Callable[[], Awaitable[Any]],
-        deadline: Deadline,
-        note_unable: Callable[[], bool] = _no_other_replica,
+        self, send: Callable[[], Awaitable[Any]], deadline: Deadline, slot: AdmissionSlot | None = None
     ) -> Any:
-        """Return the result of `send`, from a second replica if need be."""
-        retries = _Retries(deadline, note_unable=note_unable)
+        """Return the result of `send`, from a second replica if need be. No try begins after the deadline."""
+        retries = _Retries(slot)
         while True:
             try:
                 async with self._turn(retries, deadline):
                     return await send()
             except Exception as error:
-                await retries.after(error)
+                await _pause(retries.pause_after(error), deadline)
 
     def _turn(self, retries: _Retries, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """Return the turn of a try: suspects go one at a time, all others at once."""
@@ -268,6 +255,12 @@ class RetriedCalls:
             self._suspects.release()
 
 
+async def _pause(seconds: float, deadline: Deadline) -> None:
+    """Wait. Raises DeadlineExceeded."""
+    async with deadline.bounding():
+        await asyncio.sleep(seconds)
+
+
 def _note_answer(slot: AdmissionSlot, answer: Any) -> None:
     """Tell the queue that the request was answered, and the seconds of its replica's switch."""
     slot.is_answered = True
@@ -278,17 +271,20 @@ def _note_answer(slot: AdmissionSlot, answer: Any) -> None:
 class EncoderReply:
     """The reply of a segment, called again elsewhere when its replica dies.
 
-    `send` begins a call of `encoder`, with the present responses of `upstream`, and returns Serve's
-    response, which may be passed on without coming here.
+    Each try gets the present responses of `upstream`. Its own `response` is Serve's, which may be passed on without
+    coming here.
     """
 
-    def __init__(self, encoder: RetriedCalls, send: Callable[[], Any], upstream: Sequence[EncoderReply] = ()) -> None:
+    def __init__(
+        self, encoder: RetriedCalls, call: SegmentCall, upstream: Sequence[SegmentReply] = (), route: str = ""
+    ) -> None:
         self._encoder = encoder
-        self._send = send
-        self._deadline = encoder.deadline()
+        self._call = call
         self._upstream = upstream
+        self._route = route
+        self._deadline = encoder.deadline()
         self._has_failed = False
-        self.response = send()
+        self.response = self._begin()
 
     def __await__(self) -> Generator[Any, None, SegmentResult]:
         return self._answered().__await__()
@@ -297,11 +293,16 @@ class EncoderReply:
         """Cancel the call."""
         self.response.cancel()
 
+    def _begin(self) -> Any:
+        results = [reply.response for reply in self._upstream]
+        return self._encoder.begin_call("run_segment", self._call, *results, route=self._route)
+
     def _send_again(self) -> None:
         """Send the call and those of earlier segments again: any replica on the way may have died."""
         for reply in self._upstream:
-            reply._send_again()
-        self.response = self._send()
+            if isinstance(reply, EncoderReply):
+                reply._send_again()
+        self.response = self._begin()
         self._has_failed = False
 
     async def _answered(self) -> SegmentResult:

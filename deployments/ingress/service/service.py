@@ -36,7 +36,7 @@ from deployments.ingress.service.operations import Operations
 from deployments.ingress.service.preparing import Preparing
 from deployments.ingress.service.queues import Queues
 from deployments.ingress.service.retries import EncoderReply, ResumedImages, RetriedCalls
-from deployments.ingress.service.texts import Texts
+from deployments.ingress.service.texts import TextWriter
 from deployments.ingress.service.timing import account, timed_call
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
@@ -82,8 +82,8 @@ class Service:
     """The methods of every protocol, with those of `texts` and `listing`; `operations` is for operators.
 
     `encoder` and `worker` are deployment handles. `queue` is the admission queue; by default it has one anonymous
-    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none(deployment)` makes
-    the function that explains why no replica of it can answer. `meter` counts the requests.
+    replica per kind, routed by Serve. `queues` are those of several ingresses together. `why_none` explains by
+    deployment why no replica of it can answer. `meter` counts the requests.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Service:
         snapshot: RegistrySnapshot,
         encoder: Any,
         worker: Any,
-        why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
+        why_none: Mapping[str, WhyNone] | None = None,
         queue: Dispatcher | None = None,
         queues: Queues | None = None,
         meter: Meter | None = None,
@@ -113,22 +113,22 @@ class Service:
         self._catalog = Catalog(snapshot)
         self._demands = Demands(config, queue, snapshot)
         self._preparing = Preparing(config, self._catalog, self._demands)
-        timeout_s = config.http.request_timeout_s
-        self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none(ENCODER)), queue, timeout_s)
-        self._worker = RetriedCalls(ReplicaCalls(worker, why_none(WORKER)), queue, timeout_s)
+        timeout_s, why_none = config.http.request_timeout_s, why_none or {}
+        self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none.get(ENCODER, nobody_knows)), queue, timeout_s)
+        self._worker = RetriedCalls(ReplicaCalls(worker, why_none.get(WORKER, nobody_knows)), queue, timeout_s)
         self.pipelines = Pipelines(
             config.pipelines,
             self,
-            lambda: snapshot.records,
+            snapshot,
             max_batch_size=config.text_encoder.batching.max_batch_size,
             limits=config.ingress.limits,
             max_timeout_s=timeout_s,
         )
-        self._pipeline_models = PipelineModels(self.pipelines, self.run_pipeline)
+        self._pipeline_models = PipelineModels(self.pipelines, self)
         scaling = config.controller.scaling
         woken = {WORKER} if scaling and scaling.min_workers == 0 else set[str]()  # by a request
         self.listing = Listing(snapshot, queue, self.pipelines, self._pipeline_models, config.entries, woken)
-        self.texts = Texts(
+        self.texts = TextWriter(
             self._worker,
             self._catalog,
             self._preparing,
@@ -314,14 +314,7 @@ class Service:
 
         items = [item for batch in call.inputs.values() if isinstance(batch, list) for item in batch]
         texts = [item for item in items if isinstance(item, str | tuple)]
-        route = route_of(texts) if texts else ""
-
-        def begin() -> Any:
-            results = [reply.response for reply in upstream]
-            return self._encoder.begin_call("run_segment", versioned, *results, route=route)
-
-        replies = [reply for reply in upstream if isinstance(reply, EncoderReply)]
-        return EncoderReply(self._encoder, begin, replies)
+        return EncoderReply(self._encoder, versioned, upstream, route_of(texts) if texts else "")
 
     async def batching(self) -> BatchingConfig:
         """Return the present settings of the text encoders' batching."""

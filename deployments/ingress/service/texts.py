@@ -20,7 +20,7 @@ from deployments.replicas.output_channel import OutputChannel
 from deployments.requests.limits import check_text
 
 
-class Texts:
+class TextWriter:
     """Writes texts. Its methods raise the ServiceErrors of `deployments.records.errors`."""
 
     def __init__(

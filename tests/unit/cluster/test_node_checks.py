@@ -206,31 +206,33 @@ def test_a_port_that_the_cluster_itself_has_taken_is_no_problem(monkeypatch: pyt
 def test_a_node_that_joins_is_looked_at_while_it_has_a_problem_and_named_once_that_was_seen_twice() -> None:
     clock, asked = Clock(), list[dict[str, str]]()
     problems = {"b": ["no HAProxy"], "c": ["a port is taken"], "d": []}
+    watch = NodeWatch(known={"a"})
 
-    def find_problems(nodes: Mapping[str, str]) -> dict[str, list[str]]:
-        asked.append(dict(nodes))
-        return {node_id: problems[node_id] for node_id in nodes}
+    def look(nodes: Mapping[str, str]) -> list[str]:
+        due = watch.due(nodes, clock.now_s)
+        if due:
+            asked.append(due)
+        return watch.note(nodes, {node_id: problems[node_id] for node_id in due}, clock.now_s)
 
-    watch = NodeWatch(find_problems, known={"a"})
     nodes = {node_id: f"10.0.0.{number}" for number, node_id in enumerate("abcd", 1)}
-    assert watch.look({"a": nodes["a"]}, clock.now_s) == []
+    assert look({"a": nodes["a"]}) == []
     assert asked == [], "`up` has looked at it"
-    assert watch.look(nodes, clock.now_s) == []
+    assert look(nodes) == []
     assert (asked.pop().keys(), watch.problems) == ({"b", "c", "d"}, {})
     problems["c"] = []  # it was one that starts with the cluster
-    assert watch.look(nodes, clock.now_s) == []
+    assert look(nodes) == []
     assert not asked
     clock.now_s += FIRST_PAUSE_S
-    assert watch.look(nodes, clock.now_s) == ["no HAProxy"]
+    assert look(nodes) == ["no HAProxy"]
     assert asked.pop().keys() == {"b", "c"}
     for _ in range(5):
         clock.now_s += LONGEST_PAUSE_S
-        assert watch.look(nodes, clock.now_s) == [], "it was named already"
+        assert look(nodes) == [], "it was named already"
         assert (asked.pop().keys(), watch.problems) == ({"b"}, {"b": ["no HAProxy"]})
     del nodes["b"]
-    assert watch.look(nodes, clock.now_s) == []
+    assert look(nodes) == []
     assert watch.problems == {}
-    assert watch.look(nodes | {"b": "10.0.0.2"}, clock.now_s) == []
+    assert look(nodes | {"b": "10.0.0.2"}) == []
     assert asked.pop().keys() == {"b"}, "another one of that name"
 
 

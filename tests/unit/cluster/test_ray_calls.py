@@ -1,7 +1,11 @@
-"""A call that fails leaves nothing behind, though Ray raises out of a frame that has the error in a list."""
+"""A call that fails leaves nothing behind, though Ray raises out of a frame that has the error in a list.
+
+An actor that has ended is found anew.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
@@ -9,8 +13,9 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 
-from cluster.process.ray_calls import get
+from cluster.process.ray_calls import NamedActor, get
 from weights.records.errors import BudgetExceeded
 
 
@@ -71,3 +76,37 @@ def test_the_actors_own_exception_is_raised() -> None:
         get([of_the_actor])
     with pytest.raises(ray.exceptions.OwnerDiedError):
         get([lost])
+
+
+async def test_an_actor_is_looked_up_once_and_anew_only_after_it_has_ended() -> None:
+    found = [object(), object()]
+    looked_up: list[Any] = []
+
+    def connect() -> Any:
+        looked_up.append(found[len(looked_up)])
+        return looked_up[-1]
+
+    actor = NamedActor(connect)
+    assert actor.known_handle is None
+    assert await asyncio.gather(*(actor.handle() for _ in range(8))) == [found[0]] * 8
+    for error in (TimeoutError(), ValueError("of the actor's own")):
+        actor.note_failure(error)
+        assert await actor.handle() is actor.known_handle is found[0]
+    actor.note_failure(ActorDiedError())
+    assert actor.known_handle is None
+    assert await actor.handle() is found[1]
+    assert looked_up == found
+
+
+async def test_an_actor_that_cannot_be_found_is_looked_up_again() -> None:
+    handle, errors = object(), [RuntimeError("Ray's head is away")]
+
+    def connect() -> Any:
+        if errors:
+            raise errors.pop()
+        return handle
+
+    actor = NamedActor(connect)
+    with pytest.raises(RuntimeError, match="head is away"):
+        await actor.handle()
+    assert await actor.handle() is handle

@@ -82,6 +82,9 @@ class Engine:
     def add_request(self, request: TextRequest) -> None:
         self._left[request.request_id] = 3
 
+    def yield_device(self, device: Any) -> None:
+        pass
+
     def step(self) -> list[Any]:
         outputs = []
         for id_ in list(self._left):

@@ -37,7 +37,7 @@ from deployments.engines.llm.models.packed import (
     uses_torch_products,
     warn_of_surplus,
 )
-from deployments.engines.llm.models.stock import StockModel, create_stock_model
+from deployments.engines.llm.models.stock import StockLanguageModel, create_stock_model
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, TEXT_ALONE
 from deployments.engines.llm.sequences.paged_attention import LayerAttention, Planner
 from deployments.engines.nn.batch_invariant import settled_rows
@@ -101,7 +101,7 @@ class LoadedModel:
 
 
 _FEW_LAYERS: Final = 512  # allowed in a config with fewer tensors: a damaged number would be built for ever
-AnyModel = LoadedModel | StockModel | OwnCacheModel
+AnyModel = LoadedModel | StockLanguageModel | OwnCacheModel
 
 
 def load_config(folder: Path) -> PretrainedConfig:

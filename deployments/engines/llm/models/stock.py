@@ -184,7 +184,7 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class StockModel:
+class StockLanguageModel:
     """A class of transformers with its weights, ready to run over the paged KV cache. Some have `vision`."""
 
     module: Any
@@ -282,7 +282,7 @@ def _hidden_states(
 
 def create_stock_model(
     config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> StockModel:
+) -> StockLanguageModel:
     """Build the class that a config names first around `tensors`.
 
     Raises:
@@ -311,7 +311,7 @@ def create_stock_model(
     if mixers:
         is_whole = config.architectures[0] in WHOLE_PROMPTS
         recurrent = RecurrentSpec(tuple(states), 0 if is_whole else piece_tokens(mixers))
-    model = StockModel(
+    model = StockLanguageModel(
         module,
         head,
         StockSpec(config.get_text_config().vocab_size, max_positions(config), layers, recurrent),

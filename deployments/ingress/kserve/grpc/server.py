@@ -17,7 +17,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -56,21 +56,22 @@ _OF_OPERATORS: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"
 _Handler = Any  # grpc.RpcMethodHandler, whose fields have no types
 
 
+class ServerState(Protocol):
+    """The state of the server, with all that it serves."""
+
+    async def server_ready(self) -> bool:
+        """Return whether a model can be asked."""
+
+
 class _HealthServicer:
     """The methods of the health service.
 
-    `is_ready` answers for every known service: all of them are ready when the server is.
+    All known services are ready when the server is.
     """
 
-    def __init__(
-        self,
-        is_ready: Callable[[], Awaitable[bool]],
-        services: tuple[str, ...],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._is_ready = is_ready
+    def __init__(self, server: ServerState, services: tuple[str, ...]) -> None:
+        self._server = server
         self._services = ("", *services)
-        self._sleep = sleep
         self._num_watchers = 0
         self._poller: asyncio.Task[None] | None = None  # while there are watchers
         self._last: Any = None  # the poller's last status
@@ -116,13 +117,13 @@ class _HealthServicer:
                 self._last = status
                 changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
                 changed.set_result(None)
-            await self._sleep(_WATCH_INTERVAL_S)
+            await asyncio.sleep(_WATCH_INTERVAL_S)
 
     async def _status(self, service: str) -> Any:
         if service not in self._services:
             return "SERVICE_UNKNOWN"
         try:
-            return "SERVING" if await self._is_ready() else "NOT_SERVING"
+            return "SERVING" if await self._server.server_ready() else "NOT_SERVING"
         except Exception:  # the directory of models is restarting, say
             return "NOT_SERVING"
 
@@ -167,7 +168,7 @@ async def start_grpc_server(
         maximum_concurrent_rpcs=max_calls,
     )
     services = (SERVICE, _HEALTH_SERVICE)
-    health = _HealthServicer(inference.server_ready, services)
+    health = _HealthServicer(inference, services)
     server.add_generic_rpc_handlers(
         (
             service_handler(SERVICE, InferenceServicer(inference, repository, statistics).methods()),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -68,7 +67,6 @@ _UNSUPPORTED: Final = {
 _ERRORS_END_STREAMS: Final = "triton_grpc_error"
 MAX_CONCURRENT: Final = 64  # requests of one stream in work; the next ones wait in gRPC's own flow control
 _Turn = asyncio.Future[None]
-_Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 
 
 def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.GenericRpcHandler:
@@ -199,8 +197,7 @@ class InferenceServicer:
         asked = dict(context.invocation_metadata() or ())
         errors_end_it = asked.get(_ERRORS_END_STREAMS) == "true"
         current_terms.set(_terms_of(context))
-        read = partial(_read_infer, context)
-        stream = _InferStream(self._inference, context.write, errors_end_it=errors_end_it, read=read)
+        stream = _InferStream(self._inference, context, errors_end_it=errors_end_it)
         await stream.answer_requests(requests)
 
     async def _model_statistics(
@@ -291,21 +288,12 @@ class _InferStream:
     `triton_grpc_error: true` gets it as the status of the whole stream instead. `triton_final_response` is true on the
     last response of each request, error or not, so no empty one has to follow it.
 
-    `write` sends one response. With `errors_end_it`, `answer_requests` raises the error of a request. `read` makes the
-    record of a request.
+    With `errors_end_it`, `answer_requests` raises the error of a request.
     """
 
-    def __init__(
-        self,
-        inference: Inference,
-        write: _Write,
-        *,
-        errors_end_it: bool,
-        read: Callable[[Any], Awaitable[InferRequest]] = _decoded,
-    ) -> None:
+    def __init__(self, inference: Inference, context: grpc.aio.ServicerContext, *, errors_end_it: bool) -> None:
         self._inference = inference
-        self._write = write
-        self._read = read
+        self._context = context
         self._errors_end_it = errors_end_it
         self._room = asyncio.Semaphore(MAX_CONCURRENT)
         self._writing = asyncio.Lock()  # gRPC takes one write of a call at a time
@@ -336,7 +324,7 @@ class _InferStream:
     async def _respond(self, request: Any, before: _Turn) -> None:
         try:
             with begin_current_request():
-                asked = await self._read(request)
+                asked = await _read_infer(self._context, request)
                 async with self._inference.infer_stream(asked) as responses:
                     async for response in responses:
                         await self._send(before, infer_response=await _write_infer(response))
@@ -349,7 +337,7 @@ class _InferStream:
     async def _send(self, before: _Turn, **fields: Any) -> None:
         await asyncio.shield(before)
         async with self._writing:
-            await self._write(messages.ModelStreamInferResponse(**fields))
+            await self._context.write(messages.ModelStreamInferResponse(**fields))
 
     async def _is_decoupled(self, request: Any) -> bool:
         try:

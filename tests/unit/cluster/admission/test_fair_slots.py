@@ -15,7 +15,7 @@ from cluster.admission.fair_slots import FairSlots, SlotsFull
 @seeds(50)
 async def test_no_slot_is_lost_whoever_is_cancelled_or_refused(seed: int) -> None:
     rng = random.Random(seed)
-    slots, held, most = FairSlots(3, lambda: 10), 0, 0
+    slots, held, most = FairSlots(3, 10), 0, 0
     outcomes = Counter[str]()
 
     async def work(tenant: str) -> None:
@@ -46,7 +46,7 @@ async def test_no_slot_is_lost_whoever_is_cancelled_or_refused(seed: int) -> Non
 
 
 async def test_where_nobody_may_wait_a_newcomer_is_refused() -> None:
-    slots = FairSlots(1, lambda: 0)
+    slots = FairSlots(1, 0)
     await slots.acquire("a")
     with pytest.raises(SlotsFull):
         await slots.acquire("b")

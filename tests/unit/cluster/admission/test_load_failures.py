@@ -8,7 +8,7 @@ import pytest
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Placement, Started
-from cluster.records.load_failures import LONGEST_RETRY_S, Failure, LoadFailures, retry_after_s
+from cluster.records.load_failures import LONGEST_RETRY_S, FailedLoad, LoadFailures, retry_after_s
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
@@ -132,12 +132,12 @@ def test_failures_of_one_load_count_as_one_and_old_ones_are_forgotten() -> None:
     for at_s in (10.0, 10.4, 10.8):
         failures.note_failure("m", "1", "a", at_s, f"at {at_s}")
     failures.note_failure("m", "1", "b", 10.8, "other")
-    assert failures.of_replica("a") == {("m", "1"): Failure(1, 10.8, "at 10.8")}
+    assert failures.of_replica("a") == {("m", "1"): FailedLoad(1, 10.8, "at 10.8")}
     failures.note_failure("m", "1", "a", 11.3, "again")
-    assert failures.of_replica("a") == {("m", "1"): Failure(2, 11.3, "again")}
+    assert failures.of_replica("a") == {("m", "1"): FailedLoad(2, 11.3, "again")}
     assert failures.unable("m", "1", 11.3 + retry_after_s(2) - 0.1) == {"a"}
     failures.note_failure("m", "2", "a", 11.4)
-    assert failures.of_replica("a") == {("m", "2"): Failure(1, 11.4, "")}
+    assert failures.of_replica("a") == {("m", "2"): FailedLoad(1, 11.4, "")}
     failures.note_failure("n", "", "a", 12.0)
     failures.forget_before(12.0)
     assert failures.of_replica("a").keys() == {("n", "")}

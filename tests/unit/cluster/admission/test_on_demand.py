@@ -11,7 +11,9 @@ from kit.drawing import seeds
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, OnDemandSwitch, Placement, Started, Waiting
-from cluster.admission.replica_slots import HOLD_TIMES, JOIN_DELAYS, Options, ReplicaSlots
+from cluster.admission.replica_choice import HOLD_TIMES, Options, best_replica
+from cluster.admission.replica_slots import ReplicaSlots
+from cluster.admission.replicas import JOIN_DELAYS
 from cluster.admission.service_times import BATCH_SIZES, BatchLatency
 from configs.admission import AdmissionConfig
 
@@ -105,12 +107,12 @@ def test_requests_join_a_batch_until_they_delay_each_other_more_than_a_switch_ta
     joining_s, switch_s = chance.uniform(0.01, 0.1), chance.uniform(0.2, 1.0)
     slots = ReplicaSlots()
     slots.set_replicas(["v", "w"], 0.0)
-    slots.set_resident({"v": ["a"], "w": ["b"]})
+    slots.replicas.set_resident({"v": ["a"], "w": ["b"]})
     on_demand = {"v": OnDemandSwitch(0.0), "w": OnDemandSwitch(switch_s)}
     num_joined = 0
     for number in range(1000):
         demand = Demand(POOL, "a", 1.0, 1e-3, 1, "t", math.inf)
-        where = slots.best(demand, Options(None, switch_s, joining_s, on_demand), 1.0)
+        where = best_replica(slots.replicas, demand, Options(None, switch_s, joining_s, on_demand), 1.0)
         assert where is not None
         if where.replica == "w":
             break

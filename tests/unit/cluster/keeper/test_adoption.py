@@ -13,6 +13,7 @@ from kit.clock import Clock
 from kit.seeding import seeded_random
 
 from cluster.keeper import shared_memory
+from cluster.keeper.extent_book import ExtentBook
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import HeldOffer
 from cluster.keeper.shared_memory import Adoption, DamageLog
@@ -75,7 +76,7 @@ def test_an_offer_that_comes_too_late_keeps_nobody_waiting() -> None:
 def test_who_wants_what_is_offered_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data = seeded_random().randbytes(64)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: np.frombuffer(ref, np.uint8))
-    held = HeldExtents(1000)
+    held = HeldExtents(ExtentBook(1000))
     taking = Adoption(held, DamageLog(), verify=True, wait_s=60.0)
     waiting = threading.Thread(target=taking.wait_for, args=(["a"],))
     waiting.start()

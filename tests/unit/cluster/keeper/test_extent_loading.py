@@ -54,8 +54,8 @@ class PausingClock(Clock):
 class Stages(StageClock):
     """Return what came from where, beside the times."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
         self.sources: list[str] = []
 
     def came_from(self, source: str, _: int) -> None:
@@ -164,7 +164,7 @@ def copy(extent: ExtentRef) -> Iterator[Writing]:
 
 def load(loader: ExtentLoader, extent: ExtentRef, peers: FakePeers, *located: Located | None) -> tuple[bytes, str]:
     peers.located = list(located)
-    stages = Stages()
+    stages = Stages(peers.clock)
     loader.expect([extent], stages)
     loaded = loader.load_next(copy)
     assert loaded.error is None
@@ -220,7 +220,7 @@ def test_making_the_place_does_not_count_against_storage(loader, extent, clock: 
         return np.zeros(extent.nbytes, np.uint8)
 
     peers.located = [MINE]
-    loader.expect([extent], Stages())
+    loader.expect([extent], Stages(peers.clock))
     assert loader.load_next(lambda _: contextlib.nullcontext(Written(slow_place, bytes))).error is None
     assert loader.reload_rate("storage") == pytest.approx(1 / 1e9)
 
@@ -263,7 +263,7 @@ def test_a_place_that_cannot_be_made_is_no_detour(
     writing = Written(full, bytes) if fails == "place" else Written(lambda: out, full)
     for located, num_reads in ((HAS_IT, 0), (MINE, 1)):
         peers.located = [located]
-        loader.expect([extent], Stages())
+        loader.expect([extent], Stages(peers.clock))
         loaded = loader.load_next(lambda _: contextlib.nullcontext(writing))
         assert (loaded.extent, str(loaded.error), reader.num_reads) == (extent, "no room", num_reads)
     assert loader.reload_rate("storage") is None
@@ -286,7 +286,7 @@ def test_a_place_is_made_for_a_peer_with_a_slot_and_given_back_when_it_is_not_fi
     peers.errors = [FetchFailed("no slot", FetchOutcome(busy=[HERE])) for _ in range(3)]
     peers.fails_late = fails_late
     peers.located = [HAS_IT]
-    stages = Stages()
+    stages = Stages(peers.clock)
     loader.expect([extent], stages)
     loaded = loader.load_next(counted)
     assert (loaded.result, loaded.source, len(peers.fetched), held) == (data, "peer", 4, [])
@@ -300,7 +300,7 @@ def test_what_storage_does_not_have_is_said_and_may_be_wanted_again(
 ) -> None:
     (tmp_path / "pack").write_bytes(bytes(NBYTES))
     peers.located = [MINE]
-    loader.expect([extent], Stages())
+    loader.expect([extent], Stages(peers.clock))
     assert isinstance(loader.load_next(copy).error, ExtentCorrupt)
     (tmp_path / "pack").write_bytes(data)
     assert load(loader, extent, peers, MINE) == (data, "storage")
@@ -340,8 +340,8 @@ def test_threads_that_wait_for_one_extent_load_the_others(reader: SlowReader, pe
     peers.locate = locate  # type: ignore[method-assign]
     loader = ExtentLoader(reader, peers, chance=random.Random(1))
     free = [extent.model_copy(update={"id": f"f{index}"}) for index in range(10)]
-    loader.expect([extent], Stages())
-    loader.expect(free, Stages())
+    loader.expect([extent], Stages(peers.clock))
+    loader.expect(free, Stages(peers.clock))
     with ThreadPoolExecutor(2) as threads:
         loading = [threads.submit(loader.load_next, copy) for _ in range(11)]
         done = [future.result(10).extent.id for future in islice(as_completed(loading, 10), 10)]
@@ -369,7 +369,7 @@ def test_what_nobody_reads_for_it_ends_with_the_reason(extent, reader, clock, pe
         node="10.0.0.3",
     )
     peers.located = [Located()]
-    loader.expect([extent], Stages())
+    loader.expect([extent], Stages(peers.clock))
     loaded = loader.load_next(copy)
     assert str(loaded.error) == (
         "pack: node 10.0.0.3 has not the store's folder, and for 120 s no other node has given it any weights: is "
@@ -383,7 +383,7 @@ def test_what_was_given_up_while_a_thread_was_about_to_ask_for_it_stops_no_other
     extent, reader, clock, data: bytes, peers: FakePeers
 ) -> None:
     loader = ExtentLoader(reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), packs=NO_FOLDER)
-    loader.expect([extent], Stages())
+    loader.expect([extent], Stages(peers.clock))
     step = loader._next()
     assert isinstance(step, AskRegistry)
     assert loader.withdraw() == extent
@@ -394,7 +394,7 @@ def test_what_was_given_up_while_a_thread_was_about_to_ask_for_it_stops_no_other
 
 
 def test_a_claim_on_what_was_withdrawn_meanwhile_is_given_back(loader, extent, peers: FakePeers) -> None:
-    loader.expect([extent], Stages())
+    loader.expect([extent], Stages(peers.clock))
     step = loader._next()
     assert isinstance(step, AskRegistry)
     assert loader.withdraw() == extent
@@ -417,7 +417,7 @@ def test_a_panic_anywhere_leaves_nobody_waiting(
                 where
             ]
             broken.setattr(on, name, panic)
-        loader.expect([extent], Stages())
+        loader.expect([extent], Stages(peers.clock))
         try:
             loaded = loader.load_next(panic if where == "place" else copy)
         except Panic:
@@ -431,7 +431,7 @@ def test_a_panic_anywhere_leaves_nobody_waiting(
 
 def test_what_has_no_thread_is_withdrawn_and_a_thread_too_many_ends(loader, extent, peers: FakePeers) -> None:
     other = extent.model_copy(update={"id": "other"})
-    loader.expect([extent, other], Stages())
+    loader.expect([extent, other], Stages(peers.clock))
     peers.located = [Located(claimed=("e", "other"))]
     withdrawn = loader.withdraw()
     assert withdrawn in (extent, other)

@@ -16,6 +16,7 @@ from kit.clock import Clock
 from kit.waiting import wait_until
 from unit.counting import operations
 
+from cluster.keeper.extent_book import ExtentBook
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import Claim, HeldExtent
 from cluster.process.processes import ProcessMark
@@ -46,7 +47,7 @@ def changes() -> list[tuple[list[str], list[str]]]:
 @pytest.fixture
 def held(clock: Clock, changes: list[Any]) -> HeldExtents:
     told = SimpleNamespace(changed=lambda added, removed: changes.append((list(added), list(removed))))
-    return HeldExtents(300, clock=clock, neighbours=told)
+    return HeldExtents(ExtentBook(300, clock=clock, neighbours=told))
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_room_that_is_leased_is_waited_for(held: HeldExtents, pool: ThreadPoolEx
 
 
 def test_the_wait_ends_with_who_has_the_room(clock: Clock) -> None:
-    held = HeldExtents(300, clock=clock, max_wait_s=0.0)
+    held = HeldExtents(ExtentBook(300, clock=clock), max_wait_s=0.0)
     acquire(held, "ab", "worker-1")
     held.set_pins(["a"])
     with pytest.raises(BudgetExceeded) as caught:
@@ -150,7 +151,7 @@ def test_the_wait_is_bounded_by_the_clock(held: HeldExtents, clock: Clock, pool:
 
 
 def test_two_models_that_do_not_fit_together_take_turns(pool: ThreadPoolExecutor) -> None:
-    held = HeldExtents(300)
+    held = HeldExtents(ExtentBook(300))
 
     def work(ids: str, holder: str) -> int:
         for _ in range(50):
@@ -196,7 +197,9 @@ def test_pinned_extents_stay_until_they_are_unpinned(held: HeldExtents) -> None:
 
 
 def test_what_is_quick_to_get_again_goes_first(clock: Clock) -> None:
-    held = HeldExtents(300, clock=clock, rates=SimpleNamespace(reload_rate={"storage": 1e-8, "peer": 1e-9}.get))
+    held = HeldExtents(
+        ExtentBook(300, clock=clock, rates=SimpleNamespace(reload_rate={"storage": 1e-8, "peer": 1e-9}.get))
+    )
     for id_ in "abc":
         claim = held.claim(extents(id_), "v")
         held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage" if id_ == "a" else "peer")
@@ -356,7 +359,7 @@ def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldEx
 def filled(num_extents: int, num_leased: int = 50) -> HeldExtents:
     """Full, with some leased, some pinned, and the rest used a while ago."""
     clock = Clock(1000.0)
-    held = HeldExtents(100 * num_extents, clock=clock, max_wait_s=0.0)
+    held = HeldExtents(ExtentBook(100 * num_extents, clock=clock), max_wait_s=0.0)
     ids = [str(number) for number in range(num_extents)]
     for start in range(0, num_extents, 100):
         claim = held.claim([extent(id_) for id_ in ids[start : start + 100]], f"holder {start}")

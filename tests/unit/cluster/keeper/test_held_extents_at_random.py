@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kit.waiting import wait_until
 
+from cluster.keeper.extent_book import ExtentBook
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import Claim, HeldExtent
 from weights.records.errors import BudgetExceeded, ExtentCorrupt
@@ -46,7 +47,7 @@ class Books(RuleBasedStateMachine):
     @initialize(budget_bytes=st.integers(30, 220))
     def begin(self, budget_bytes: int) -> None:
         self.now_s = 1000.0
-        self.held = HeldExtents(budget_bytes, clock=lambda: self.now_s, max_wait_s=1e6)
+        self.held = HeldExtents(ExtentBook(budget_bytes, clock=lambda: self.now_s), max_wait_s=1e6)
         self.threads = ThreadPoolExecutor(16)
         self.waiting: list[Asked] = []  # in the order of asking
         self.loading: list[Asked] = []

@@ -25,7 +25,10 @@ class Watched:
     dead: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.watch = HolderWatch(self.dead.append, NEVER_S, silence_s=60, clock=lambda: self.now_s)
+        self.watch = HolderWatch(self, NEVER_S, silence_s=60, clock=lambda: self.now_s)
+
+    def end(self, holder: str) -> None:
+        self.dead.append(holder)
 
     def found_dead(self, now_s: float) -> list[str]:
         self.now_s = now_s
@@ -116,14 +119,13 @@ def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: W
 
 def test_time_in_which_the_watch_stood_still_is_nobodys_silence() -> None:
     """Its process was stopped, and the heartbeats that came meanwhile were not heard."""
-    now_s, dead = [0.0], []
-    watch = HolderWatch(dead.append, interval_s=1.0, silence_s=60, clock=lambda: now_s[0])
-    watch.on_heartbeat("elsewhere")
+    watched = Watched()
+    watched.watch = HolderWatch(watched, interval_s=1.0, silence_s=60, clock=lambda: watched.now_s)
+    watched.watch.on_heartbeat("elsewhere")
     for seconds, expected in ((30.0, []), (1000.0, []), (1.0, []), *((1.0, []),) * 20, *((5.0, None),) * 12):
-        now_s[0] += seconds
-        watch.check()
+        dead = watched.found_dead(watched.now_s + seconds)
         assert expected is None or dead == expected
-    assert dead == ["elsewhere"]
+    assert watched.dead == ["elsewhere"]
 
 
 def test_a_clock_that_was_set_a_little_makes_nobody_invisible(watched: Watched) -> None:
@@ -142,13 +144,14 @@ def test_a_process_that_is_told_later_counts_from_then(watched: Watched) -> None
 def test_the_watch_runs_by_itself_and_survives_what_goes_wrong(start: Callable[[], subprocess.Popen[bytes]]) -> None:
     told_dead, heard = [], threading.Event()
 
-    def on_death(holder: str) -> None:
-        told_dead.append(holder)
-        if len(told_dead) == 1:
-            raise RuntimeError("cannot end its leases")
-        heard.set()
+    class Leases:
+        def end(self, holder: str) -> None:
+            told_dead.append(holder)
+            if len(told_dead) == 1:
+                raise RuntimeError("cannot end its leases")
+            heard.set()
 
-    watch = HolderWatch(on_death, interval_s=0.001)
+    watch = HolderWatch(Leases(), interval_s=0.001)
     watch.start()
     for holder in ("a", "b"):
         process = start()

@@ -655,11 +655,8 @@ def test_what_is_mapped_beside_a_fresh_copy_is_looked_at_as_well(keeper, extents
 
 
 def test_who_was_taken_for_dead_gets_its_leases_back(keeper, extents, replica, reads: Reads, monkeypatch) -> None:
-    now_s = [0.0]
-    watch = holder_watch.HolderWatch(
-        lambda holder: node.memory.held.holders.end(holder), 3600.0, 60.0, lambda: now_s[0]
-    )
-    node = keeper()
+    now_s, node = [0.0], keeper()
+    watch = holder_watch.HolderWatch(node.memory.held.holders, 3600.0, 60.0, lambda: now_s[0])
     node.memory.held.holders.watch.close()
     node.memory.held.holders.watch = watch
     # In a container of its own: its process cannot be seen.

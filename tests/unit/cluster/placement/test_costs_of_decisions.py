@@ -54,8 +54,7 @@ class _Cluster:
             self.report(number, {**needs} if not number else {})
         loads = [load(f"m{number}", rate_long=0.1) for number in range(size)]
         self.observations.note_queue("q", queue(loads, **{f"w{n}": {f"m{n}": 1} for n in range(size)}), 0.0)
-        ids = itertools.count()
-        self.deciding = Deciding(LATENCY_FIRST, self.observations, lambda: str(next(ids)))
+        self.deciding = Deciding(LATENCY_FIRST, self.observations, map(str, itertools.count()))
         self.decide()
 
     def report(self, number: int, needs: dict[str, Any]) -> None:

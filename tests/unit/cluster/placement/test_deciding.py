@@ -31,7 +31,7 @@ class Cluster:
         self.observations = Observations(lambda _: STANDARD, 0.0)
         self.observations.catalog = versions(*models)
         ids = (f"order{number}" for number in itertools.count())
-        self.deciding = Deciding(LATENCY_FIRST, self.observations, lambda: next(ids))
+        self.deciding = Deciding(LATENCY_FIRST, self.observations, ids)
         self.reports = {name: worker(budget=FITS_ONE, needs=NEEDS, fixed_switch_s=0.2) for name in names}
         self.running: dict[str, dict[str, int]] = {name: {} for name in names}
         self.waiting: dict[str, tuple[int, float]] = {}  # by model: how many, since when
@@ -115,7 +115,7 @@ def test_a_worker_drains_before_it_switches_and_a_new_controller_goes_on_with_it
     assert [one.decision.action for one in cluster.deciding.log] == ["drain", "prefetch"]  # told once
     cluster.running["w"] = {}
     cluster.change("w", leased=frozenset())
-    other = Deciding(LATENCY_FIRST, cluster.observations, lambda: "anew")  # killed, and restarted here
+    other = Deciding(LATENCY_FIRST, cluster.observations, itertools.repeat("anew"))  # killed, and restarted here
     cluster.deciding, before = other, cluster.deciding
     switch = cluster.decide().orders["w"].orders[-1]
     assert (switch.id, switch.action, switch.model, switch.evict) == ("anew", "switch", "b", ("a",))

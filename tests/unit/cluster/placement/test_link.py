@@ -26,6 +26,7 @@ from cluster.placement.serving.actor import Controller
 from cluster.placement.serving.link import ControllerLink, Link, SlotLink, link_queue
 from cluster.placement.state import STALE_S
 from cluster.placement.switching import THROUGHPUT_FIRST
+from cluster.process.ray_calls import NamedActor
 from cluster.records.errors import OverrideRefused
 from cluster.records.overrides import OverrideChange, Overrides
 from cluster.registry.extent_locations import GroupNews
@@ -161,7 +162,7 @@ def late() -> list[float]:
 async def queue(actors: Actors, late: list[float]) -> AsyncIterator[Dispatcher]:
     found = Dispatcher(AdmissionConfig(), lambda: time.monotonic() + sum(late))
     found.set_replicas(POOL, ["w"])
-    link = link_queue("q", found, lambda: actors, 0.05)
+    link = link_queue("q", found, NamedActor(lambda: actors), 0.05)
     link.start()
     yield found
     link.close()
@@ -170,7 +171,7 @@ async def queue(actors: Actors, late: list[float]) -> AsyncIterator[Dispatcher]:
 @pytest.fixture
 async def models(actors: Actors) -> AsyncIterator[Models]:
     found = Models()
-    found.link = ControllerLink("w", lambda: actors, found, 0.05)
+    found.link = ControllerLink("w", NamedActor(lambda: actors), found, 0.05)
     found.link.start()
     yield found
     found.link.close()
@@ -197,7 +198,7 @@ async def test_requests_start_where_the_controller_has_got_their_model_ready(
     actors: Actors, queue: Dispatcher, models: Models
 ) -> None:
     await has_plan(actors)
-    await until(lambda: queue._queue.places.is_unplaced(ask("a"), queue._clock()))
+    await until(lambda: queue._queue.places.is_unplaced(ask("a"), queue.now_s()))
     assert await place_of(queue, "a") == "w"
     assert await place_of(queue, "b") == "w"
     assert actors.controller is not None
@@ -212,7 +213,7 @@ async def test_a_controller_that_dies_holds_nobody_up_and_the_next_one_goes_on(
     actors: Actors, queue: Dispatcher, models: Models, late: list[float]
 ) -> None:
     await has_plan(actors)
-    await until(lambda: queue._queue.places.is_unplaced(ask("a"), queue._clock()))
+    await until(lambda: queue._queue.places.is_unplaced(ask("a"), queue.now_s()))
     assert await place_of(queue, "a") == "w"
     actors.kill()
     await until(lambda: not models.changed.is_set())
@@ -221,7 +222,7 @@ async def test_a_controller_that_dies_holds_nobody_up_and_the_next_one_goes_on(
     assert await place_of(queue, "b") == "w"  # any worker may have it, and switches by itself
     assert models.heard == heard
     await actors.start()
-    await until(lambda: queue._queue.places.is_unplaced(ask("b"), queue._clock()) or models.state.ready == {"y": 10})
+    await until(lambda: queue._queue.places.is_unplaced(ask("b"), queue.now_s()) or models.state.ready == {"y": 10})
     assert await place_of(queue, "b") == "w"
     await until(lambda: len(models.heard) > len(heard))
 
@@ -306,7 +307,7 @@ async def test_a_report_under_way_while_its_controller_ends_is_made_again(monkey
 
     actor = SimpleNamespace(report=SimpleNamespace(remote=report), receive=SimpleNamespace(remote=receive))
     models = Models()
-    link = ControllerLink("w", lambda: actor, models, 0.01)
+    link = ControllerLink("w", NamedActor(lambda: actor), models, 0.01)
     link.start()
     try:
         await until(lambda: calls["report"] == calls["receive"] == 1)
@@ -335,7 +336,7 @@ async def test_a_controller_that_was_replaced_between_two_calls_hears_as_well(mo
 
     actor = SimpleNamespace(report=SimpleNamespace(remote=report), receive=SimpleNamespace(remote=receive))
     models = Models()
-    link = ControllerLink("w", lambda: actor, models, 0.01)
+    link = ControllerLink("w", NamedActor(lambda: actor), models, 0.01)
     link.start()
     try:
         await until(lambda: calls["report"] == 1 and calls["receive"] == 2)
@@ -421,7 +422,10 @@ async def test_a_controller_that_places_nothing_splits_slots_and_joins_the_queue
     links: list[Link] = []
     for number, queue in enumerate(queues):
         queue.set_replicas(POOL, ["w"])
-        links += [link_queue(f"q{number}", queue, lambda: actors, 0.05), SlotLink(f"q{number}", queue, lambda: actors)]
+        links += [
+            link_queue(f"q{number}", queue, NamedActor(lambda: actors), 0.05),
+            SlotLink(f"q{number}", queue, NamedActor(lambda: actors)),
+        ]
     for link in links:
         link.start()
     tickets = [(queue, queue.submit(ask("a"))) for queue in queues for _ in range(3)]

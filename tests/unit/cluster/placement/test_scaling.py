@@ -200,7 +200,7 @@ def test_a_controller_that_begins_anew_takes_the_idle_one_for_the_spare() -> Non
         observations.note_worker(name, report, 0.0)
     observations.note_queue("q", queue([load("a")], older={}, used={"a": 1}), 0.0)
     scaling = Scaling(SPARE, 2)
-    decided = Deciding(LATENCY_FIRST, observations, iter("123456").__next__).decide(Overrides(), 0.1, 0.0, scaling)
+    decided = Deciding(LATENCY_FIRST, observations, iter("123456")).decide(Overrides(), 0.1, 0.0, scaling)
     assert decided is not None
     assert [name for name, one in decided.observed.state.workers.items() if one.is_draining] == ["older"]
 
@@ -249,8 +249,7 @@ def test_one_that_leaves_gets_no_new_requests_and_one_that_comes_gets_its_model(
     scaling = Scaling(POLICY, 3)
     scaling.leaving["new"] = 0.0
     scaling.preloads.append("a")
-    ids = iter("123456")
-    decided = Deciding(LATENCY_FIRST, observations, lambda: next(ids)).decide(Overrides(), 0.1, 0.0, scaling)
+    decided = Deciding(LATENCY_FIRST, observations, iter("123456")).decide(Overrides(), 0.1, 0.0, scaling)
     assert decided is not None
     assert set(decided.placement.replicas["worker", "a"]) == {"old"}
     assert [(order.action, order.model) for order in decided.orders["fresh"].orders] == [("switch", "a")]

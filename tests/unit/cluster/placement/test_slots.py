@@ -37,6 +37,7 @@ from cluster.placement.serving.link import SLOT_REPORT_S, QueuesAway, SlotLink
 from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.slot_book import SILENT_S, SLOT_REST_S
 from cluster.process.processes import ProcessMark
+from cluster.process.ray_calls import NamedActor
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
@@ -92,7 +93,7 @@ class FakeActor:
         self.loses: Callable[[], bool] = lambda: False  # a call or its answer, on the way
 
     async def start(self) -> None:
-        self.desk = SlotDesk(asyncio.get_running_loop().time)
+        self.desk = SlotDesk()
 
     async def crash(self) -> None:
         """Kill it; Ray starts it anew."""
@@ -171,7 +172,7 @@ class Ingress:
         self.queue = Dispatcher(config or AdmissionConfig(), clock, num_sharing=2)
         self.queue.set_replicas(POOL, REPLICAS)
         self.link = SlotLink(
-            uuid.uuid4().hex, self.queue, lambda: actor.handle_of(lambda: self.is_alive), clock, process
+            uuid.uuid4().hex, self.queue, NamedActor(lambda: actor.handle_of(lambda: self.is_alive)), process
         )
         self.link.start()
         self.running = running
@@ -655,7 +656,7 @@ def test_a_look_at_processes_that_fails_ends_no_looking(monkeypatch: pytest.Monk
     monkeypatch.setattr("cluster.placement.serving.slot_desk._is_running", is_running)
 
     async def work() -> None:
-        desk = SlotDesk(asyncio.get_running_loop().time)
+        desk = SlotDesk()
         try:
             await desk.report_slots("gone", SlotReport(1, "", 0, NO_PROCESS, {}))
             await asyncio.sleep(10 * SILENT_S)

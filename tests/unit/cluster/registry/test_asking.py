@@ -11,6 +11,7 @@ import pytest
 from kit.waiting import until
 from ray.exceptions import ActorUnavailableError
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.actor import WeightRegistry
 from cluster.registry.asking import Asking
 from cluster.registry.snapshot import RegistrySnapshot
@@ -117,7 +118,7 @@ async def test_a_registry_that_is_slow_to_start_is_asked_again_and_answers() -> 
 
 
 async def test_a_snapshot_says_that_the_registry_is_gone() -> None:
-    snapshot = RegistrySnapshot(lambda: Registry(-1.0))
+    snapshot = RegistrySnapshot(NamedActor(lambda: Registry(-1.0)))
     snapshot._asking.was_heard = True
     with pytest.raises(ActorUnavailableError, match="another registry"):
         await asyncio.wait_for(snapshot.call_registry(WeightRegistry.find_model, "m"), 10)

@@ -11,6 +11,7 @@ import pytest
 from kit.waiting import until
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from cluster.process.ray_calls import NamedActor
 from cluster.records.errors import ModelUnknown
 from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
@@ -77,7 +78,7 @@ def place() -> Place:
 
 @pytest.fixture
 async def snapshot(place: Place) -> AsyncIterator[RegistrySnapshot]:
-    made = RegistrySnapshot(lambda: place.registry, place.pause)
+    made = RegistrySnapshot(NamedActor(lambda: place.registry), place.pause)
     await made.ready()
     yield made
     made.close()
@@ -121,7 +122,7 @@ async def test_a_registry_that_answers_somebody_is_followed_at_once(place: Place
         place.pauses_s.append(seconds)
         await asyncio.Event().wait()
 
-    snapshot = RegistrySnapshot(lambda: place.registry, never_end)
+    snapshot = RegistrySnapshot(NamedActor(lambda: place.registry), never_end)
     await snapshot.ready()
     for epoch, ids in (("second", ["b"]), ("third", ["c"])):
         place.registry.dead = True
@@ -145,7 +146,9 @@ async def test_asking_raises_the_registrys_own_error(snapshot: RegistrySnapshot)
 
 
 async def test_a_watch_that_was_not_begun_can_ask(place: Place) -> None:
-    assert (await RegistrySnapshot(lambda: place.registry).call_registry(WeightRegistry.find_model, "b")).id == "b"
+    assert (
+        await RegistrySnapshot(NamedActor(lambda: place.registry)).call_registry(WeightRegistry.find_model, "b")
+    ).id == "b"
 
 
 async def test_a_snapshot_that_cannot_connect_tries_again(place: Place) -> None:
@@ -157,7 +160,7 @@ async def test_a_snapshot_that_cannot_connect_tries_again(place: Place) -> None:
             raise ConnectionError("no cluster yet")
         return place.registry
 
-    snapshot = RegistrySnapshot(connect, place.pause)
+    snapshot = RegistrySnapshot(NamedActor(connect), place.pause)
     await asyncio.wait_for(snapshot.ready(), 10)
     assert (len(tries), version(snapshot, "a")) == (3, "one")
     snapshot.close()
@@ -165,7 +168,7 @@ async def test_a_snapshot_that_cannot_connect_tries_again(place: Place) -> None:
 
 @pytest.mark.parametrize("replica", ["ingress", None])
 async def test_a_registry_knows_which_replica_watches_it(place: Place, replica: str | None) -> None:
-    snapshot = RegistrySnapshot(lambda: place.registry, replica=replica)
+    snapshot = RegistrySnapshot(NamedActor(lambda: place.registry), replica=replica)
     await snapshot.ready()
     snapshot.close()
     assert set(place.registry.replicas) == {replica}
@@ -190,7 +193,7 @@ async def test_a_poll_that_nobody_ends_is_given_up_for_another_one(
         return await watch(*arguments)
 
     monkeypatch.setattr(Registry, "on_watch", lambda _, *arguments: lost_once(*arguments))
-    snapshot = RegistrySnapshot(lambda: place.registry, place.pause)
+    snapshot = RegistrySnapshot(NamedActor(lambda: place.registry), place.pause)
     await snapshot.ready()
     await until(lambda: place.registry.num_polls == 2)
     place.registry.put("c")

@@ -24,6 +24,7 @@ from unit.deployments.ingress.http_fakes import CONFIG, Replicas, client_over
 from unit.deployments.ingress.page_server import PageServer, page_server_over
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import StoredResponsesConfig
 from deployments.ingress.compat.a1111_bodies import WebuiError
@@ -141,7 +142,7 @@ def open_http(
     async def opened(replicas: Replicas, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
         ingress = CONFIG.ingress.model_copy(update={"stored_responses": stored, **changes})
         config = CONFIG.model_copy(update={"ingress": ingress})
-        watch = RegistrySnapshot(lambda: replicas)
+        watch = RegistrySnapshot(NamedActor(lambda: replicas))
         handle = FakeHandle(replicas)
         app = create_http_app(Service(config, watch, handle, handle), config)
         hooks = as_described(app)

@@ -13,6 +13,7 @@ import numpy as np
 from ray.exceptions import ActorDiedError, RayTaskError
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.records.errors import ModelUnknown
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
@@ -269,7 +270,7 @@ def client_over(app: Any, base_url: str = "http://test", **options: Any) -> http
 @asynccontextmanager
 async def served(replicas: Any, config: ClusterConfig = CONFIG, **options: Any) -> AsyncIterator[Served]:
     """Yield a client of an application over replicas, and what is behind it. `options` are those of `client_over`."""
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     service = Service(config, watch, handle, handle)
     async with client_over(create_http_app(service, config), **options) as http:
         yield Served(http, service, handle)

@@ -12,6 +12,7 @@ from kit.waiting import wait_until
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
@@ -31,7 +32,7 @@ def page_server_over(replicas: Replicas) -> Iterator[PageServer]:
     """Serve the pages and the API over replicas, in a thread, without a controller."""
     changes = {"access": {"allowed_hosts": ["127.0.0.1"]}, "controller": {"enabled": False}}
     config = ClusterConfig.model_validate(CONFIG.model_dump(mode="json", exclude_unset=True) | changes)
-    watch, handle, port = RegistrySnapshot(lambda: replicas), FakeHandle(replicas), free_port()
+    watch, handle, port = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas), free_port()
     app = create_http_app(Service(config, watch, handle, handle), config)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)

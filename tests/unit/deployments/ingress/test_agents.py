@@ -24,6 +24,7 @@ from unit.deployments.ingress.scripted_agents import (
 )
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service.service import Service
@@ -37,7 +38,7 @@ RESULT = "rain"
 @pytest.fixture
 async def app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Any, Agents]]:
     replicas = Agents(tmp_path, request.node.callspec.params["family"])
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     config = larger_limits()
     yield create_http_app(Service(config, watch, handle, handle), config), replicas
     watch.close()

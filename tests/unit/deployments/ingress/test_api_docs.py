@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 from unit.deployments.ingress.http_fakes import client_over
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
@@ -29,13 +30,13 @@ IN_BACKGROUND = ("/v1/images/generations", "/v1/chat/completions", "/v1/completi
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
     replicas: Any = object()  # nobody asks them
-    watch = RegistrySnapshot(lambda: replicas)
+    watch = RegistrySnapshot(NamedActor(lambda: replicas))
     return create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG).openapi()
 
 
 async def test_the_docs_page_needs_no_other_server() -> None:
     replicas: Any = object()
-    app = create_http_app(Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas), CONFIG)
+    app = create_http_app(Service(CONFIG, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas), CONFIG)
     async with client_over(app, "http://localhost") as client:
         page = (await client.get("/docs")).text
         wanted = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
@@ -90,7 +91,7 @@ def test_streams_are_documented_as_such(page: dict[str, Any]) -> None:
 
 def test_the_page_is_made_once(page: dict[str, Any]) -> None:
     replicas: Any = object()
-    app = create_http_app(Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas), CONFIG)
+    app = create_http_app(Service(CONFIG, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas), CONFIG)
     assert app.openapi() is app.openapi()
     assert app.openapi() == page
 

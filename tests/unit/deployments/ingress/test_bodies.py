@@ -28,6 +28,7 @@ from deployments.ingress.messages.bodies import (
     BoundedBody,
     JsonSize,
     LargeBodies,
+    LargeBody,
 )
 from deployments.ingress.openai.embeddings import EmbeddingsBody
 from deployments.ingress.openai.image_bodies import GenerationBody
@@ -164,11 +165,15 @@ async def no_send(message: Message) -> None:
     raise AssertionError(message)
 
 
-def bounded(path: str, body: bytes, messages: list[Message], hold: Any = lambda _: None, **options: Any) -> BoundedBody:
+def only_body() -> LargeBody:
+    return LargeBody(LargeBodies(LIMITS), "", has_others=False)
+
+
+def bounded(path: str, body: bytes, messages: list[Message], **options: Any) -> BoundedBody:
     async def receive() -> Message:
         return messages.pop(0)
 
-    return BoundedBody(scope_of(path, body), receive, no_send, LIMITS, hold, **options)
+    return BoundedBody(scope_of(path, body), receive, no_send, LIMITS, only_body(), **options)
 
 
 @pytest.mark.drawn(2)
@@ -279,9 +284,7 @@ async def test_a_large_body_has_time_by_its_bytes(piece_s: float, is_too_slow: b
         await asyncio.sleep(0)  # the deadline may pass
         return messages.pop(0)
 
-    bound = BoundedBody(
-        scope_of("/v1/images/generations", body), receive, no_send, LIMITS, lambda _: None, lambda: now_s
-    )
+    bound = BoundedBody(scope_of("/v1/images/generations", body), receive, no_send, LIMITS, only_body(), lambda: now_s)
     if is_too_slow:
         with pytest.raises(RequestTooSlow):
             await read_all(bound)
@@ -292,19 +295,19 @@ async def test_a_large_body_has_time_by_its_bytes(piece_s: float, is_too_slow: b
 
 async def test_large_bodies_have_a_bound_in_all_and_a_tenant_half_of_it() -> None:
     large = LargeBodies(LIMITS)
-    half = large._max_bytes // 2
-    with large.holding("one", has_others=True) as hold_one:
-        hold_one(half)
+    half = large.max_bytes // 2
+    with LargeBody(large, "one", has_others=True) as one:
+        one.hold(half)
         with pytest.raises(Overloaded):
-            hold_one(1)
-        with large.holding("one", has_others=True) as again, pytest.raises(Overloaded):
-            again(1)
-        with large.holding("other", has_others=True) as hold_other:
-            hold_other(half)
-        with large.holding("other", has_others=True) as hold_other:
-            hold_other(half)
-            with large.holding("third", has_others=True) as hold_third, pytest.raises(Overloaded):
-                hold_third(1)
-    assert not large._held
-    with large.holding("", has_others=False) as hold_all:
-        hold_all(2 * half)
+            one.hold(1)
+        with LargeBody(large, "one", has_others=True) as again, pytest.raises(Overloaded):
+            again.hold(1)
+        with LargeBody(large, "other", has_others=True) as other:
+            other.hold(half)
+        with LargeBody(large, "other", has_others=True) as other:
+            other.hold(half)
+            with LargeBody(large, "third", has_others=True) as third, pytest.raises(Overloaded):
+                third.hold(1)
+    assert not large.held
+    with LargeBody(large, "", has_others=False) as whole:
+        whole.hold(2 * half)

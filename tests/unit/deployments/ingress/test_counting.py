@@ -25,6 +25,7 @@ from unit.deployments.ingress.http_fakes import (
 )
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
@@ -72,7 +73,7 @@ def meter() -> Meter:
 @pytest.fixture
 async def counted(replicas: Replicas, meter: Meter) -> AsyncIterator[httpx.AsyncClient]:
     config = ClusterConfig.model_validate(CONFIG.model_dump() | {"pipelines": [PIPELINE]})
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     app = create_http_app(Service(config, watch, handle, handle, meter=meter), config)
     async with client_over(app, "http://test/v1/") as http:
         yield http

@@ -30,6 +30,7 @@ from unit.deployments.ingress.http_fakes import (
     problem,
 )
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
@@ -226,7 +227,7 @@ async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replic
     step = {"name": "digit_image", "model": "other-flux", "inputs": {"prompt": "$prompt"}}
     pipeline = {"id": "p", "inputs": {"prompt": "text"}, "stages": [step], "outputs": {"image": "$digit_image"}}
     config = ClusterConfig.model_validate(CONFIG.model_dump(mode="json") | {"pipelines": [pipeline]})
-    watch = RegistrySnapshot(lambda: replicas)
+    watch = RegistrySnapshot(NamedActor(lambda: replicas))
     service = Service(config, watch, replicas, replicas)
     for model in ("other-flux", "p"):
         with pytest.raises(InvalidRequest, match=r"size: 262144 pixels .the model's default., at most 4096"):
@@ -268,7 +269,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(refusing: httpx.AsyncClien
 
 async def test_a_model_that_changes_images_is_given_as_many_as_it_takes(replicas: Replicas) -> None:
     replicas.states["flux"] = replace(replicas.states["flux"], class_name="QwenImageEditPipeline")
-    service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas)
+    service = Service(CONFIG, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas)
     file, asked = io.BytesIO(), {**IMAGE, "width": 16, "height": 8}
     PIL.Image.new("RGB", (8, 8)).save(file, "PNG")
     image = base64.b64encode(file.getvalue()).decode()

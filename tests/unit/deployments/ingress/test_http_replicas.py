@@ -29,6 +29,7 @@ from unit.deployments.ingress.http_fakes import (
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig, ControllerConfig
@@ -49,7 +50,7 @@ PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 
 async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
     replicas = Held()
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     admission = AdmissionConfig(max_waiting=2, max_waiting_per_model=1)
     worker = CONFIG.worker.model_copy(update={"max_running_images": 2})
     few = CONFIG.model_copy(update={"admission": admission, "worker": worker})
@@ -88,7 +89,7 @@ async def test_a_client_that_goes_ends_the_work() -> None:
 @pytest.mark.parametrize("path", ["/v2/models/flux/infer", f"/v1/{IMAGES}"])
 async def test_a_request_has_its_time_and_then_its_work_ends(path: str) -> None:
     replicas = Held()
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     short = CONFIG.model_copy(update={"http": HttpConfig(request_timeout_s=0.05)})
     tensor = {"name": "prompt", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}
     async with client_over(create_http_app(Service(short, watch, handle, handle), short)) as http:
@@ -274,7 +275,11 @@ async def test_health_waits_for_who_answers_and_not_for_the_successor_of_one_tha
     config = CONFIG.model_copy(update={"controller": ControllerConfig.model_validate(scaling)})
     replicas = Replicas()
     replicas.states = {id_: state(id_, "ready") for id_ in ("flux", "clip")}
-    watch, handle, queue = RegistrySnapshot(lambda: replicas), FakeHandle(replicas), Dispatcher(AdmissionConfig())
+    watch, handle, queue = (
+        RegistrySnapshot(NamedActor(lambda: replicas)),
+        FakeHandle(replicas),
+        Dispatcher(AdmissionConfig()),
+    )
     async with client_over(create_http_app(Service(config, watch, handle, handle, queue=queue), config)) as http:
 
         async def health() -> tuple[int, str, int]:

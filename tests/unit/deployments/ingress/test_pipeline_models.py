@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.process.ray_calls import NamedActor
 from cluster.records.text_routes import is_route
 from cluster.registry.directory import DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
@@ -104,8 +105,8 @@ def ask() -> Models:
 @pytest.fixture
 def models(ask: Models) -> PipelineModels:
     configs = [PipelineConfig.model_validate(config) for config in (IMAGES, WORDS, VECTORS)]
-    pipelines = Pipelines(configs, ask, lambda: KNOWN)
-    return PipelineModels(pipelines, pipelines.run_pipeline)
+    pipelines = Pipelines(configs, ask, SimpleNamespace(records=KNOWN))
+    return PipelineModels(pipelines, pipelines)
 
 
 async def test_images_have_seeds_in_a_row(models: PipelineModels) -> None:
@@ -221,7 +222,7 @@ def registry() -> Registry:
 
 @pytest.fixture
 async def watch(registry: Registry) -> AsyncIterator[RegistrySnapshot]:
-    watch = RegistrySnapshot(lambda: registry)
+    watch = RegistrySnapshot(NamedActor(lambda: registry))
     yield watch
     watch.close()
 

@@ -14,9 +14,10 @@ from kit.clock import Clock
 from kit.waiting import until
 from starlette.types import Receive, Scope, Send
 
-from cluster.admission.dispatcher import NotAdmitted
+from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.fair_slots import NUM_READ_SLOTS, ReadLimiter, release_read_slot
 from cluster.door.haproxy_rules import RECEIVED, machine_clock
+from configs.admission import AdmissionConfig
 from deployments.ingress.gate import WAITED, Arrivals, ReadGate
 
 
@@ -53,8 +54,12 @@ class App:
         await send({"type": "http.response.body", "body": b"answered"})
 
 
+def limiter_of(max_waiting: int, clock: Callable[[], float] = time.monotonic) -> ReadLimiter:
+    return ReadLimiter(Dispatcher(AdmissionConfig().model_copy(update={"max_waiting": max_waiting}), clock))
+
+
 def client(app: App, max_waiting: int = 10_000, clock: Callable[[], float] = time.monotonic) -> httpx.AsyncClient:
-    gate = ReadGate(app, ReadLimiter(lambda: max_waiting, clock=clock))
+    gate = ReadGate(app, limiter_of(max_waiting, clock))
     transport = httpx.ASGITransport(gate, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
@@ -201,7 +206,7 @@ async def test_a_request_that_spent_most_of_its_time_on_waiting_is_not_read() ->
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    limiter = ReadLimiter(lambda: 10_000, clock=clock)
+    limiter = limiter_of(10_000, clock)
     transport = httpx.ASGITransport(ReadGate(app, limiter))
 
     def ask(http: httpx.AsyncClient, timeout_s: str) -> asyncio.Task[httpx.Response]:
@@ -243,7 +248,7 @@ async def test_what_could_not_be_read_in_time_is_refused_at_once() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    limiter = ReadLimiter(lambda: 10_000, clock=clock)
+    limiter = limiter_of(10_000, clock)
     transport = httpx.ASGITransport(ReadGate(app, limiter))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         for number in (80, 40 + NUM_READ_SLOTS):
@@ -268,8 +273,8 @@ async def test_what_could_not_be_read_in_time_is_refused_at_once() -> None:
 
 async def test_a_request_passes_one_gate_and_the_other_one_lets_it_through() -> None:
     """Before Serve and within: the same limiter, and one slot."""
-    app, limiter = App(), ReadLimiter(lambda: 2)
-    gates = ReadGate(ReadGate(app, ReadLimiter(lambda: 0)), limiter, before_serve=True)
+    app, limiter = App(), limiter_of(2)
+    gates = ReadGate(ReadGate(app, limiter_of(0)), limiter, before_serve=True)
     app.let_go.set()
     app.placed.set()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gates), base_url="http://test") as http:
@@ -284,7 +289,7 @@ async def test_a_request_passes_one_gate_and_the_other_one_lets_it_through() -> 
 
 async def test_who_has_left_when_its_turn_comes_costs_nothing() -> None:
     app, left = App(), asyncio.Event()
-    limiter = ReadLimiter(lambda: 10)
+    limiter = limiter_of(10)
     wrapped = ReadGate(app, limiter)
 
     async def ask(leaves: bool) -> None:
@@ -315,7 +320,7 @@ async def test_who_has_left_when_its_turn_comes_costs_nothing() -> None:
 
 async def learned(interval_s: float, clock: Clock, max_waiting: int = 10_000) -> ReadLimiter:
     """A limiter that has given out a slot every `interval_s`."""
-    limiter = ReadLimiter(lambda: max_waiting, clock=clock)
+    limiter = limiter_of(max_waiting, clock)
 
     async def ask() -> None:
         async with limiter.slot("", math.inf):
@@ -360,7 +365,7 @@ async def test_who_is_refused_is_told_when_it_could_wait(timeout_s: float, num_w
 
 
 async def test_tenants_have_slots_in_turn_whatever_each_sends() -> None:
-    limiter, order, held = ReadLimiter(lambda: 1000), list[str](), asyncio.Event()
+    limiter, order, held = limiter_of(1000), list[str](), asyncio.Event()
 
     async def ask(tenant: str) -> None:
         async with limiter.slot(tenant, math.inf):

@@ -296,36 +296,32 @@ def with_its_node() -> ActorDiedError:
     ],
     ids=str,
 )
-async def test_only_a_replica_that_died_by_itself_is_evidence_against_a_request(
-    error: Exception, is_evidence: bool
+def test_only_a_replica_that_died_by_itself_is_evidence_against_a_request(
+    error: Exception, is_evidence: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[float] = []
-
-    async def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-
-    retries = _Retries(Deadline(LONG_S), sleep)
-    await retries.after(error)
+    monkeypatch.setattr("deployments.ingress.service.retries.PAUSE_S", 0.1)
+    retries = _Retries()
+    pauses = [retries.pause_after(error)]
     assert retries.is_suspect == is_evidence
     if is_evidence:
         with pytest.raises(ReplicaLost, match="2 replicas were lost"):
-            await retries.after(error)
+            retries.pause_after(error)
         return
-    for _ in range(MAX_MISSED - 1):
-        await retries.after(error)
+    pauses += [retries.pause_after(error) for _ in range(MAX_MISSED - 1)]
+    assert pauses[0] > 0
     assert pauses == sorted(pauses)
     assert pauses[-1] <= LONGEST_PAUSE_S
     with pytest.raises(ReplicaLost, match=f"no replica could be reached in {MAX_MISSED + 1} tries"):
-        await retries.after(error)
+        retries.pause_after(error)
 
 
-async def test_a_suspect_that_reaches_no_replica_stays_one() -> None:
-    retries = _Retries(Deadline(LONG_S))
+def test_a_suspect_that_reaches_no_replica_stays_one() -> None:
+    retries = _Retries()
     for error in (ReplicaUnavailableError("a"), ActorDiedError(), ReplicaUnavailableError("b"), with_its_node()):
-        await retries.after(error)
+        retries.pause_after(error)
     assert retries.is_suspect
     with pytest.raises(ReplicaLost, match="2 replicas were lost"):
-        await retries.after(ActorDiedError())
+        retries.pause_after(ActorDiedError())
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
@@ -350,17 +346,24 @@ async def test_a_cut_that_heals_costs_no_request(ask: Callable[..., Any]) -> Non
         assert await asyncio.gather(*(ask(calls, number) for number in range(10))) == list(range(10))
 
 
-async def test_what_has_gone_out_is_not_begun_anew() -> None:
+def test_what_has_gone_out_is_not_begun_anew() -> None:
     with pytest.raises(ReplicaLost, match="died after 3 pieces"):
-        await _Retries(Deadline(LONG_S)).after(ActorDiedError(), 3)
+        _Retries().pause_after(ActorDiedError(), 3)
 
 
-async def test_a_retry_does_not_begin_after_the_requests_time() -> None:
-    async def long_pause(_: float) -> None:
-        await asyncio.Event().wait()
+async def test_a_retry_does_not_begin_after_the_requests_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(f"deployments.ingress.service.retries.{name}", LONG_S)
+    num_tries = 0
+
+    async def send() -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise ActorDiedError
 
     with pytest.raises(DeadlineExceeded):
-        await _Retries(Deadline(0.005), long_pause).after(ActorDiedError())
+        await calls_of(object()).answered(send, Deadline(0.005))
+    assert num_tries == 1
 
 
 class Loading:

@@ -17,6 +17,7 @@ from deployments.pipelines.plans import SegmentResult
 from deployments.records.errors import InvalidRequest, ReplicaLost
 from deployments.replicas.replica_calls import ReplicaCalls
 
+CALL: Any = object()  # handed on as it is
 RESULT = SegmentResult({}, {"s": 1.0})
 
 
@@ -25,10 +26,12 @@ class Encoder:
 
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes = list(outcomes)
+        self.handed_on: list[Any] = []
         self.handle = FakeHandle(self)
         self.calls = RetriedCalls(ReplicaCalls(self.handle), Dispatcher(AdmissionConfig()), 5.0)
 
-    async def on_run_segment(self) -> Any:
+    async def on_run_segment(self, call: Any, *upstream: Any) -> Any:
+        self.handed_on += upstream
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
         if outcome is None:
             await asyncio.Event().wait()
@@ -40,11 +43,8 @@ class Encoder:
     def made(self) -> list[Any]:
         return self.handle.responses
 
-    def ask(self) -> Any:
-        return self.calls.begin_call("run_segment")
-
-    def reply(self) -> EncoderReply:
-        return EncoderReply(self.calls, self.ask)
+    def reply(self, *upstream: EncoderReply) -> EncoderReply:
+        return EncoderReply(self.calls, CALL, upstream)
 
 
 @pytest.fixture(autouse=True)
@@ -109,15 +109,8 @@ async def test_cancelling_reaches_the_replica_that_works_on_it(is_awaited: bool)
 async def test_results_that_came_along_are_made_anew() -> None:
     """The earlier segment's replica died with its result, which shows where that was handed on."""
     first, second = Encoder(ActorDiedError(), RESULT), Encoder(ActorDiedError(), RESULT)
-    upstream = first.reply()
-    handed_on: list[Any] = []
-
-    def ask() -> Any:
-        handed_on.append(upstream.response)
-        return second.ask()
-
-    assert await EncoderReply(second.calls, ask, [upstream]) is RESULT
-    assert handed_on == first.made
+    assert await second.reply(first.reply()) is RESULT
+    assert second.handed_on == first.made
     assert [await response for response in first.made[1:]] == [RESULT]
 
 

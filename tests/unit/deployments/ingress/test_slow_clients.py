@@ -18,8 +18,10 @@ import pytest
 from kit.serving import served
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.fair_slots import ReadLimiter
 from configs.access import AccessConfig
+from configs.admission import AdmissionConfig
 from configs.cluster import LimitsConfig
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
@@ -55,7 +57,7 @@ async def answers(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def replica(access: HttpAccess, app: ASGIApp = answers) -> AsyncIterator[int]:
     """Run the gate before an application in uvicorn, as Serve does; yields its port."""
-    gate = ReadGate(app, ReadLimiter(lambda: 100), access, before_serve=True)
+    gate = ReadGate(app, ReadLimiter(Dispatcher(AdmissionConfig(max_waiting=100))), access, before_serve=True)
     async with served(gate) as port:
         yield port
 

@@ -20,6 +20,7 @@ from unit.deployments.ingress.http_fakes import (
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.records import Demand
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from deployments.ingress.http import create_http_app
@@ -36,7 +37,7 @@ class Edge:
     def __init__(self, admission: AdmissionConfig = TENANTS) -> None:
         self.asks: list[Demand] = []
         replicas = Replicas()
-        self.watch = RegistrySnapshot(lambda: replicas)
+        self.watch = RegistrySnapshot(NamedActor(lambda: replicas))
         config = CONFIG.model_copy(update={"admission": admission})
         handle = FakeHandle(replicas)
         self.service = Service(config, self.watch, handle, handle)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.gate import _need_of
@@ -29,7 +30,7 @@ SCRIPTS = sorted(path for path in FOLDER.rglob("*.js"))
 def client(http: dict[str, Any] | None = None) -> httpx.AsyncClient:
     config = ClusterConfig.model_validate({"models": [{"id": "flux", "path": "/f"}], "http": http or {}})
     replicas: Any = object()  # nobody asks them
-    app = create_http_app(Service(config, RegistrySnapshot(lambda: replicas), replicas, replicas), config)
+    app = create_http_app(Service(config, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas), config)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ async def test_two_passes_are_those_of_diffusers(tmp_path: Path) -> None:
     config = config.model_copy(update={"store": config.store.model_copy(update={"path": tmp_path / "store"})})
     records = {id_: source.record for id_, source in sources.items()}
     ask: Any = AskedModels(LocalModels(config))
-    pipelines = Pipelines(config.pipelines, ask, lambda: records, limits=LimitsConfig())
+    pipelines = Pipelines(config.pipelines, ask, SimpleNamespace(records=records), limits=LimitsConfig())
     inputs = {
         "prompt": TensorValue("prompt", "BYTES", np.array([PROMPT.encode()], dtype=object)),
         "seed": TensorValue("seed", "INT64", np.array([SEED])),

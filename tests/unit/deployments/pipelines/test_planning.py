@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,9 +87,13 @@ def test_scores_have_the_labels_of_their_stage_or_of_its_head() -> None:
     found = {output: tuple(plan.labels_of(output, names)) for output in plan.outputs}
     assert found == {"vector": (), "logits": names["head"], "shares": names["head"]}
     assert plan.labels_of("logits", {}) == ()
-    assert Pipelines([config], None, lambda: MODELS).labels("p") == {"vector": (), "logits": (), "shares": ()}  # type: ignore[arg-type]
+    assert Pipelines([config], None, SimpleNamespace(records=MODELS)).labels("p") == {
+        "vector": (),
+        "logits": (),
+        "shares": (),
+    }  # type: ignore[arg-type]
     labelled = replace(MODELS["head"], features=FeatureSizes(8, 3, names["head"]))
-    pipelines = Pipelines([config], None, lambda: MODELS | {"head": labelled})  # type: ignore[arg-type]
+    pipelines = Pipelines([config], None, SimpleNamespace(records=MODELS | {"head": labelled}))  # type: ignore[arg-type]
     assert pipelines.labels("p") == found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,10 @@ def served(ask: Models, *stages: dict[str, Any], inputs: dict[str, str] | None =
         {"id": "p", "inputs": inputs or {"text": "text"}, "stages": stages, "outputs": outputs}
     )
     return Pipelines(
-        [config], ask, lambda: MODELS, limits=LimitsConfig(max_pipeline_items=8, max_images=3, max_prompts=5)
+        [config],
+        ask,
+        SimpleNamespace(records=MODELS),
+        limits=LimitsConfig(max_pipeline_items=8, max_images=3, max_prompts=5),
     )
 
 
@@ -396,7 +400,7 @@ async def test_a_pipeline_comes_and_goes_with_its_models() -> None:
         {"id": "p", "inputs": {"text": "text"}, "stages": TWO_BRANCHES, "outputs": {"out": "$both"}, "description": "d"}
     )
     known: dict[str, ModelRecord] = {}
-    pipelines = Pipelines([config], Models(), lambda: known)
+    pipelines = Pipelines([config], Models(), SimpleNamespace(records=known))
     assert pipelines.names() == ["p"]
     assert "unknown model 'adder'" in (pipelines.problem("p") or "")
     with pytest.raises(ModelUnavailable, match=r"stages\.0\.model.*unknown model 'adder'"):

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,7 +83,9 @@ async def test_labels_and_scores_are_those_of_the_stock_library() -> None:
             "texts-head", "ready", "head", features=FeatureSizes(head.in_features, head.out_features)
         ),
     }
-    pipelines = Pipelines([PipelineConfig.model_validate(CONFIG)], ask, lambda: known, max_batch_size=4)
+    pipelines = Pipelines(
+        [PipelineConfig.model_validate(CONFIG)], ask, SimpleNamespace(records=known), max_batch_size=4
+    )
     assert len(pipelines.plan("text-classifier").units) == 1
     words = (MODELS / "texts-bert/README.md").read_text().split()
     texts = [" ".join(random.choices(words, k=random.randint(1, 60))) for _ in range(10)]

@@ -19,6 +19,7 @@ from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_a
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
@@ -104,7 +105,7 @@ async def test_bodies_of_http_bring_the_image(tmp_path: Path) -> None:
     replicas.states["flux"] = replace(STATUSES["flux"], class_name="StableDiffusionXLPipeline")
     replicas.states["other-flux"] = replace(STATUSES["other-flux"], class_name="StableDiffusion3Pipeline")
     replicas.states["style"] = ModelRecord("style", "ready", "ip_adapter", 1, "version of style", entry=entry)
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
     Image.fromarray(pixels := image_of(20, 30)).save(buffer := io.BytesIO(), "png")
     use = {"name": "style", "image": base64.b64encode(buffer.getvalue()).decode(), "scale": 0.5}

@@ -28,7 +28,6 @@ class Ordered(OrderedModels):
             pool="worker",
             node="n",
             slots=4,
-            clock=lambda: self.host.now_s,
         )
 
     async def carried_out(self, *orders: Order, describe: tuple[tuple[str, str], ...] = ()) -> WorkerReport:

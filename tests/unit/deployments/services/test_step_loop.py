@@ -26,6 +26,7 @@ from deployments.engines.records.protocol import (
     DiffusionRequest,
     EngineError,
     SamplingParams,
+    SharedDevice,
     TextDelta,
     TextRequest,
 )
@@ -372,6 +373,9 @@ class Engine:
     def request_cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
+    def yield_device(self, device: SharedDevice) -> None:
+        pass
+
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self.running.pop(request_id, None)
@@ -715,8 +719,9 @@ class Timed(Engine):
         self.clock, self.step_s = clock, step_s
         self.told: list[float | None] = []
 
-    def yield_device(self, other_step_s: float | None) -> None:
-        self.told.append(other_step_s and round(other_step_s, 6))
+    def yield_device(self, device: SharedDevice) -> None:
+        step_s = device.others_step_s
+        self.told.append(step_s and round(step_s, 6))
 
     def step(self) -> list[TextDelta]:
         self.clock[0] += self.step_s
@@ -727,7 +732,7 @@ async def test_an_engine_is_told_what_the_steps_of_another_one_with_work_take() 
     clock = [0.0]
     device = DeviceThread(lambda: clock[0])
     long, short = Timed(clock, 1.4), Timed(clock, 0.01, Turns(1))
-    loop, other = EngineLoop(device, long, long.yield_device), EngineLoop(device, short)
+    loop, other = EngineLoop(device, long), EngineLoop(device, short)
     await texts(loop, text_request("alone", 3))
     assert long.told == [None] * 3
     images = asyncio.ensure_future(texts(other, text_request("image", 50)))

@@ -22,6 +22,7 @@ from unit.deployments.engines.upscaler_files import compact, enlarged
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import LimitsConfig, WorkerConfig
 from deployments.ingress.http import create_http_app
@@ -61,7 +62,7 @@ async def http(tmp_path: Path, open_host: Callable[..., ModuleCache]) -> AsyncIt
     worker = Worker(cache)
     limits = CONFIG.ingress.limits.model_copy(update={"max_upload_pixels": LimitsConfig().max_upload_pixels})
     config = CONFIG.model_copy(update={"ingress": CONFIG.ingress.model_copy(update={"limits": limits})})
-    watch, handle = RegistrySnapshot(lambda: worker), FakeHandle(worker)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: worker)), FakeHandle(worker)
     app = create_http_app(Service(config, watch, handle, handle), config)
     async with client_over(app) as client:
         yield client, tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ pipelines:
     assert config is not None
     records = {id_: source.record for id_, source in sources.items()}
     ask: Any = AskedModels(LocalModels(config))
-    pipelines = Pipelines(config.pipelines, ask, lambda: records, limits=LimitsConfig())
+    pipelines = Pipelines(config.pipelines, ask, SimpleNamespace(records=records), limits=LimitsConfig())
     pictures = np.stack([image_of(8, 12), image_of(8, 12)])
     result = await pipelines.run_pipeline(
         PipelineRequest("twice", {"picture": TensorValue("picture", "UINT8", pictures)})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployments.engines.records.protocol import TextDelta, TextRequest
+from deployments.engines.records.protocol import SharedDevice, TextDelta, TextRequest
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, SwitchReport
 from deployments.replicas.step_loop import DeviceThread
 from deployments.services.text_service import INLINE_CHARACTERS, TextService, _is_short
@@ -45,7 +45,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def yield_device(self, other_step_s: float | None) -> None:
+    def yield_device(self, device: SharedDevice) -> None:
         pass
 
     def step(self) -> list[TextDelta]:

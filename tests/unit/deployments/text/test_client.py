@@ -53,6 +53,11 @@ def answered(value: Any) -> Callable[[], Awaitable[Any]]:
     return answer
 
 
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.text.client.PAUSE_S", 0.0)
+
+
 def raising(error: Exception) -> Callable[[], Awaitable[Any]]:
     async def fail() -> Any:
         raise error
@@ -66,7 +71,7 @@ async def hanging() -> Any:
 
 def service_of(encoder: Encoder, clock: Clock | None = None, timeout_s: float = 30.0) -> TextEncoderClient:
     calls = ReplicaCalls(FakeHandle(encoder), encoder.why_none, patience_s=TICK_S)
-    return TextEncoderClient(calls, timeout_s, clock=clock or Clock(100.0), sleep=lambda _: asyncio.sleep(0))
+    return TextEncoderClient(calls, timeout_s, clock=clock or Clock(100.0))
 
 
 async def test_an_answer_needs_no_look_at_the_replicas() -> None:

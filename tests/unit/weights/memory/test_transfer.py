@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -123,9 +124,10 @@ def test_read_only_views_are_read_and_not_written() -> None:
 
 
 def test_a_report_has_rates() -> None:
-    ticks = iter([10.0, 12.0])
-    report = HostCopy(clock=lambda: next(ticks)).copy(random_pairs([4000]))
-    assert (report.nbytes, report.wall_s, report.gbps) == (4000, 2.0, 2e-6)
+    began_s = time.perf_counter()
+    report = HostCopy().copy(random_pairs([4000]))
+    assert 0 < report.wall_s <= time.perf_counter() - began_s
+    assert (report.nbytes, report.gbps) == (4000, 4e-6 / report.wall_s)
 
 
 @pytest.mark.parametrize("transfer", [HostCopy(), ring([LateQueue()])], ids=["host", "ring"])

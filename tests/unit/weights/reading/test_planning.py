@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weights.platform.private_folder import cache_folder, temporary_folder
-from weights.reading.planning import MIN_PROBED_BYTES, ReadPlanner, _ProbeCache
+from weights.reading.planning import MIN_PROBED_BYTES, Disks, ReadPlanner, _ProbeCache
 from weights.reading.strategy import DIRECT, Medium, Probe, ReadStrategy
 from weights.records.errors import WeightsError
 
@@ -21,13 +21,20 @@ PROBE = Probe(direct_gbps=1.0, buffered_gbps=2.0)
 MEDIUM = Medium("local", "ext4", "/", "/dev/vda")
 
 
-class Prober:
-    def __init__(self, result: Probe | None = PROBE) -> None:
-        self.result = result
+class FakeDisks(Disks):
+    """One disk, mounted as `mountinfo` says; None where the kernel says nothing."""
+
+    def __init__(self, result: Probe | None = PROBE, mountinfo: str | None = EXT4) -> None:
+        self.result, self.mountinfo = result, mountinfo
         self.probed: list[Path] = []
 
-    def __call__(self, path: Path) -> Probe | None:
-        self.probed.append(path)
+    def mounts(self) -> str:
+        if self.mountinfo is None:
+            raise FileNotFoundError("/proc/self/mountinfo")
+        return self.mountinfo
+
+    def probe(self, file: Path) -> Probe | None:
+        self.probed.append(file)
         return self.result
 
 
@@ -49,20 +56,15 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def planner(tmp_path: Path) -> Callable[..., ReadPlanner]:
-    def build(prober: Prober, mountinfo: str | None = EXT4, **options: object) -> ReadPlanner:
-        def read_mountinfo() -> str:
-            if mountinfo is None:
-                raise FileNotFoundError("/proc/self/mountinfo")
-            return mountinfo
-
-        settings: dict = {"cache": tmp_path / "cache", "environ": {}, "mountinfo": read_mountinfo, "prober": prober}
+    def build(disks: FakeDisks, **options: object) -> ReadPlanner:
+        settings: dict = {"cache": tmp_path / "cache", "environ": {}, "disks": disks}
         return ReadPlanner(**settings | options)
 
     return build
 
 
 def test_a_large_pack_is_probed_once_and_the_probe_outlives_the_process(planner, large: Path) -> None:
-    first, second = Prober(), Prober()
+    first, second = FakeDisks(), FakeDisks()
     node = planner(first)
     plans = [node.plan(large) for _ in range(3)]
     assert first.probed == [large]
@@ -74,7 +76,7 @@ def test_a_large_pack_is_probed_once_and_the_probe_outlives_the_process(planner,
 
 
 def test_a_small_pack_is_not_worth_a_probe_but_uses_one_that_is_known(planner, small: Path, large: Path) -> None:
-    prober = Prober()
+    prober = FakeDisks()
     node = planner(prober)
     assert (node.plan(small).strategy, node.plan(small).probe) == (DIRECT["local"], None)
     assert prober.probed == []
@@ -86,36 +88,36 @@ def test_a_small_pack_is_not_worth_a_probe_but_uses_one_that_is_known(planner, s
     "options", [{"override": ReadStrategy(True, 2, 8192)}, {"environ": {"ATELIER_READ": "direct:2:8KiB"}}]
 )
 def test_an_override_wins_and_spares_the_probe(planner, large: Path, options: dict) -> None:
-    prober = Prober()
+    prober = FakeDisks()
     assert planner(prober, **options).plan(large).strategy == ReadStrategy(True, 2, 8192)
     assert prober.probed == []
 
 
 def test_the_parameter_wins_over_the_environment(planner, small: Path) -> None:
     options = {"override": ReadStrategy(True, 2, 8192), "environ": {"ATELIER_READ": "buffered:9:1MiB"}}
-    assert planner(Prober(), **options).plan(small).strategy.num_threads == 2
+    assert planner(FakeDisks(), **options).plan(small).strategy.num_threads == 2
 
 
 def test_a_malformed_environment_is_refused_at_once(planner) -> None:
     with pytest.raises(WeightsError, match="'fast'"):
-        planner(Prober(), environ={"ATELIER_READ": "fast"})
+        planner(FakeDisks(), environ={"ATELIER_READ": "fast"})
 
 
 def test_memory_is_never_probed(planner, large: Path) -> None:
-    prober = Prober()
-    assert not planner(prober, TMPFS).plan(large).strategy.direct
+    prober = FakeDisks(mountinfo=TMPFS)
+    assert not planner(prober).plan(large).strategy.direct
     assert prober.probed == []
 
 
 def test_nfs_over_one_connection_brings_advice(planner, large: Path) -> None:
-    plan = planner(Prober(None), NFS).plan(large)
+    plan = planner(FakeDisks(None, NFS)).plan(large)
     assert "nconnect" in (plan.advice or "")
     assert (plan.probe, plan.strategy.direct) == (None, False)
 
 
 def test_what_cannot_be_found_out_gets_a_default(planner, small: Path, tmp_path: Path) -> None:
-    assert planner(Prober()).plan(tmp_path / "missing").medium.kind == "unknown"
-    plan = planner(Prober(), mountinfo=None).plan(small)
+    assert planner(FakeDisks()).plan(tmp_path / "missing").medium.kind == "unknown"
+    plan = planner(FakeDisks(mountinfo=None)).plan(small)
     assert (plan.medium.kind, plan.strategy.direct) == ("unknown", False)
 
 
@@ -148,7 +150,7 @@ def test_devices_and_file_systems_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_no_error(planner, large: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert planner(Prober()).plan(large).probe == PROBE
+    assert planner(FakeDisks()).plan(large).probe == PROBE
 
 
 def test_the_cache_lies_where_the_desktop_specification_says() -> None:

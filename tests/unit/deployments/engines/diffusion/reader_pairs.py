@@ -19,7 +19,7 @@ from deployments.engines.diffusion.families.texts import EncodeItem
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.records.protocol import DiffusionRequest
 from deployments.engines.text.encoder import TextEncoder, load_text_encoder
-from deployments.modules.encoders import ImageReaders
+from deployments.modules.encoders import PipelineProcessors
 
 Image = npt.NDArray[np.uint8]
 
@@ -43,7 +43,7 @@ class ReaderPair:
         encoder, tokenizer = folder / "text_encoder", folder / "tokenizer"
         name, tensors = type(stock.text_encoder).__name__, load_file(encoder / "model.safetensors")
         self.encoder: TextEncoder = load_text_encoder(encoder, "transformers", name, tokenizer, tensors)
-        self.readers = ImageReaders()
+        self.readers = PipelineProcessors()
 
     def conditioning(
         self, request: DiffusionRequest, prompt: str, negative: str | None, **options: Any

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from unit.deployments.engine_loops import last_output
 from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, load, one_thread, split, stock_images
 
-from deployments.engines.records.protocol import StockRequest, TextDelta
+from deployments.engines.records.protocol import SharedDevice, StockRequest, TextDelta
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.loading import StockModel
@@ -183,6 +183,9 @@ class Chat:
     def abort(self, request_id: str) -> None:
         self.has_work = False
 
+    def yield_device(self, device: SharedDevice) -> None:
+        pass
+
     def step(self) -> list[TextDelta]:
         self.began.append(self._clock.calls)
         self._clock.calls += CHAT_CALLS
@@ -191,18 +194,42 @@ class Chat:
         return [TextDelta("chat", "a", (1,), 1, len(self.began), "stop" if self.is_over else None)]
 
 
+@dataclass
+class Wanted:
+    """A device that the chat wants: who has had a step asks for the next, however busy this machine is."""
+
+    device: SharedDevice
+    chat: Chat
+
+    @property
+    def is_wanted(self) -> bool:
+        wait_until(lambda: self.device.is_wanted or self.chat.is_over)
+        return self.device.is_wanted
+
+    @property
+    def others_step_s(self) -> float | None:
+        return self.device.others_step_s
+
+
+class Beside(StockEngine):
+    """An engine beside a chat."""
+
+    def __init__(self, chat: Chat, *given: Any) -> None:
+        super().__init__(*given)
+        self.chat = chat
+
+    def yield_device(self, device: SharedDevice) -> None:
+        super().yield_device(Wanted(device, self.chat))
+
+
 async def waits_of(class_name: str, folder: Path, counted: Counted) -> list[int]:
     """Return how long, in calls, a chat waited for each of its steps while an image or a video was made."""
     build, options = (PIPELINES | VIDEOS)[class_name]
     saved(build, folder)
     device, chat = DeviceThread(counted), Chat(counted)
 
-    def is_wanted() -> bool:  # who has had a step asks for the next, however busy this machine is
-        wait_until(lambda: loop.is_wanted or chat.is_over)
-        return loop.is_wanted
-
-    engine = StockEngine(load(folder), is_wanted, counted)
-    loop: EngineLoop[Any, Any] = EngineLoop(device, engine, engine.yield_device)
+    engine = Beside(chat, load(folder), counted)
+    loop: EngineLoop[Any, Any] = EngineLoop(device, engine)
     request = StockRequest("r", 1, PROMPT, **split(class_name, options))
     chatting = asyncio.ensure_future(last_output(EngineLoop(device, chat), ChatRequest("chat")))
     await until(lambda: chat.began)

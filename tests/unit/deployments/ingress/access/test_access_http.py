@@ -25,6 +25,7 @@ from unit.deployments.ingress.http_fakes import (
 )
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
 from configs.errors import ConfigError
@@ -100,7 +101,7 @@ def opened(replicas: HeldTexts) -> Open:
             "ingress": CONFIG.ingress.model_copy(update={"num_replicas": num_replicas}),
         }
         config = CONFIG.model_copy(update=update)
-        watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+        watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
         service = TenantNoting(config, watch, handle, handle)
         service.tenants = replicas.tenants
         app = create_http_app(service, config, http_host=http_host)

@@ -12,6 +12,7 @@ from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
 from cluster.placement.serving.link import SlotLink
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service.service import Service
@@ -20,7 +21,7 @@ from deployments.ingress.service.service import Service
 async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.admin.routes.node_exporters", dict)
     replicas = Held()
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     config = CONFIG.model_copy(update={"worker": CONFIG.worker.model_copy(update={"max_running_images": 2})})
     service = Service(config, watch, handle, handle)
     async with client_over(create_http_app(service, config), timeout=10) as http:
@@ -59,7 +60,7 @@ async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.M
 
 async def test_an_ingress_that_starts_later_begins_with_what_was_set() -> None:
     replicas = Replicas()
-    services = [Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas) for _ in range(3)]
+    services = [Service(CONFIG, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas) for _ in range(3)]
     await services[1].operations.restore_admission()
     async with client_over(create_http_app(services[0], CONFIG), timeout=10) as http:
         assert (await http.put("/admin/admission", json={"max_waiting": 7})).status_code == 200
@@ -75,9 +76,11 @@ async def test_queues_of_several_ingresses_that_nobody_can_ask_are_said(monkeypa
 
     replicas, queue = Replicas(), Dispatcher(CONFIG.admission, num_sharing=2)
     queue.set_replicas("worker", ["one"])
-    link = SlotLink("one", queue, connect)
+    link = SlotLink("one", queue, NamedActor(connect))
     link.start()
-    service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas, queue=queue, queues=link)
+    service = Service(
+        CONFIG, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas, queue=queue, queues=link
+    )
     async with client_over(create_http_app(service, CONFIG), timeout=10) as http:
         for answer in (await http.get("/admin/admission"), await http.put("/admin/admission", json={})):
             assert answer.status_code == 503

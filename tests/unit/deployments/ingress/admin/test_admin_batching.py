@@ -11,6 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from unit.deployments.ingress.http_fakes import client_over
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.directory import DirectoryChange
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.batching import BatchingConfig
@@ -93,7 +94,7 @@ def encoders() -> Encoders:
 
 @pytest.fixture
 async def http(registry: Registry, encoders: Encoders, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
-    watch = RegistrySnapshot(lambda: registry)
+    watch = RegistrySnapshot(NamedActor(lambda: registry))
     app = create_http_app(Service(CONFIG, watch, encoders, None), CONFIG)
     hooks = as_described(app)
     async with client_over(app, "http://localhost", event_hooks=hooks) as client:
@@ -157,7 +158,7 @@ async def test_what_cannot_be_is_refused_before_anything_changes(
 
 async def test_replicas_follow_another_config_in_what_has_changed_of_it(registry: Registry, encoders: Encoders) -> None:
     """`atelier apply` asks one ingress. Replicas keep nothing for models that are gone."""
-    watch = RegistrySnapshot(lambda: registry)
+    watch = RegistrySnapshot(NamedActor(lambda: registry))
     operations = Service(CONFIG, watch, encoders, encoders).operations
     fields = CONFIG.model_dump(mode="json")
     assert await operations.follow(CONFIG, ClusterConfig.model_validate(fields | {"worker": {"num_threads": 2}})) == []

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.placement.autoscaling import Scaling
+from cluster.process.ray_calls import NamedActor
 from cluster.records.errors import NotKept, OverrideRefused
 from cluster.records.overrides import OverrideChange, Overrides, changed
 from configs.admission import ScalingConfig
@@ -48,7 +49,7 @@ class Actor:
 
 def client(connect: Callable[[], Any] | None) -> httpx.AsyncClient:
     app = FastAPI()
-    app.include_router(create_controller_router(ControllerCalls(connect)))
+    app.include_router(create_controller_router(ControllerCalls(NamedActor(connect) if connect else None)))
     install_error_handlers(app)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 

@@ -77,7 +77,7 @@ class Cluster:
         answer = copy.deepcopy(self.now)
         return SimpleNamespace(model_dump=lambda **_: answer)
 
-    async def decisions(self) -> dict[str, Any]:
+    async def decisions(self, max_decisions: int) -> dict[str, Any]:
         return copy.deepcopy(self.found)
 
 
@@ -88,8 +88,8 @@ def told() -> Cluster:
 
 @pytest.fixture
 def view(told: Cluster) -> ClusterView:
-    operations: Any = told
-    return ClusterView(operations, Dispatcher(AdmissionConfig()), told.decisions, period_s=0.01)
+    both: Any = told
+    return ClusterView(both, Dispatcher(AdmissionConfig()), both, period_s=0.01)
 
 
 def parsed(event: str) -> tuple[str, Any]:

@@ -15,6 +15,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from unit.cluster.registry.model_sources import Sources
 from unit.deployments.ingress.http_fakes import client_over
 
+from cluster.process.ray_calls import NamedActor
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, note_problem
 from cluster.ray_seam.templates.process_files import record_process
 from cluster.records.errors import NotKept
@@ -154,7 +155,7 @@ def worker() -> Replicas:
 
 @pytest.fixture
 async def http(registry: Registry, worker: Replicas, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
-    watch = RegistrySnapshot(lambda: registry)
+    watch = RegistrySnapshot(NamedActor(lambda: registry))
     encoder = Replicas(
         {"name": "b", "modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}}
     )

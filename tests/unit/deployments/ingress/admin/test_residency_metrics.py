@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from kit.seeding import seeded_random
@@ -10,6 +11,7 @@ from kit.waiting import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.ingress.admin.metrics import ResidencyMetrics, residency_metrics
+from deployments.ingress.service.operations import Page
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -82,13 +84,15 @@ def test_what_is_away_is_not_there() -> None:
 async def test_all_who_ask_at_once_share_one_look_and_a_late_one_is_an_empty_part() -> None:
     asked, answered = 0, asyncio.Event()
 
-    async def describe() -> dict[str, Any]:
+    async def describe_cluster(page: Page) -> Any:
         nonlocal asked
         asked += 1
         await answered.wait()
-        return {"nodes": [node("n")], "workers": [], "text_encoders": []}
+        cluster = {"nodes": [node("n")], "workers": [], "text_encoders": []}
+        return SimpleNamespace(model_dump=lambda **_: cluster)
 
-    metrics = ResidencyMetrics(describe)
+    operations: Any = SimpleNamespace(describe_cluster=describe_cluster)
+    metrics = ResidencyMetrics(operations)
     asking = [asyncio.create_task(metrics.page()) for _ in range(8)]
     await until(lambda: asked == 1)
     asking.pop().cancel()  # a client that leaves takes nothing from the others
@@ -99,4 +103,4 @@ async def test_all_who_ask_at_once_share_one_look_and_a_late_one_is_an_empty_par
     assert read(pages[0])
 
     answered.clear()
-    assert await ResidencyMetrics(describe, look_s=0.01).page() == ""
+    assert await ResidencyMetrics(operations, look_s=0.01).page() == ""

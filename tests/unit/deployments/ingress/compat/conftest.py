@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from deployments.ingress.http import create_http_app
@@ -26,7 +27,7 @@ def open_app(replicas: Replicas) -> OpenApp:
     @asynccontextmanager
     async def opened(**fields: Any) -> AsyncIterator[FastAPI]:
         config = ClusterConfig.model_validate(CONFIG.model_dump(exclude_unset=True) | fields)
-        watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+        watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
         yield create_http_app(Service(config, watch, handle, handle), config)
         watch.close()
 

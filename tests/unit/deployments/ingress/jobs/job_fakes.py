@@ -16,6 +16,7 @@ from unit.deployments.ingress.http_fakes import CONFIG, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.jobs.owner import JobOwner
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.jobs import JobsConfig
@@ -57,7 +58,7 @@ async def ingress_over(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of one more ingress replica. `num_runners` 0: it runs no jobs."""
     registry, handle = RegistryWithJobs(replicas, owner), FakeHandle(replicas)
-    watch = RegistrySnapshot(lambda: registry)
+    watch = RegistrySnapshot(NamedActor(lambda: registry))
     app = create_http_app(Service(config, watch, handle, handle), config.model_copy(update={"grpc": None}))
     async with AsyncExitStack() as stack:
         if num_runners:

@@ -17,6 +17,7 @@ from PIL import Image
 from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, Replicas, client_over, problem
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig, ImageLinksConfig
 from configs.errors import ConfigError
@@ -107,7 +108,7 @@ def test_the_config_wants_an_address(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def http_with_links(replicas: Replicas, as_described: Any, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     ingress = CONFIG.ingress.model_copy(update={"image_links": ImageLinksConfig(folder=tmp_path / "links", ttl_s=600)})
     config: ClusterConfig = CONFIG.model_copy(update={"ingress": ingress})
     app = create_http_app(Service(config, watch, handle, handle), config)

@@ -66,7 +66,7 @@ def asked() -> Asked:
 @pytest.fixture
 async def http(asked: Asked) -> AsyncIterator[httpx.AsyncClient]:
     configs = [PipelineConfig.model_validate(config) for config in (IMAGES, WORDS, VECTORS, TWO_WAYS)]
-    pipelines = Pipelines(configs, asked, lambda: KNOWN)
+    pipelines = Pipelines(configs, asked, SimpleNamespace(records=KNOWN))
     service: Any = SimpleNamespace(pipelines=pipelines, run_pipeline=pipelines.run_pipeline)
     app = FastAPI()
     install_error_handlers(app)

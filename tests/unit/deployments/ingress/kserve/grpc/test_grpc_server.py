@@ -280,25 +280,24 @@ async def test_health_protocol(channel: grpc.aio.Channel, service: Any) -> None:
     assert (await checks.call("Check", service="")).status == health.HealthCheckResponse.NOT_SERVING
 
 
-async def test_a_watcher_hears_of_changes_only() -> None:
+async def test_a_watcher_hears_of_changes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[Any] = [True, True, errors.ModelUnavailable("restarting"), False, True]
     told, told_other, num_looks = [], [], 0
 
-    async def is_ready() -> bool:
+    async def server_ready() -> bool:
         nonlocal num_looks
+        if not states:
+            await asyncio.Event().wait()
         num_looks += 1
+        for _ in range(5):  # the watchers hear of the look before
+            await asyncio.sleep(0)
         state = states.pop(0)
         if isinstance(state, Exception):
             raise state
         return bool(state)
 
-    async def sleep(seconds: float) -> None:
-        for _ in range(5):  # the watchers hear of it
-            await asyncio.sleep(0)
-        if not states:
-            await asyncio.Event().wait()
-
-    servicer = _HealthServicer(is_ready, (), sleep)
+    monkeypatch.setattr("deployments.ingress.kserve.grpc.server._WATCH_INTERVAL_S", 0.0)
+    servicer = _HealthServicer(SimpleNamespace(server_ready=server_ready), ())
 
     def watch(heard: list[int], service: str = "") -> asyncio.Task[None]:
         async def write(answer: health.HealthCheckResponse) -> None:

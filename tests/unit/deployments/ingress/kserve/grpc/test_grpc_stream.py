@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ class Stream:
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self.num_reads = 0
-        stream = _InferStream(inference, self._write, errors_end_it=errors_end_it)
+        context: Any = SimpleNamespace(write=self._write)
+        stream = _InferStream(inference, context, errors_end_it=errors_end_it)
         self.task = asyncio.create_task(stream.answer_requests(self._read()))
 
     def send(self, *requests: Any) -> None:

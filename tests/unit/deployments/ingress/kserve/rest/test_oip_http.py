@@ -20,8 +20,10 @@ from kit.seeding import seeded_rng
 from ray.exceptions import RayActorError
 from unit.deployments.ingress.http_fakes import client_over
 
+from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.fair_slots import ReadLimiter
 from configs.access import AccessConfig
+from configs.admission import AdmissionConfig
 from configs.cluster import LimitsConfig
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.error_forms import install_error_handlers
@@ -44,7 +46,7 @@ async def client(inference: Inference, limits: LimitsConfig, as_described: Any) 
     app.include_router(create_shared_memory_router(inference.shared_memory))
     access = HttpAccess(Callers(AccessConfig()), AccessConfig(), "127.0.0.1")
     app.add_middleware(BodyGate, limits=limits)
-    app.add_middleware(ReadGate, limiter=ReadLimiter(lambda: 1000), access=access)
+    app.add_middleware(ReadGate, limiter=ReadLimiter(Dispatcher(AdmissionConfig(max_waiting=1000))), access=access)
     hooks = as_described(app)
     async with client_over(app, "http://localhost", event_hooks=hooks) as client:
         yield client
