@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from deployments.engines.native.library import load_kernels
-from deployments.engines.nn.few_rows import MOST_ROWS, multiply_few, multiply_rows
+from deployments.engines.nn import few_rows
+from deployments.engines.nn.few_rows import MOST_BESIDE_SLOW_MKL, MOST_ROWS, most_rows, multiply_few, multiply_rows
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels for this processor")
 
@@ -42,6 +43,24 @@ def test_company_does_not_matter_in_a_single_bit():
     with torch.no_grad():
         together = multiply_few(linear, x)
         assert all(torch.equal(multiply_few(linear, x[:, i : i + 1]), together[:, i : i + 1]) for i in range(31))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["AMD EPYC 9R14", "Intel(R) Xeon(R) Platinum 8488C"])
+def test_many_rows_are_theirs_where_mkl_takes_code_for_other_processors(name, monkeypatch):
+    is_slow = name.startswith("AMD") and load_kernels().variant == "avx512"
+    monkeypatch.setattr(few_rows, "processor_name", lambda: name)
+    most_rows.cache_clear()
+    try:
+        assert most_rows() == (MOST_BESIDE_SLOW_MKL if is_slow else MOST_ROWS)
+        linear, x = nn.Linear(48, 32), torch.randn(2 * MOST_ROWS, 48)
+        with torch.no_grad():
+            expected = multiply_rows(linear, x) if is_slow else linear(x)
+            assert torch.equal(multiply_few(linear, x), expected)
+            beyond = torch.randn(MOST_BESIDE_SLOW_MKL + 1, 48)
+            assert torch.equal(multiply_few(linear, beyond), linear(beyond))
+    finally:
+        most_rows.cache_clear()
 
 
 def test_what_the_kernels_do_not_know_is_the_layer_s_own():
