@@ -133,7 +133,7 @@ def test_the_last_good_keys_hold_while_the_file_is_unusable(path: Path, caplog: 
 def test_a_folder_that_others_may_write_is_refused(path: Path) -> None:
     add_key(path, entry("a", "x"))
     path.parent.chmod(0o777)
-    with pytest.raises(KeysFileError, match="others may write its folder"):
+    with pytest.raises(KeysFileError, match="other users may write its folder"):
         read_key_store(path)
     path.parent.chmod(0o1777)  # sticky, as /tmp: nobody else can replace the file
     assert read_key_store(path).entries
