@@ -181,8 +181,8 @@ def test_a_refusal_says_what_was_wanted_and_who_has_the_room() -> None:
     node.table.pin(["k0", "later"])
     never = node.ask("x", large=95)
     assert never.refusal == (
-        "the node is 100 bytes; large need 95 bytes, 65 bytes are missing (it can never fit beside "
-        "what is pinned; leased by: h0 (10 bytes), h1 (10 bytes), h2 (10 bytes), h3 (10 bytes), h4 (10 bytes) and 2 "
+        "the node is 100 bytes; large need 95 bytes, 65 bytes are missing (it can never fit beside the "
+        "pinned entries; leased by: h0 (10 bytes), h1 (10 bytes), h2 (10 bytes), h3 (10 bytes), h4 (10 bytes) and 2 "
         "more; pinned: 10 bytes)"
     )
     late = node.ask("x", b=40)
