@@ -110,7 +110,7 @@ class Pipelines:
             raise InvalidRequest(f"timeout_s must be a positive number of seconds, got {request.timeout_s}", "timeout")
         priority, timeout_s = request.priority, request.timeout_s
         run = PipelineRun(plan, inputs, num_items, self._ask, priority=priority, timeout_s=timeout_s, on_stage=on_stage)
-        async with Deadline(self._max_timeout_s if timeout_s is None else timeout_s).bounding():
+        async with Deadline(self._max_timeout_s if timeout_s is None else None).bounding():  # its own says more
             await run.run_stages()
         outputs = {
             spec.name: tensor_of(spec.name, run.values[plan.outputs[spec.name]], plan.output_types[spec.name])

@@ -62,6 +62,7 @@ function link(href, inner) {
 }
 
 function list(token, depth) {
+  if (token.items.every((item) => !item.text.trim())) return token.raw; // "19." is a number, and no list
   const items = token.items.map(
     (item) => html`<li>
       ${item.task && html`<input type="checkbox" aria-label=${texts.chat.task} checked=${item.checked} disabled />`} ${blocks(item.tokens, depth)}

@@ -58,7 +58,7 @@ async def test_where_nobody_may_wait_a_newcomer_is_refused() -> None:
 @seeds(50)
 async def test_a_newcomer_is_told_how_many_go_before_it_give_or_take_the_turn_of_each_other_tenant(seed: int) -> None:
     rng = random.Random(seed)
-    slots, order = FairSlots(1, lambda: 1000), list[int]()
+    slots, order = FairSlots(1, 1000), list[int]()
     await slots.acquire("first")
 
     async def wait(tenant: str, number: int) -> None:

@@ -112,7 +112,7 @@ def test_a_ray_of_others_has_no_templates_and_one_line_says_so(
     asked = {"ray": {"address": "10.0.0.1:6379", "templates": templates}, "models": [{"id": "m", "path": "/m"}]}
     with pytest.raises(SessionError), running._ray_and_door(ClusterConfig.model_validate(asked)):
         pytest.fail("the cluster came up")
-    lines = [line for line in caplog.messages if "10.0.0.1:6379 was started by others" in line]
+    lines = [line for line in caplog.messages if "10.0.0.1:6379 was started by another user" in line]
     assert len(lines) == templates
 
 

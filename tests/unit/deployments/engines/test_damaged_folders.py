@@ -183,7 +183,7 @@ DAMAGES = {
     ),
     "llm: an activation": Damage("llm", changed("config.json", hidden_act="gelu"), "activation 'gelu'"),
     "llm: layers": Damage("llm", changed("config.json", layer_types=["own"]), "layers of type 'own'"),
-    "llm: a config of its own": Damage("llm", changed("config.json", model_type="own"), "model_type 'own' is none of"),
+    "llm: a config of its own": Damage("llm", changed("config.json", model_type="own"), "model_type 'own' is not one"),
     "sdxl: its solver": Damage(
         "sdxl", changed("model_index.json", scheduler=["diffusers", "OwnScheduler"]), "solver diffusers.OwnScheduler"
     ),

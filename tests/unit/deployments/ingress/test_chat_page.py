@@ -167,6 +167,13 @@ def test_markdown_is_shown_and_nothing_in_it_runs(chat: Any, talker: Talker) -> 
     assert shown.locator("td").all_inner_texts() == ["2", "4"]
 
 
+def test_a_number_alone_is_no_list(chat: Any, talker: Talker) -> None:
+    talker.answers = {"12 + 7": "19."}
+    ask(chat, "12 + 7")
+    chat.get_by_text("19.", exact=True).wait_for()
+    assert answers(chat) == ["19."]
+
+
 def test_a_conversation_is_downloaded_and_deleted(chat: Any, talker: Talker) -> None:
     ask(chat, "keep this")
     chat.get_by_text("heard: keep this").wait_for()

@@ -51,13 +51,13 @@ def test_a_missing_file_is_named(split: Path) -> None:
 
 def test_a_file_in_anothers_place_is_refused(split: Path) -> None:
     (split / NAMES[1]).write_bytes((split / NAMES[2]).read_bytes())
-    with pytest.raises(FormatError, match=rf"{NAMES[1]}: says split\.no 2 of 3, expected 1 of 3"):
+    with pytest.raises(FormatError, match=rf"{NAMES[1]}: has split\.no 2 of 3, expected 1 of 3"):
         read_checkpoint(split)
 
 
 def test_a_renamed_part_is_not_a_model(split: Path) -> None:
     (split / NAMES[0]).rename(split / "whole.gguf")
-    with pytest.raises(FormatError, match=r"whole\.gguf: says split\.no 0 of 3, expected 0 of 1"):
+    with pytest.raises(FormatError, match=r"whole\.gguf: has split\.no 0 of 3, expected 0 of 1"):
         read_checkpoint(split / "whole.gguf")
 
 

@@ -357,7 +357,7 @@ def test_every_class_is_in_one_table():
 
 REFUSED = {
     "layers": ("Gemma3ForCausalLM", {"layer_types": ["conv"] * 2}, "layers of type 'conv' of a Gemma3ForCausalLM"),
-    "encoder": ("BertLMHeadModel", {"is_decoder": False}, "without `is_decoder` sees what is behind"),
+    "encoder": ("BertLMHeadModel", {"is_decoder": False}, "without `is_decoder` sees later tokens"),
     "quantized": ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "awq"}}, "quantized weights of a Phi3"),
 }
 
