@@ -90,8 +90,8 @@ test: setup judges  ## Lint, types, contracts, all tests but the long ones: Ray'
 test-ray: setup judges
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" --times $(TIME_FILES)/ray.tsv $(TWICE)
 
-test-unit: setup judges
-	$(PYTEST) $(UNITS) --times $(TIME_FILES)/unit.tsv $(TWICE)
+test-unit: setup judges  # nicer than the tests of Ray, which take longest and wait for processes that start
+	nice -n 5 $(PYTEST) $(UNITS) --times $(TIME_FILES)/unit.tsv $(TWICE)
 
 test-device: setup
 	$(PYTEST) tests/device -m "not long" --times $(TIME_FILES)/device.tsv $(TWICE)
