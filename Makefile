@@ -100,16 +100,16 @@ times: setup     ## Store what the last `make test` took, where the next reader 
 	$(BIN)/python infra/times_report.py $(TIME_FILES)/*.tsv --to tests/times.md
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
-	$(PYTEST) tests/unit -m long -n 2 --dist worksteal
+	$(PYTEST) tests/unit -m long -p no:xdist --forks 2
 	$(PYTEST) tests/device -m long -n 2 --dist worksteal
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
 
 test-eighth: setup judges-long ## One eighth of test-long but for its soak, which the Python files draw (SHARE=3/8: the third)
-	$(PYTEST) tests/unit -m long -n 2 --dist worksteal --share $(SHARE)
-	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE)
-	$(PYTEST) tests/e2e -m long --share $(SHARE) --ignore tests/e2e/test_soak.py || [ $$? = 5 ]  # no test is in this share
-	$(PYTEST) tests/integration -m long --share $(SHARE) || [ $$? = 5 ]
+	$(PYTEST) tests/unit -m long -p no:xdist --forks 2 --share $(SHARE) $(TWICE)
+	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE) $(TWICE)
+	$(PYTEST) tests/e2e -m long --share $(SHARE) --ignore tests/e2e/test_soak.py $(TWICE) || [ $$? = 5 ]  # no test is in this share
+	$(PYTEST) tests/integration -m long --share $(SHARE) $(TWICE) || [ $$? = 5 ]
 
 abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of another key have to go on as before
 	PYTHONPATH=.:tests $(BIN)/python tests/abuse/run_abuse.py
