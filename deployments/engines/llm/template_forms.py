@@ -63,7 +63,7 @@ def answer_form(
     `TOOL_FORMS`.
     """
     template = chat_template(tokenizer, has_tools=has_tools)
-    reasoning: Any = named_form("reasoning_form", reasoning_form) if reasoning_form else _reasoning_of(template)
+    reasoning: Any = _reasoning_of(template) if reasoning_form is None else named_form("reasoning_form", reasoning_form)
     if not has_tools:
         return AnswerForm(TOOL_FORMS["harmony"] if reasoning is REASONING_FORMS["harmony"] else None, reasoning)
     tools: Any
