@@ -65,16 +65,6 @@ def switches_thinking(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) ->
     return len(unknown_variables(tokenizer, names, has_tools=has_tools)) < len(names)
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
-) -> tuple[int, ...]:
-    """Return the token ids of a chat, up to the beginning of the assistant's turn.
-
-    Raises EngineError as `render_chat` does, or for a text that is no Unicode.
-    """
-    return encode_rendered(tokenizer, render_chat(tokenizer, messages, options))
-
-
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Return the token ids of a chat's rendered text, which has its special tokens already."""
     return tuple(tokenizer(checked_characters(text), add_special_tokens=False)["input_ids"])

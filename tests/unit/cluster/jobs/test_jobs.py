@@ -44,7 +44,7 @@ def monotonic() -> Clock:
 
 @pytest.fixture
 def open_owner(tmp_path: Path, clock: Clock, monotonic: Clock) -> Iterator[OpenOwner]:
-    """Return what opens the folder; the one before has let go of it."""
+    """Return a function that opens the folder; the one before has let go of it."""
     opened: list[JobOwner] = []
 
     def open_(was_restarted: bool = False, **config: float) -> JobOwner:
