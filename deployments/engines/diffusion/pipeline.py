@@ -59,7 +59,9 @@ from deployments.engines.graph.card_graphs import replays_on
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.libraries.config_files import read_config
+from deployments.engines.native.library import load_kernels
 from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.few_rows import HOSTS
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import Batch, MergedLayers, applied_adapters
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
@@ -115,6 +117,8 @@ class DenoisePipeline:
             small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
             self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
+        if self.device.type in HOSTS:
+            load_kernels()  # compiled now, if need be, not while the first image waits
         for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
