@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Status = Literal["queued", "running", "done", "failed", "cancelled"]
 Order = Literal["asc", "desc"]
 Headers = tuple[tuple[str, str], ...]
+BATCHES: Final = "/v1/batches"  # the endpoint of jobs whose lines are requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class TakenJob:
     endpoint: str
     headers: Headers
     body: bytes = field(repr=False)
+    created_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +104,26 @@ class JobState:
     status: Status
     progress: int | None
     num_starts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFile:
+    """A file of a key. `ended_s` is None while it is written; its reader finds it afterwards."""
+
+    id: str
+    key: str
+    name: str
+    purpose: str
+    num_bytes: int
+    created_s: float
+    expires_s: float | None
+    ended_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The result of a line of a batch, as a line of its file: that of outputs if it is good, else that of errors."""
+
+    number: int
+    content: bytes = field(repr=False)
+    is_good: bool

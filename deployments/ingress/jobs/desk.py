@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from cluster.admission.fair_slots import release_read_slot
 from cluster.jobs.records import Headers, Job, JobFilter, JobState, NewJob, Order
-from cluster.records.errors import JobConflict, JobsFull, JobsUnavailable
+from cluster.records.errors import FileInUse, JobConflict, JobsFull, JobsUnavailable
 from cluster.registry.actor import Method, WeightRegistry
 from configs.jobs import JobsConfig
 from deployments.ingress.access.callers import current_key
@@ -23,7 +23,7 @@ IDEMPOTENCY_KEY: Final = "idempotency-key"
 _MAX_KEY_CHARS: Final = 255
 # Headers that a job's request takes from the one that began it.
 _KEPT_HEADERS: Final = ("host", "content-type", "accept", "anthropic-version", PRIORITY, TENANT, TIMEOUT)
-_PIECE_BYTES: Final = 2**22
+PIECE_BYTES: Final = 2**22
 _WATCH_S: Final = 15.0
 
 P = ParamSpec("P")
@@ -41,6 +41,11 @@ class JobDesk:
         self.changed = asyncio.Event()
         self._service = service
 
+    @property
+    def lowest_priority(self) -> int:
+        """The priority of what everything else goes before."""
+        return self._service.queue.config.priority_levels
+
     async def begin(self, request: Request, facts: Mapping[str, Any] | None = None, prefix: str = "job") -> Job:
         """Keep the current request, to run it unchanged in the background. Raises Conflict, QueueFull."""
         return await self.add(request, request.url.path, await request.body(), facts=facts, prefix=prefix)
@@ -55,8 +60,12 @@ class JobDesk:
         idempotency_key: str | None = None,
         facts: Mapping[str, Any] | None = None,
         prefix: str = "job",
+        priority: int | None = None,
     ) -> Job:
-        """Keep a request to `endpoint` on the terms of the current one. `headers` are in place of its own."""
+        """Keep a request to `endpoint` on the terms of the current one, but for another `priority`.
+
+        `headers` are in place of its own.
+        """
         terms, config = current_terms.get(), self._service.queue.config
         terms = terms.within_rights(config)
         terms.checked(config)
@@ -65,7 +74,7 @@ class JobDesk:
             raise InvalidRequest(f"idempotency_key: {len(key)} characters, at most {_MAX_KEY_CHARS}", "idempotency_key")
         given = dict(request.headers) | dict(headers or {})
         kept: Headers = tuple((name, given[name]) for name in _KEPT_HEADERS if name in given)
-        priority = terms.priority or config.default_priority
+        priority = priority or terms.priority or config.default_priority
         new = NewJob(current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix)
         job = await self.call(WeightRegistry.add_job, new)
         release_read_slot()  # the place in the queue is the job's
@@ -107,7 +116,7 @@ class JobDesk:
     async def result(self, job: Job, span: range) -> AsyncIterator[bytes] | None:
         """Return the pieces of a span of a job's result, None where there is none any more."""
         key = current_key()
-        first = await self.call(WeightRegistry.read_result, key, job.id, span.start, min(_PIECE_BYTES, len(span)))
+        first = await self.call(WeightRegistry.read_result, key, job.id, span.start, min(PIECE_BYTES, len(span)))
         return None if first is None else self._pieces(key, job.id, span, first)
 
     async def _pieces(self, key: str, id_: str, span: range, piece: bytes | None) -> AsyncIterator[bytes]:
@@ -116,7 +125,7 @@ class JobDesk:
             span = span[len(piece) :]
             if not span:
                 return
-            piece = await self.call(WeightRegistry.read_result, key, id_, span.start, min(_PIECE_BYTES, len(span)))
+            piece = await self.call(WeightRegistry.read_result, key, id_, span.start, min(PIECE_BYTES, len(span)))
 
     async def call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the owner. Raises ServiceErrors, and RayActorError while it is gone."""
@@ -124,6 +133,8 @@ class JobDesk:
             return await self._service.snapshot.call_registry(method, *args, **kwargs)
         except JobConflict as error:
             raise Conflict(str(error), "idempotency_key") from None
+        except FileInUse as error:
+            raise Conflict(str(error), "file_id") from None
         except JobsFull as error:
             raise QueueFull(str(error)) from None
         except JobsUnavailable as error:
