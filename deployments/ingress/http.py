@@ -230,7 +230,7 @@ def _openai_routers(
     yield create_text_router(service, images, desk)
     kept = config.ingress.stored_responses
     stored = StoredResponses(kept, config.name) if kept.enabled else None
-    yield create_responses_router(service, stored, config.ingress.limits, images)
+    yield create_responses_router(service, stored, config.ingress.limits, images, desk)
     yield create_models_router(service, view.nearness)
     yield create_pipelines_router(service, readers, config.ingress.limits, desk)
 
