@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,16 @@ from configs.model import Bytes, StrictModel
 
 _MOST_S = 366 * 86_400.0
 MAX_FILE_BYTES = 2**28
+
+
+WebhookHost = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?$")]
+
+
+class WebhooksConfig(StrictModel):
+    """Webhooks: what is told to a client's own server when its job ends."""
+
+    hosts: tuple[WebhookHost, ...] = Field((), description="hosts, or host:port, that may be told; no other is called")
+    may_be_inner: bool = Field(False, description="whether these hosts may be at inner addresses")
 
 
 class JobsConfig(StrictModel):
@@ -66,6 +76,8 @@ class JobsConfig(StrictModel):
         allow_inf_nan=False,
         description="seconds that a client's file is kept; batches' files are kept for keep_s",
     )
+
+    webhooks: WebhooksConfig = WebhooksConfig()
 
     @model_validator(mode="after")
     def _results_fit(self) -> Self:

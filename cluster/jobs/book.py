@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from cluster.jobs.file_book import FILES_SCHEMA, FileBook
+from cluster.jobs.hook_book import HOOKS_SCHEMA, HookBook, add_hook
 from cluster.jobs.records import BATCHES, Headers, Job, JobAnswer, JobError, JobFilter, NewJob, Order, Status, TakenJob
+from cluster.jobs.rows import job_of
 from cluster.jobs.transactions import writing
 from cluster.records.errors import JobConflict, JobsFull
 from configs.jobs import JobsConfig
@@ -44,6 +46,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     "CREATE INDEX IF NOT EXISTS by_turn ON jobs (status, key, priority, number)",
     "CREATE UNIQUE INDEX IF NOT EXISTS by_idempotency ON jobs (key, idempotency_key) WHERE idempotency_key IS NOT NULL",
     *FILES_SCHEMA,
+    *HOOKS_SCHEMA,
 )
 _PAGE: Final = {
     "asc": """
@@ -53,10 +56,6 @@ AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY numbe
 SELECT * FROM jobs WHERE key = ? AND number < ? AND (expires_s IS NULL OR expires_s >= ?)
 AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY number DESC LIMIT ?6""",
 }
-_PLAIN: Final = (
-    *("id", "key", "endpoint", "status", "created_s", "started_s", "ended_s", "expires_s"),
-    *("num_starts", "num_bytes"),
-)
 _FIRST: Final = {"asc": 0, "desc": 2**62}
 _RUNNING_BY_KEY: Final = """
 SELECT key, COUNT(*) FROM jobs WHERE status = 'running' AND (endpoint = ?) = ? GROUP BY key"""
@@ -90,7 +89,7 @@ class JobBook:
             for beside in (f"{BOOK_FILE}-wal", f"{BOOK_FILE}-journal"):
                 (folder / beside).unlink(missing_ok=True)
             self._db = _opened(file, busy_s)
-        self.files = FileBook(self._db)
+        self.files, self.hooks = FileBook(self._db), HookBook(self._db)
 
     def close(self) -> None:
         """Let another process have the book."""
@@ -113,6 +112,8 @@ class JobBook:
                 (id_, new.key, new.endpoint, *texts, new.priority, new.idempotency_key, digest, len(new.body), now_s),
             )
             run("INSERT INTO bodies VALUES (?, ?)", (id_, new.body))
+            if new.webhook is not None:
+                add_hook(run, id_, new.webhook, now_s)
         job = self.find(new.key, id_, now_s)
         assert job is not None
         return job
@@ -123,7 +124,7 @@ class JobBook:
             "SELECT * FROM jobs WHERE id = ? AND key = ? AND (expires_s IS NULL OR expires_s >= ?)",
             (id_, key, now_s),
         ).fetchall()
-        return _job_of(rows[0]) if rows else None
+        return job_of(rows[0]) if rows else None
 
     def page(
         self, key: str, wanted: JobFilter, after: str | None, limit: int, order: Order, now_s: float
@@ -136,7 +137,7 @@ class JobBook:
                 return None
             ((place,),) = found
         values = (key, place, now_s, wanted.status, wanted.endpoint, limit)
-        return [_job_of(row) for row in self._db.execute(_PAGE[order], values)]
+        return [job_of(row) for row in self._db.execute(_PAGE[order], values)]
 
     def cancel(self, key: str, id_: str, keep_s: float, now_s: float) -> Job | None:
         """End an unfinished job, and return its new state; None for an unknown one."""
@@ -267,7 +268,7 @@ class JobBook:
             return None
         if rows[0]["digest"] != digest:
             raise JobConflict(f"idempotency_key {new.idempotency_key!r} is that of another request, {rows[0]['id']}")
-        return _job_of(rows[0])
+        return job_of(rows[0])
 
     def _check_room(self, new: NewJob, config: JobsConfig) -> None:
         """Raise JobsFull if the job has no room beside the unfinished ones."""
@@ -309,16 +310,6 @@ def _next_turn(
 
 def _headers_of(text: str) -> Headers:
     return tuple((name, value) for name, value in json.loads(text))
-
-
-def _job_of(row: sqlite3.Row) -> Job:
-    error = None if row["error"] is None else JobError(*json.loads(row["error"]))
-    answer = None
-    if row["answer"] is not None:
-        status, headers = json.loads(row["answer"])
-        answer = JobAnswer(status, tuple((name, value) for name, value in headers), error)
-    plain = {name: row[name] for name in _PLAIN}
-    return Job(**plain, facts=json.loads(row["facts"]), error=error, answer=answer)
 
 
 def _surplus(rows: Sequence[tuple[Any, ...]], max_bytes: int, max_jobs: int) -> list[str]:

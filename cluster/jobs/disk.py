@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from cluster.jobs.book import BOOK_FILE, JobBook, result_name
 from cluster.jobs.file_book import OUTPUT
-from cluster.jobs.records import ClientFile, Job, JobAnswer, JobError, LineResult, NewJob
+from cluster.jobs.records import ClientFile, DueHook, Job, JobAnswer, JobError, LineResult, NewJob
 from cluster.jobs.results import ResultFiles
 from cluster.records.errors import JobsUnavailable
 from configs.jobs import JobsConfig
@@ -145,6 +145,16 @@ class JobDisk:
         if new:
             books.end_lines(id_, new, sizes, now_s)
         return True
+
+    # webhooks
+
+    def take_hooks(self, count: int, now_s: float) -> list[DueHook]:
+        """Begin up to `count` tries of webhooks."""
+        return self.book.hooks.take(count, now_s)
+
+    def next_hook_s(self) -> float | None:
+        """Return when the next try of a webhook is due, None for never."""
+        return self.book.hooks.next_s()
 
     def close(self) -> None:
         """Let another process have the folder. Blocks."""

@@ -17,6 +17,7 @@ from typing import Final
 
 from cluster.jobs.disk import JobDisk
 from cluster.jobs.files import Clocks, FileOwner
+from cluster.jobs.hooks import HookOwner
 from cluster.jobs.leases import LOST_S, JobLeases
 from cluster.jobs.records import BATCHES, Job, JobAnswer, JobError, JobFilter, JobState, NewJob, Order, TakenJob
 from configs.jobs import JobsConfig
@@ -49,6 +50,7 @@ class JobOwner:
         self._knowing = asyncio.Lock()
         self._disk = JobDisk(folder)
         self.files = FileOwner(self._disk, config, self._clocks)
+        self.hooks = HookOwner(self._disk, self._clocks)
         self._leases = JobLeases()
         self._ended_runners: deque[str] = deque(maxlen=_MAX_ENDED)
         self._queued = asyncio.Event()  # replaced whenever there may be work
@@ -203,6 +205,7 @@ class JobOwner:
         """Drop the lease of a job, if it runs no more, and tell who watches it."""
         self._leases.drop([id_] if is_gone else [])
         self._tell(id_)
+        self.hooks.note_end()
 
     def _wake_runners(self) -> None:
         self._queued.set()

@@ -13,6 +13,14 @@ BATCHES: Final = "/v1/batches"  # the endpoint of jobs whose lines are requests
 
 
 @dataclass(frozen=True, slots=True)
+class Webhook:
+    """The address to be told of a job's end, and the secret that signs what is sent there."""
+
+    url: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class NewJob:
     """A request to keep. `key` is the name of its API key, "" without keys; its answers repeat the `facts`.
 
@@ -27,6 +35,7 @@ class NewJob:
     facts: Mapping[str, Any] = field(default_factory=dict)
     idempotency_key: str | None = None
     prefix: str = "job"
+    webhook: Webhook | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +136,12 @@ class LineResult:
     number: int
     content: bytes = field(repr=False)
     is_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DueHook:
+    """A job that has ended, whose webhook is to be told; `num_tries` counts this try."""
+
+    job: Job
+    webhook: Webhook
+    num_tries: int

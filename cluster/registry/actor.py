@@ -26,6 +26,7 @@ import ray
 
 from cluster.jobs.disk import FOLDER as JOBS_FOLDER
 from cluster.jobs.files import FileOwner
+from cluster.jobs.hooks import HookOwner
 from cluster.jobs.owner import JobOwner
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question, ResidencyReport
@@ -198,7 +199,7 @@ class WeightRegistry:
         self._settings = RuntimeSettings(overrides_file(store.path, config.name))
         self._settings.follow(first, config)
         self._jobs = JobOwner(store.path / JOBS_FOLDER / config.name, config.jobs, was_restarted=_is_restarted())
-        self._files = self._jobs.files
+        self._files, self._hooks = self._jobs.files, self._jobs.hooks
         await self._models.begin_imports()
         self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
         self._polling = asyncio.ensure_future(self._nodes.follow())
@@ -393,6 +394,8 @@ class WeightRegistry:
     forget_file = _expose("_files", FileOwner.forget_file)
     read_file = _expose("_files", FileOwner.read_file)
     begin_lines = _expose("_files", FileOwner.begin_lines)
+    take_hooks = _in_group(WATCHING)(_expose("_hooks", HookOwner.take_hooks))
+    end_hook = _expose("_hooks", HookOwner.end_hook)
     end_lines = _expose("_files", FileOwner.end_lines)
 
 

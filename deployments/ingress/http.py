@@ -70,7 +70,7 @@ from deployments.ingress.kserve.rest.routes import (
 from deployments.ingress.kserve.shared_memory import SharedMemory
 from deployments.ingress.messages.terms import ENCODER, WORKER
 from deployments.ingress.openai.batches import create_batches_router
-from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher
+from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher, image_hosts
 from deployments.ingress.openai.embeddings import create_embeddings_router, create_scores_router
 from deployments.ingress.openai.files import create_files_router
 from deployments.ingress.openai.image_decoders import ImageReaders
@@ -134,7 +134,7 @@ def create_http_app(
     )
     install_error_handlers(app)
     readers = ImageReaders()
-    fetcher = ImageFetcher(config.ingress.image_hosts, config.ingress.limits.max_upload_bytes)
+    fetcher = ImageFetcher(image_hosts(config.ingress.image_hosts), config.ingress.limits.max_upload_bytes)
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
     controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, controller)

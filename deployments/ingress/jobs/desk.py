@@ -9,18 +9,23 @@ from typing import Any, Final, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from cluster.admission.fair_slots import release_read_slot
-from cluster.jobs.records import Headers, Job, JobFilter, JobState, NewJob, Order
+from cluster.jobs.records import Headers, Job, JobFilter, JobState, NewJob, Order, Webhook
 from cluster.records.errors import FileInUse, JobConflict, JobsFull, JobsUnavailable
 from cluster.registry.actor import Method, WeightRegistry
 from configs.jobs import JobsConfig
 from deployments.ingress.access.callers import current_key
+from deployments.ingress.jobs.signing import checked_secret
+from deployments.ingress.messages.outer_hosts import OuterHosts
 from deployments.ingress.messages.running_job import current_job
 from deployments.ingress.messages.terms import PRIORITY, TENANT, TIMEOUT, current_terms
 from deployments.ingress.service.service import Service
 from deployments.records.errors import Conflict, InvalidRequest, Overloaded, QueueFull
 
 IDEMPOTENCY_KEY: Final = "idempotency-key"
+WEBHOOK_URL: Final = "x-webhook-url"
+SIGNED_BY: Final = "x-webhook-secret"
 _MAX_KEY_CHARS: Final = 255
+_MAX_URL_CHARS: Final = 2048
 # Headers that a job's request takes from the one that began it.
 _KEPT_HEADERS: Final = ("host", "content-type", "accept", "anthropic-version", PRIORITY, TENANT, TIMEOUT)
 PIECE_BYTES: Final = 2**22
@@ -40,6 +45,10 @@ class JobDesk:
         self.config = config
         self.changed = asyncio.Event()
         self._service = service
+        hooks = config.webhooks
+        self.webhook_hosts = OuterHosts(
+            hooks.hosts, "jobs.webhooks.hosts", "webhooks go to", may_be_inner=hooks.may_be_inner
+        )
 
     @property
     def lowest_priority(self) -> int:
@@ -75,10 +84,24 @@ class JobDesk:
         given = dict(request.headers) | dict(headers or {})
         kept: Headers = tuple((name, given[name]) for name in _KEPT_HEADERS if name in given)
         priority = priority or terms.priority or config.default_priority
-        new = NewJob(current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix)
+        new = NewJob(
+            current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix, self._webhook_of(request)
+        )
         job = await self.call(WeightRegistry.add_job, new)
         release_read_slot()  # the place in the queue is the job's
         return job
+
+    def _webhook_of(self, request: Request) -> Webhook | None:
+        """Return the webhook that a request wants for its job. Raises InvalidRequest."""
+        url, secret = request.headers.get(WEBHOOK_URL), request.headers.get(SIGNED_BY)
+        if url is None:
+            if secret is not None:
+                raise InvalidRequest(f"{SIGNED_BY}: there is no {WEBHOOK_URL}", WEBHOOK_URL)
+            return None
+        if len(url) > _MAX_URL_CHARS:
+            raise InvalidRequest(f"{WEBHOOK_URL}: {len(url)} characters, at most {_MAX_URL_CHARS}", WEBHOOK_URL)
+        self.webhook_hosts.checked(url, WEBHOOK_URL)
+        return Webhook(url, checked_secret(secret, SIGNED_BY))
 
     async def find(self, id_: str) -> Job | None:
         """Return a job, None where there is none."""

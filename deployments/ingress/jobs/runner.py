@@ -24,6 +24,7 @@ from deployments.ingress.access.callers import Callers
 from deployments.ingress.jobs.asking import GRACE_S, OwnApplication, error_of, growing_pauses
 from deployments.ingress.jobs.batch_run import BatchRun
 from deployments.ingress.jobs.desk import JobDesk
+from deployments.ingress.jobs.webhooks import Teller
 from deployments.ingress.messages.running_job import RunningJob, current_job
 from deployments.records.tasks import shared_task
 
@@ -68,6 +69,8 @@ class JobRunner:
         most = self._desk.config.max_running
         taking = (self._take_on(most, are_batches=False), self._take_on(MAX_BATCHES, are_batches=True))
         tasks = [*map(shared_task, taking), shared_task(self._beat_on())]
+        if self._desk.webhook_hosts:
+            tasks.append(shared_task(Teller(self._desk).tell_on()))
         try:
             yield
         finally:

@@ -40,7 +40,9 @@ class RegistryWithJobs:
     def __getattr__(self, name: str) -> Any:
         if name == "up_s":
             return SimpleNamespace(remote=self.on_up_s)
-        part = next((part for part in (self.owner, self.owner.files) if hasattr(type(part), name)), None)
+        part = next(
+            (part for part in (self.owner, self.owner.files, self.owner.hooks) if hasattr(type(part), name)), None
+        )
         if part is None:
             return getattr(self._replicas, name)
 
