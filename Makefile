@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-unit test-ray test-engines test-deployments test-cluster test-weights test-rest test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn judge-templates demo test test-unit test-ray test-engines test-deployments test-cluster test-weights test-rest test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -45,6 +45,12 @@ $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 judge-zipnn: $(JUDGES)/zipnn/.installed  ## zipnn, beside which `python -m infra.bench deltas` measures
 
 $(JUDGES)/zipnn/.installed: infra/judges/zipnn.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	@touch $@
+
+judge-templates: $(JUDGES)/comfy_templates/.installed  ## ComfyUI's own workflows, which `python -m infra.supported.workflows` checks
+
+$(JUDGES)/comfy_templates/.installed: infra/judges/comfy_templates.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 
