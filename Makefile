@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-unit test-ray test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-openvino judge-templates judge-zipnn demo test test-unit test-ray test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -35,16 +35,24 @@ $(STAMP): pyproject.toml constraints.txt
 
 judges: $(JUDGES)/protocol/.installed  ## Clients that test us and cannot share our pins
 
-judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 
-# It computes with our torch and numpy; built from source, it wants a compiler.
+# They compute with our torch and numpy; zipnn, built from source, wants a compiler.
 judge-zipnn: $(JUDGES)/zipnn/.installed  ## zipnn, beside which `python -m infra.bench deltas` measures
 
-$(JUDGES)/zipnn/.installed: infra/judges/zipnn.txt
+judge-openvino: $(JUDGES)/openvino/.installed  ## OpenVINO (180 MB), beside which `python -m infra.bench peers` measures
+
+$(JUDGES)/zipnn/.installed $(JUDGES)/openvino/.installed: $(JUDGES)/%/.installed: infra/judges/%.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	@touch $@
+
+judge-templates: $(JUDGES)/comfy_templates/.installed  ## ComfyUI's own workflows, which `python -m infra.supported.workflows` checks
+
+$(JUDGES)/comfy_templates/.installed: infra/judges/comfy_templates.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 

@@ -48,7 +48,9 @@ UPLOAD_PATHS: Final = (
 
 
 # Beginnings of those by which jobs are followed while they are in progress.
-JOB_PATHS: Final = ("/v1/jobs", "/v1/videos")
+JOB_PATHS: Final = ("/v1/jobs", "/v1/videos", "/v1/batches", "/v1/files")
+# Beginnings of those whose bodies are files: they go to the disk piece by piece.
+FILE_PATHS: Final = ("/v1/files",)
 
 
 class CompatConfig(StrictModel):
