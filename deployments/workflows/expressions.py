@@ -17,6 +17,11 @@ _MAX_BITS: Final = 4_096  # of a whole number on the way
 _MAX_EXPONENT: Final = 4_000
 _MAX_DEPTH: Final = 100
 
+
+class BadExpression(ValueError):
+    """A text that is no small arithmetic, or whose result is no finite number."""
+
+
 _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -86,24 +91,24 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
 def computed(expression: str, values: Mapping[str, Any]) -> int | float | bool:
     """Return the number that an expression is, with `values` as names, and all of them as the list `values`.
 
-    Raises ValueError, whose message says what is wrong with it.
+    Raises BadExpression.
     """
     if not expression.strip():
-        raise ValueError("the expression is empty")
+        raise BadExpression("the expression is empty")
     if len(expression) > MAX_LENGTH:
-        raise ValueError(f"an expression of {len(expression)} characters: at most {MAX_LENGTH}")
+        raise BadExpression(f"an expression of {len(expression)} characters: at most {MAX_LENGTH}")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"not an expression: {expression[:200]!r} ({error})") from None
+        raise BadExpression(f"not an expression: {expression[:200]!r} ({error})") from None
     if sum(1 for _ in ast.walk(tree)) > MAX_PARTS:
-        raise ValueError(f"an expression of more than {MAX_PARTS} parts")
+        raise BadExpression(f"an expression of more than {MAX_PARTS} parts")
     try:
         result = _value(tree.body, {**values, "values": list(values.values())}, 0)
         if not isinstance(result, int | float) or not math.isfinite(float(result)):
             raise ValueError("not a finite number")
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise ValueError(f"{expression[:200]!r}: {error}") from None
+        raise BadExpression(f"{expression[:200]!r}: {error}") from None
     return result
 
 

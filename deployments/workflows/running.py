@@ -76,6 +76,7 @@ async def _called(ready: Ready, arguments: Mapping[str, Any], backend: Backend) 
     kind = ready.kind
     if kind.reads_catalog:
         return kind.function(backend, **arguments)
-    if any(one.type in ("IMAGE", "MASK", "LATENT", "STRING") for one in (*kind.inputs, *kind.outputs)):
+    types = {one.type for one in kind.inputs} | {one.type for one in kind.outputs}
+    if not types.isdisjoint({"IMAGE", "MASK", "IMAGE,MASK", "LATENT", "STRING"}):
         return await asyncio.to_thread(kind.function, **arguments)  # may take seconds: not on the event loop
     return kind.function(**arguments)

@@ -95,6 +95,7 @@ def _resize(input: Array, resize_type: Choice, scale_method: str) -> tuple[Array
     given = resize_type.values
     _, height, width, _ = images.shape
     crop = str(given.get("crop", "disabled"))
+    size: tuple[int, int]
     match resize_type.name:
         case "scale by multiplier":
             size = round(width * given["multiplier"]), round(height * given["multiplier"])
@@ -107,17 +108,15 @@ def _resize(input: Array, resize_type: Choice, scale_method: str) -> tuple[Array
         case "match size":
             size = given["match"].shape[2], given["match"].shape[1]
         case "scale to multiple":
-            return (_to_multiple(images, given["multiple"], scale_method).reshape(_shape_like(input)),)
+            found = _to_multiple(images, given["multiple"], scale_method)
+            return (found if input.ndim == 4 else found[..., 0],)
         case _:  # one side or both; the other follows
             size = given.get("width", 0), given.get("height", 0)
     if size == (0, 0):
         return (input,)
-    size = size[0] or max(1, round(width * size[1] / height)), size[1] or max(1, round(height * size[0] / width))
-    return (resized(images, *size, scale_method, crop).reshape(_shape_like(input, *size)),)
-
-
-def _shape_like(given: Array, width: int = -1, height: int = -1) -> tuple[int, ...]:
-    return (len(given), height, width, given.shape[3]) if given.ndim == 4 else (len(given), height, width)
+    wide, high = size[0] or max(1, round(width * size[1] / height)), size[1] or max(1, round(height * size[0] / width))
+    found = resized(images, wide, high, scale_method, crop)
+    return (found if input.ndim == 4 else found[..., 0],)
 
 
 def _to_multiple(images: Array, multiple: int, method: str) -> Array:
@@ -204,8 +203,8 @@ def _stitch(
     shade = _COLORS[spacing_color]
     if match_image_size:
         (_, h1, w1, _), (_, h2, w2, _) = (one.shape for one in pair)
-        size = (int(h1 * (w2 / h2)), h1) if is_wide else (w1, int(w1 / (w2 / h2)))
-        pair[1] = resized(pair[1], *size, "lanczos")
+        wide, high = (int(h1 * (w2 / h2)), h1) if is_wide else (w1, int(w1 / (w2 / h2)))
+        pair[1] = resized(pair[1], wide, high, "lanczos")
     else:
         side = max(one.shape[1 if is_wide else 2] for one in pair)
         fill = shade[0] if spacing_color in ("white", "black") else 0.0

@@ -64,7 +64,10 @@ def _converted(value: Any) -> tuple[float, int]:
         value = value.strip()
         if len(value) > 400:
             raise Refused("a number of more than 400 characters", "value")
-    found = float(value)
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
     if not math.isfinite(found):
         raise Refused(f"{value!r} is no finite number", "value")
     return found, int(value) if isinstance(value, int) else int(found)
