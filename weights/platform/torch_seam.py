@@ -98,7 +98,10 @@ SHIMS: Final = (
     Shim(
         "groups of processes with options of their own",
         "no model is computed by several ranks",
-        used=("torch.distributed:ProcessGroupGloo._Options", "torch._C._distributed_c10d:Backend.Options._timeout"),
+        used=(
+            *(f"torch.distributed:ProcessGroupGloo.{name}" for name in ("_Options", "_Options._devices")),
+            "torch._C._distributed_c10d:Backend.Options._timeout",
+        ),
         is_needed=False,
     ),
 )
@@ -199,8 +202,9 @@ def process_group(store: Any, rank: int, size: int, device: torch.device, addres
 
     This rank listens at `address` alone.
     """
-    from torch import distributed
+    import torch.distributed
 
+    distributed: Any = torch.distributed
     if device.type == "cuda":
         of_cards = distributed.ProcessGroupNCCL.Options()
         of_cards._timeout = timeout

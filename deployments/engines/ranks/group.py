@@ -15,10 +15,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch import distributed
 
 from deployments.engines.ranks.layout import AXES, Axis, RankLayout
-from deployments.engines.ranks.links import Link, Store, TorchLink
+from deployments.engines.ranks.links import STORES, Link, Store, TorchLink
 
 Plan = Mapping[str, Any]
 Form = tuple[str, list[int]]  # the name of a dtype, and a shape
@@ -80,7 +79,7 @@ class RankGroup:
         try:
             for axis, members in wanted:
                 if len(members) > 1:
-                    within = distributed.PrefixStore(f"{axis}/{members[0]}/", store)
+                    within = STORES.PrefixStore(f"{axis}/{members[0]}/", store)
                     place = HOST if axis is None else own
                     links[axis] = TorchLink(within, members.index(rank), len(members), place, address, bound_s)
         except RuntimeError as error:
@@ -137,7 +136,7 @@ class RankGroup:
         self.sent_bytes[None] += whole.nbytes * (link.size - 1)
 
     def receive(self, forms: Sequence[Form]) -> list[torch.Tensor]:
-        """Return what rank 0 spreads, on the host."""
+        """Return the tensors that rank 0 spreads, on the host."""
         kinds = [(_dtype(name), shape) for name, shape in forms]
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -145,7 +144,7 @@ class RankGroup:
             with self._watched(None):
                 self._links[None].broadcast(whole, self.bound_s)
         # A part may begin where an element of its type cannot.
-        parts = [part.clone() for part in whole.split(sizes)]
+        parts = [part.clone() for part in torch.split(whole, sizes)]
         return [part.view(dtype).view(shape) for part, (dtype, shape) in zip(parts, kinds, strict=True)]
 
     def gather(self, tensor: torch.Tensor, axis: Axis) -> Sequence[torch.Tensor]:
@@ -228,7 +227,7 @@ class RankGroup:
         key = f"ended/{rank}"
         try:
             self._store.wait([key], timedelta(seconds=min(_NOTICE_S, self.bound_s)))
-        except distributed.DistStoreError:
+        except STORES.DistStoreError:
             return False
         return True
 

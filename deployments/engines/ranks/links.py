@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import distributed
@@ -18,7 +18,9 @@ from torch.distributed import distributed_c10d
 
 from weights.platform.torch_seam import process_group
 
-Store = distributed.Store
+Store = Any  # one of torch's, which has no type that says so
+STORES: Final[Any] = distributed
+_OPTIONS: Final[Any] = distributed_c10d
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class Meeting:
             RuntimeError: rank 0 is not there within `bound_s`.
         """
         if self.file is not None:
-            store: Store = distributed.FileStore(str(self.file), size)
+            store: Store = STORES.FileStore(str(self.file), size)
         else:
-            store = distributed.TCPStore(
+            store = STORES.TCPStore(
                 self.address,
                 self.port,
                 size,
@@ -95,7 +97,7 @@ class TorchLink:
 
     def broadcast(self, tensor: torch.Tensor, bound_s: float) -> None:
         """Overwrite `tensor` with rank 0's."""
-        options = distributed_c10d.BroadcastOptions()
+        options = _OPTIONS.BroadcastOptions()
         options.rootRank, options.timeout = 0, timedelta(seconds=bound_s)
         self._group.broadcast([tensor], options).wait()
 
@@ -103,7 +105,7 @@ class TorchLink:
         """Return the tensors of all ranks, which have one shape, in their order."""
         own = tensor.contiguous()
         whole = own.new_empty((self.size, *own.shape))
-        options = distributed_c10d.AllgatherOptions()
+        options = _OPTIONS.AllgatherOptions()
         options.timeout = timedelta(seconds=bound_s)
         self._group.allgather([list(whole.unbind())], [own], options).wait()
         return whole.unbind()
@@ -112,7 +114,7 @@ class TorchLink:
         """Send part i of `parts` (size, ...) to rank i; return those for this one, by their ranks."""
         own = parts.contiguous()
         whole = torch.empty_like(own)
-        options = distributed_c10d.AllToAllOptions()
+        options = _OPTIONS.AllToAllOptions()
         options.timeout = timedelta(seconds=bound_s)
         self._group.alltoall_base(whole, own, [], [], options).wait()
         return whole
