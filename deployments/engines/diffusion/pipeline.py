@@ -29,7 +29,7 @@ from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec
 from deployments.engines.diffusion.image_prompts import ImagePrompter, make_image_prompts, prompted_by_images
 from deployments.engines.diffusion.modulation import Modulation
 from deployments.engines.diffusion.previews import expected_latents
-from deployments.engines.diffusion.ranked_rows import Forward, LeadingRows
+from deployments.engines.diffusion.ranked_rows import Forward, LeadingRows, RowsFollower
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
@@ -64,6 +64,7 @@ from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import Batch, MergedLayers, applied_adapters
 from deployments.engines.ranks.following import RankChannel
+from deployments.engines.ranks.group import RankGroup
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
 from weights.operations.adapters import LoraAdapter, LoraPair
@@ -120,7 +121,9 @@ class DenoisePipeline:
             small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
             self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
-        self._ranks = None if ranks is None else LeadingRows(ranks)
+        self._ranks = None if ranks is None else LeadingRows(ranks, self)
+        if self._ranks is not None and self._ranks.are_whole:
+            self._replays, self._blocks = None, []  # of all ranks' exchanges, and where one rank could stop alone
         for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
@@ -287,6 +290,8 @@ class DenoisePipeline:
                 raise state.failure
             if state.done:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
+        if not self._blocks:
+            check()
         noises: dict[int, torch.Tensor] = {}  # by branch; each belongs to one state
         with torch.no_grad(), checked_blocks(self._blocks, check):
             computed = [state for state in states if not state.is_extrapolated]
@@ -364,11 +369,11 @@ class DenoisePipeline:
         with adapters, images, self._modulation.given(rows.modulation):
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
-    def run_rows(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return the denoiser's prediction for rows of another rank's requests (`RowsFollower`)."""
-        return self._replayed(None, rows, height, width)
+    def follower(self, group: RankGroup) -> RowsFollower:
+        """Return the follower of such a pipeline of rank 0, which runs this rank's part of its forwards."""
+        return RowsFollower(group, self)
 
-    def _replayed(self, merged: MergedLayers | None, rows: Rows, height: int, width: int) -> torch.Tensor:
+    def run_rows(self, rows: Rows, height: int, width: int, merged: MergedLayers | None = None) -> torch.Tensor:
         """Replay `_forward`, if the layers are the denoiser's own or `merged`. A replay cannot be cancelled."""
         if self._replays is None:
             return self._forward(rows, height, width)
@@ -388,7 +393,7 @@ class DenoisePipeline:
         with kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
-            forward: Forward = self._forward if first.runs_alone else partial(self._replayed, first.merged)
+            forward: Forward = self._forward if first.runs_alone else partial(self.run_rows, merged=first.merged)
             if self._ranks is not None and first.merged is None:
                 forward = partial(self._ranks.run, forward)
             num_rows = sum(len(state.latents) for state, _ in group)

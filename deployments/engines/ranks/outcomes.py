@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from deployments.engines.ranks.group import RankGroup
+from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.ranks.layout import Axis
 
 _FRAME: Final = 1024  # bytes of what is said of a result
@@ -35,6 +35,8 @@ def gather_results(
     try:
         own = compute()
         said: Mapping[str, Any] = {"shape": list(own.shape)}
+    except RankLost:
+        raise
     except Exception as error:
         failure, own = error, torch.empty(0)
         said = {"error": f"{type(error).__name__}: {error}"[:_MAX_WORDS], "is_memory": is_out_of_memory(error)}

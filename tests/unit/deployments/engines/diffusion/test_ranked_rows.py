@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
-from deployments.engines.diffusion.ranked_rows import RowsFollower
 from deployments.engines.ranks.following import RankChannel, follow
 from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.ranks.layout import RankLayout
@@ -36,12 +35,12 @@ def pipeline_of(pair: Any, ranks: RankChannel | None) -> DenoisePipeline:
     return create_pipeline(pair.ours.family.class_name, pair.folder, modules, ranks=ranks)
 
 
-def on_ranks(pair: Any, lead: Callable[[DenoisePipeline, RankGroup], Any]) -> list[Any]:
-    """Return what `lead` makes of rank 0's pipeline, and what ended the follower of another."""
+def on_ranks(pair: Any, lead: Callable[[DenoisePipeline, RankGroup], Any], layout: RankLayout = LAYOUT) -> list[Any]:
+    """Return what `lead` makes of rank 0's pipeline, and what ended the followers of others."""
 
     def rank_of(group: RankGroup) -> Any:
         if group.rank:
-            follower = RowsFollower(group, pipeline_of(pair, None))
+            follower = pipeline_of(pair, None).follower(group)
             try:
                 return follow(group, {"tiny": follower})
             except RankLost as lost:
@@ -50,7 +49,7 @@ def on_ranks(pair: Any, lead: Callable[[DenoisePipeline, RankGroup], Any]) -> li
         group.close()
         return found
 
-    return run_ranks(LAYOUT, rank_of)
+    return run_ranks(layout, rank_of)
 
 
 def drawn_jobs(pair: Any, make_request: Any) -> list[ConditionedRequest]:
@@ -140,6 +139,60 @@ def test_rows_that_one_rank_cannot_compute_fail_alone(flux: Any, make_request: A
             return forward(*arguments, **options)
 
         pipeline.denoiser.forward = failing
-        return follow(group, {"tiny": RowsFollower(group, pipeline)})
+        return follow(group, {"tiny": pipeline.follower(group)})
 
     assert run_ranks(LAYOUT, rank_of) == [1, None]
+
+
+@pytest.mark.parametrize("length", [16, 13])  # the second one is padded to the first
+@pytest.mark.parametrize("layout", [RankLayout(sequence=2), RankLayout(sequence=4), RankLayout(cfg=2, sequence=2)])
+def test_tokens_of_a_row_are_shared(layout: RankLayout, length: int, flux: Any, make_request: Any) -> None:
+    """Attention sums the keys in another order: float32 differs by that alone. Each rank sends three parts of four."""
+    request = make_request(num_inference_steps=2, true_cfg_scale=2.0, num_images=2)
+    text = flux.conditioning(seeded_random().randrange(10**6), negative=True, length=length)
+
+    def lead(pipeline: DenoisePipeline, group: RankGroup | None) -> tuple[torch.Tensor, int]:
+        state = pipeline.start_request(request, text)
+        while not state.done:
+            pipeline.step([state])
+        return state.latents, 0 if group is None else group.sent_bytes["sequence"]
+
+    expected, _ = lead(pipeline_of(flux, None), None)
+    (latents, sent), *ends = on_ranks(flux, lead, layout)
+    assert ends == [None] * (layout.size - 1)
+    assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
+    count, rows, width, num_blocks = layout.sequence, 4 // layout.cfg, 32, 2
+    patches, out_width = latents.shape[1], latents.shape[2]
+    of_attention = 4 * rows * (patches + 16) * width // count * (count - 1) // count * num_blocks
+    of_output = rows * patches * out_width // count * (count - 1)
+    assert sent == 4 * request.num_inference_steps * (of_attention + of_output)
+
+
+def test_rows_that_cannot_be_divided_are_rank_0s(flux: Any, make_request: Any) -> None:
+    """Four heads are no multiple of three: the bits are those of one rank, and nothing is sent."""
+    request, text = make_request(true_cfg_scale=2.0), flux.conditioning(1, negative=True, length=5)
+
+    def lead(pipeline: DenoisePipeline, group: RankGroup | None) -> torch.Tensor:
+        state = pipeline.start_request(request, text)
+        pipeline.step([state])
+        assert group is None or not group.sent_bytes
+        return state.latents
+
+    found, *_ = on_ranks(flux, lead, RankLayout(sequence=3))
+    assert torch.equal(found, lead(pipeline_of(flux, None), None))
+
+
+def test_a_failure_among_shared_tokens_ends_the_group(flux: Any, make_request: Any) -> None:
+    request, text = make_request(), flux.conditioning(1, length=16)
+
+    def lead(pipeline: DenoisePipeline, group: RankGroup) -> None:
+        state = pipeline.start_request(request, text)
+        pipeline.denoiser.single_transformer_blocks[0].forward = broken
+        with pytest.raises(RankLost, match="rank 0 failed in a step: out of order"):
+            pipeline.step([state])
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("out of order")
+
+    _, lost = on_ranks(flux, lead, RankLayout(sequence=2))
+    assert isinstance(lost, RankLost)
