@@ -158,5 +158,4 @@ class PromptReading:
 
 def said(asked: BaseModel, record: type[Sampling | Denoising | PromptReading]) -> dict[str, Any]:
     """Return the options of an engine's record that a request does not leave open."""
-    found = {field.name: getattr(asked, field.name) for field in fields(record)}
-    return {name: value for name, value in found.items() if value is not None}
+    return {field.name: value for field in fields(record) if (value := getattr(asked, field.name)) is not None}

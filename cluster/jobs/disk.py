@@ -33,7 +33,9 @@ class JobDisk:
 
     async def run(self, work: Callable[..., _R], *arguments: Any) -> _R:
         """Return the result of `work`, a method that blocks, for these arguments. Raises JobsUnavailable."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._told, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._run_or_raise_unavailable, work, *arguments
+        )
 
     @property
     def book(self) -> JobBook:
@@ -83,7 +85,7 @@ class JobDisk:
         if self._opened is not None:
             self._opened.close()
 
-    def _told(self, work: Callable[..., _R], *arguments: Any) -> _R:
+    def _run_or_raise_unavailable(self, work: Callable[..., _R], *arguments: Any) -> _R:
         try:
             return work(*arguments)
         except (OSError, sqlite3.Error) as error:

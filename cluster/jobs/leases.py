@@ -22,7 +22,7 @@ class _Lease:
     progress: int | None = None
 
 
-class Leases:
+class JobLeases:
     """The leases of the jobs that run, by id."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from cluster.jobs.disk import JobDisk
-from cluster.jobs.leases import LOST_S, Leases
-from cluster.jobs.records import Job, JobAnswer, JobError, JobFilter, NewJob, Order, Seen, TakenJob
+from cluster.jobs.leases import LOST_S, JobLeases
+from cluster.jobs.records import Job, JobAnswer, JobError, JobFilter, JobState, NewJob, Order, TakenJob
 from configs.jobs import JobsConfig
 
 logger = logging.getLogger("atelier.jobs")
@@ -58,7 +58,7 @@ class JobOwner:
         self._is_known = False  # who runs what
         self._knowing = asyncio.Lock()
         self._disk = JobDisk(folder)
-        self._leases = Leases()
+        self._leases = JobLeases()
         self._queued = asyncio.Event()  # replaced whenever there may be work
         self._changed: dict[str, asyncio.Event] = {}  # of watched jobs
 
@@ -87,7 +87,7 @@ class JobOwner:
         )
         return None if jobs is None else [self._with_progress(job) for job in jobs]
 
-    async def watch_job(self, key: str, id_: str, seen: Seen | None, wait_s: float) -> Job | None:
+    async def watch_job(self, key: str, id_: str, seen: JobState | None, wait_s: float) -> Job | None:
         """Return a job once it differs from `seen`, or its state after `wait_s`; None for an unknown one."""
         deadline_s = self._clocks.steady_s() + wait_s
         while True:
@@ -97,7 +97,7 @@ class JobOwner:
                 self._tell(id_)
                 return job
             left_s = deadline_s - self._clocks.steady_s()
-            if left_s <= 0 or Seen(job.status, job.progress, job.num_starts) != seen:
+            if left_s <= 0 or JobState(job.status, job.progress, job.num_starts) != seen:
                 return job
             await _wait_for(changed, min(left_s, _LOOK_S))
 

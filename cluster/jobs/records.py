@@ -96,7 +96,7 @@ class JobFilter:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class JobState:
     """The state of a job that a watcher has seen, and waits for a change of."""
 
     status: Status

@@ -191,8 +191,8 @@ def _start_private_ray(config: RayConfig, name: str) -> None:
     _guard_ray_token()
     folder = _own_folder(name)
     _begin_removing_old_sessions(Path(folder) if folder else _usual_folder())
-    for name, value in {**_LOG_LIMITS, **({} if config.dashboard else _NO_COUNTS)}.items():
-        os.environ.setdefault(name, value)
+    for variable, value in {**_LOG_LIMITS, **({} if config.dashboard else _NO_COUNTS)}.items():
+        os.environ.setdefault(variable, value)
     with contextlib.ExitStack() as around:
         around.enter_context(ray_on_loopback())
         if not config.dashboard:

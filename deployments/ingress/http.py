@@ -177,7 +177,9 @@ def _client_routers(
     view: ClusterView,
     desk: JobDesk,
 ) -> Iterator[APIRouter]:
-    """Yield the routes for people, and for programs that call models."""
+    """Yield the routes for people, and for programs that call models. Routes are tried in turn, so what is called most
+    often comes first."""
+    yield create_text_router(service, images, desk)
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
     yield create_jobs_router(desk)
@@ -223,7 +225,6 @@ def _openai_routers(
     yield create_audio_router(service, readers, config.ingress.limits)
     yield create_embeddings_router(service)
     yield create_scores_router(service)
-    yield create_text_router(service, images, desk)
     kept = config.ingress.stored_responses
     stored = StoredResponses(kept, config.name) if kept.enabled else None
     yield create_responses_router(service, stored, config.ingress.limits, images)

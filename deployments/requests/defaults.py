@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from configs.options import Denoising, PictureOptions
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family, task_of
 from deployments.engines.records.protocol import EngineError
@@ -18,12 +19,12 @@ from deployments.records import NO_PROMPT, REFERENCES, ClipRequest, ImageRequest
 from deployments.records.errors import InvalidRequest
 
 SEED_BITS: Final = 32  # of drawn seeds
-# Options of a diffusion model that say nothing to an upscaler.
-_BESIDE_IMAGE: Final = (
-    *("negative_prompt", "mask_image", "strength", "num_inference_steps", "guidance_scale", "true_cfg_scale"),
-    *("max_sequence_length", "scheduler", "sigmas", "timesteps", "clip_skip", "acceleration"),
-    "variation",
-)
+_NOT_IGNORED: Final = ("width", "height", "prompt_syntax", "deterministic")
+# Options that an upscaler ignores, and says so. Of those above, sizes are refused, and the others say nothing alone.
+_BESIDE_IMAGE: Final = ("mask_image", *(name for name in PictureOptions.model_fields if name not in _NOT_IGNORED))
+# Options of denoising that diffusers' own code takes, or that it keeps to anyway.
+_OF_STOCK: Final = frozenset({"true_cfg_scale", "strength", "scheduler", "sigmas", "timesteps", "deterministic"})
+_NOT_OF_STOCK: Final = tuple(field.name for field in fields(Denoising) if field.name not in _OF_STOCK)
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
 _DiffusionT = TypeVar("_DiffusionT", ImageRequest, ClipRequest)
@@ -131,11 +132,11 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), "acceleration", "variation"]
+    others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), *_NOT_OF_STOCK]
     for name in others:
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
-    without = _out_of_place(request) | {"acceleration", "variation"}
+    without = _out_of_place(request) | {*_NOT_OF_STOCK}
     if request.init_image is not None or request.images:  # their size is the usual one
         without |= {"width", "height"}
     request = _with_class_defaults(request, defaults, class_name, without)

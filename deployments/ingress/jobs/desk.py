@@ -9,7 +9,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from cluster.admission.fair_slots import release_read_slot
-from cluster.jobs.records import Headers, Job, JobFilter, NewJob, Order, Seen
+from cluster.jobs.records import Headers, Job, JobFilter, JobState, NewJob, Order
 from cluster.records.errors import JobConflict, JobsFull, JobsUnavailable
 from cluster.registry.actor import Method, WeightRegistry
 from configs.jobs import JobsConfig
@@ -98,7 +98,7 @@ class JobDesk:
             yield job
             if job.has_ended:
                 return
-            seen = Seen(job.status, job.progress, job.num_starts)
+            seen = JobState(job.status, job.progress, job.num_starts)
             found = await self.call(WeightRegistry.watch_job, key, id_, seen, _WATCH_S)
             if found is None:
                 return

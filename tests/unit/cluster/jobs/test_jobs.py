@@ -16,7 +16,7 @@ from cluster.jobs.book import BOOK_FILE, JobBook
 from cluster.jobs.disk import RESULTS, collect_results
 from cluster.jobs.leases import LOST_S
 from cluster.jobs.owner import Clocks, JobOwner
-from cluster.jobs.records import JobAnswer, JobError, JobFilter, NewJob, Seen
+from cluster.jobs.records import JobAnswer, JobError, JobFilter, JobState, NewJob
 from cluster.records.errors import JobConflict, JobsFull, JobsUnavailable
 from configs.jobs import JobsConfig
 
@@ -44,7 +44,7 @@ def monotonic() -> Clock:
 
 @pytest.fixture
 def open_owner(tmp_path: Path, clock: Clock, monotonic: Clock) -> Iterator[OpenOwner]:
-    """Return what opens the folder; the one before has let go of it."""
+    """Return a function that opens the folder; the one before has let go of it."""
     opened: list[JobOwner] = []
 
     def open_(was_restarted: bool = False, **config: float) -> JobOwner:
@@ -305,11 +305,11 @@ async def test_who_watches_a_job_sees_each_change(open_owner: OpenOwner) -> None
     seen: list[tuple[str, int | None]] = []
 
     async def watch() -> None:
-        last: Seen | None = None
+        last: JobState | None = None
         while last is None or last.status != "done":
             found = await owner.watch_job("mine", job.id, last, 1e9)
             assert found is not None
-            last = Seen(found.status, found.progress, found.num_starts)
+            last = JobState(found.status, found.progress, found.num_starts)
             seen.append((found.status, found.progress))
 
     watching = asyncio.ensure_future(watch())
