@@ -47,7 +47,7 @@ _NOT_FOUND: Final = "another class"
 
 
 class Finding(NamedTuple):
-    """What became of a template: `lacks` is empty where it passes."""
+    """The outcome of a template: `lacks` is empty where it passes."""
 
     name: str
     lacks: str
@@ -83,7 +83,7 @@ def class_of(file: str) -> str:
 
 
 def finding(name: str, document: Any) -> Finding:
-    """Return what becomes of a template."""
+    """Return the outcome of a template."""
     try:
         workflow = read_workflow(document)
         found = check(workflow, StandIns(workflow))

@@ -73,7 +73,7 @@ class _JoinedProducts:
     def __init__(
         self, kernels: Kernels, makes: Sequence[Callable[[], Product]], workspace: torch.UntypedStorage
     ) -> None:
-        """Of the memory that products are bound to, that of the workspace alone moves."""
+        """The workspace alone moves of the memory that products are bound to."""
         self._kernels = kernels
         self._makes = makes
         self._workspace = workspace

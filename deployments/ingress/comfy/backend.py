@@ -1,4 +1,4 @@
-"""What a workflow needs, from the ingress's service: its models, its images, and the files of the caller's key."""
+"""The backend of workflows over the ingress's service: its models, its images, and the files of the caller's key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KINDS: Final[Mapping[str, Literal["output", "temp", "input"]]] = {
 
 
 class ServiceCatalog:
-    """What is registered, as `deployments.workflows.backend.Catalog`: it stays the same during a workflow.
+    """The registered models and files, as `deployments.workflows.backend.Catalog`: it stays the same during a workflow.
 
     `solvers` are the configs of solvers, by model.
     """
@@ -190,7 +190,7 @@ def _plain_request(model: str, fields: Mapping[str, Any]) -> ImageRequest:
 
 
 def _array_of(result: ImageResult) -> Array:
-    """Return what a result has: an array, or images from 0 to 1."""
+    """Return the content of a result: an array, or images from 0 to 1."""
     array: Array | None = getattr(result, "array", None)
     if array is not None:
         return array

@@ -135,7 +135,7 @@ def _status_without_result(job: Job) -> dict[str, Any]:
 def error_facts(
     message: str, type_: str, node: str = "", kind: str = "", executed: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return what ComfyUI's clients read of an error of a run. Nothing of the inside is in it."""
+    """Return an error of a run as ComfyUI's clients read it. Nothing of the inside is in it."""
     return {
         "node_id": node,
         "node_type": kind,

@@ -1,4 +1,4 @@
-"""What clients with a websocket learn of their prompts, on whichever ingress those run.
+"""The news of prompts for clients with a websocket, on whichever ingress those run.
 
 A prompt that runs in this process tells its steps itself (`runs.py`). What it cannot tell, that its result is kept,
 and what happens elsewhere, is looked up here: once for all sockets of a key.

@@ -136,7 +136,7 @@ def text_to_image(steps: int = 4) -> dict[str, Any]:
 
 
 class Heard(NamedTuple):
-    """What a client was told: events in order, and binary messages."""
+    """The news of a client: events in order, and binary messages."""
 
     events: list[tuple[str, dict[str, Any]]]
     frames: list[bytes]
@@ -149,7 +149,7 @@ class Heard(NamedTuple):
 
 
 async def heard_until_end(socket: Any, prompt_id: str) -> Heard:
-    """Return what comes until a prompt is over, as clients wait for it."""
+    """Return the news until a prompt is over, as clients wait for it."""
     heard = Heard([], [])
     async with asyncio.timeout(60):
         async for message in socket:
