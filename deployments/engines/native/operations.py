@@ -32,7 +32,10 @@ class Operations:
         self._library.impl("add_pair", _nothing, "Meta")
         self.linear: Any = torch.ops.atelier.linear.default
         self.add_pair: Any = torch.ops.atelier.add_pair.default
-        self._products = {torch.ops.atelier.linear.out: _linear_product, self.add_pair: _pair_product}
+        self._products: dict[Any, Callable[..., Product]] = {
+            torch.ops.atelier.linear.out: _linear_product,
+            self.add_pair: _pair_product,
+        }
 
     def joined(self, calls: Iterable[BoundCall], workspace: torch.UntypedStorage) -> Iterator[BoundCall]:
         """Yield calls that do the same, those of our operations that follow each other as one."""
