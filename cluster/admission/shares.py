@@ -32,7 +32,7 @@ def given_until(level: float, claims: Iterable[tuple[float, float]]) -> float:
     return sum([min(most, level * weight) for weight, most in claims])
 
 
-class Weights(Protocol):
+class TenantWeights(Protocol):
     """The tenants' weights; those of a queue's config, say."""
 
     def weight_of(self, tenant: str) -> float:
@@ -46,7 +46,7 @@ class Crowd:
     change costs O(log tenants).
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: TenantWeights) -> None:
         self._weights = weights
         self._counts: Counter[str] = Counter()
         self._longest: list[tuple[float, str]] = []  # a heap: lengths below 0
@@ -82,7 +82,7 @@ class Crowd:
                 return (length, other) if other != tenant and length > self._length(tenant, 1) else None
         return None
 
-    def reweigh(self, weights: Weights) -> None:
+    def reweigh(self, weights: TenantWeights) -> None:
         """Use these weights from now on."""
         self._weights = weights
         self._longest = [(-self._length(tenant), tenant) for tenant in self._counts]

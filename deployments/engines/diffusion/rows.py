@@ -246,11 +246,11 @@ def guided(family: Family, state: DenoiseState, noises: Sequence[torch.Tensor]) 
     if len(noises) == 1:
         return noises[0]
     negative, prompt = noises
-    return family.guidance.combine(negative, prompt, state.cfg_scale)
+    return family.guidance_of(state.request).combine(negative, prompt, state.cfg_scale)
 
 
 def _model_input(state: DenoiseState) -> torch.Tensor:
     scaled = state.latents
     if hasattr(state.solver, "scale_model_input"):
         scaled = state.solver.scale_model_input(scaled, state.timestep)
-    return scaled if state.extra_channels is None else torch.cat([scaled, state.extra_channels], dim=1)
+    return scaled if state.extra_channels is None else torch.cat([scaled, state.extra_channels.to(scaled)], dim=1)

@@ -34,7 +34,7 @@ def test_who_wants_more_has_as_much_by_weight_as_all_others_who_do(seed: int) ->
         assert given_until(levels[0], claims.values()) == pytest.approx(amount)
 
 
-class Weights(dict[str, float]):
+class DictWeights(dict[str, float]):
     def weight_of(self, tenant: str) -> float:
         return self[tenant]
 
@@ -42,7 +42,7 @@ class Weights(dict[str, float]):
 @seeds(50)
 def test_the_longest_line_by_weight_makes_room(seed: int) -> None:
     rng = random.Random(seed)
-    weights = Weights({name: rng.choice([0.5, 1.0, 2.0, 4.0]) for name in "abcdef"})
+    weights = DictWeights({name: rng.choice([0.5, 1.0, 2.0, 4.0]) for name in "abcdef"})
     crowd, counts = Crowd(weights), Counter[str]()
     for _ in range(400):
         name = rng.choice("abcde")

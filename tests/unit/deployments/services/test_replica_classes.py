@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long  # processes that import torch
 
 
 def seen_in_a_replica(code: str) -> Any:
-    """Return what `code` prints as JSON, in a process of its own."""
+    """Return the JSON that `code` prints in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", f"import json, sys\nfrom deployments.services import replica_classes\n{code}"],
         capture_output=True,
