@@ -70,7 +70,7 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
         (Concern.INGRESS,),
         "ingress",
         "num_replicas num_cpus num_gpus placement max_ongoing_requests limits image_hosts image_links image_streams "
-        "stored_responses shared_memory",
+        "stored_responses workflow_files shared_memory",
     ),
     (
         (Concern.LIMITS,),

@@ -54,6 +54,52 @@ class Variation(BaseModel):
     strength: _Finite = Field(ge=0, le=1)
 
 
+# Samplers of k-diffusion, by their names in ComfyUI.
+SamplerName = Literal[
+    "euler",
+    "euler_ancestral",
+    "ddim",
+    "heun",
+    "dpm_2",
+    "dpm_2_ancestral",
+    "lms",
+    "dpmpp_2s_ancestral",
+    "dpmpp_2m",
+    "res_multistep",
+    "lcm",
+]
+
+
+class Sampler(BaseModel):
+    """A sampler of k-diffusion over given levels of noise, as ComfyUI runs it.
+
+    It is in place of all that a pipeline has for its steps: scheduler, schedule and guidance. Latents are float32. The
+    first noise is one draw of `torch.randn` for all images, of a generator on the CPU with the seed; noise of steps is
+    of one with the seed that follows, as where ComfyUI runs on a CPU.
+
+    `sigmas` are one more than there are steps; the last one is 0 unless noise is left over. `cfg` is the scale of
+    guidance by the negative prompt, which is not read at 1. `picks` are places in a longer batch whose noise the images
+    have. Without `adds_noise` the latents of the request have theirs. `eta` and `s_noise` are those of the samplers
+    that add noise as they go.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: SamplerName
+    sigmas: tuple[_Finite, ...] = Field(min_length=2, max_length=1001)
+    cfg: _Finite = Field(1.0, ge=0, le=100)
+    adds_noise: bool = True
+    noise_seed: int | None = Field(None, ge=0, lt=2**64, description="of the noise; default: the image's")
+    picks: tuple[Annotated[int, Field(ge=0, lt=64)], ...] | None = Field(None, min_length=1, max_length=64)
+    eta: _Finite = Field(1.0, ge=0, le=1)
+    s_noise: _Finite = Field(1.0, ge=0, le=100)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps, some of which have two forwards."""
+        return len(self.sigmas) - 1
+
+
 class SamplingOptions(BaseModel):
     """The options of sampling tokens."""
 
@@ -131,6 +177,11 @@ class PictureOptions(DiffusionOptions):
     variation: Variation | None = Field(
         None, description='another seed whose noise is mixed in, such as {"seed": 7, "strength": 0.2}'
     )
+    sampler: Sampler | None = Field(
+        None,
+        description="a sampler of k-diffusion over given sigmas, as ComfyUI runs it, such as "
+        '{"name": "euler", "sigmas": [14.6, 4.1, 1.2, 0], "cfg": 7}',
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +196,7 @@ class Denoising:
     deterministic: bool = False
     acceleration: Acceleration | None = None
     variation: Variation | None = None
+    sampler: Sampler | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,5 +210,4 @@ class PromptReading:
 
 def said(asked: BaseModel, record: type[Sampling | Denoising | PromptReading]) -> dict[str, Any]:
     """Return the options of an engine's record that a request does not leave open."""
-    found = {field.name: getattr(asked, field.name) for field in fields(record)}
-    return {name: value for name, value in found.items() if value is not None}
+    return {field.name: value for field in fields(record) if (value := getattr(asked, field.name)) is not None}

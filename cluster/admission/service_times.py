@@ -53,6 +53,7 @@ class Estimate:
     _variance: float = 0.0  # of work
     _covariance: float = 0.0
     _fixed: float = 0.0  # part, as the work that takes as long
+    _slope: float = 0.0  # of the line
 
     def seconds_of(self, work: float) -> float:
         """Return the seconds that a request of that work takes; 0 before the first one."""
@@ -76,6 +77,7 @@ class Estimate:
         if self._is_telling and self._covariance > 0:
             fixed = self._seconds * self._variance / self._covariance - self._work
             self._fixed = min(max(0.0, fixed), WORK_BOUNDS[1])
+        self._slope = self._new_slope()
         if (line_s := self._line(work)) > 0:
             self._level += max(new_level, 1 / self._num) * (seconds / line_s - self._level)
 
@@ -83,7 +85,7 @@ class Estimate:
     def _is_telling(self) -> bool:
         return self._variance > _TELLING * self._work * self._work
 
-    def _slope(self) -> float:
+    def _new_slope(self) -> float:
         """Return the slope of the least squares line, kept between constant and proportional seconds."""
         prior = _PRIOR * self._work * self._work
         known = self._seconds / (self._work + (0.0 if self._is_telling else self._fixed))
@@ -91,7 +93,7 @@ class Estimate:
         return min(max(slope, 0.0), self._seconds / self._work)
 
     def _line(self, work: float) -> float:
-        return max(0.0, self._seconds + self._slope() * (work - self._work)) if self._num else 0.0
+        return max(0.0, self._seconds + self._slope * (work - self._work)) if self._num else 0.0
 
 
 @dataclass(frozen=True, slots=True)

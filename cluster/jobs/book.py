@@ -51,10 +51,12 @@ CREATE TABLE IF NOT EXISTS jobs (
 _PAGE: Final = {
     "asc": """
 SELECT * FROM jobs WHERE key = ? AND number > ? AND (expires_s IS NULL OR expires_s >= ?)
-AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY number LIMIT ?6""",
+AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) AND (?6 IS NULL OR idempotency_key = ?6)
+ORDER BY number LIMIT ?7""",
     "desc": """
 SELECT * FROM jobs WHERE key = ? AND number < ? AND (expires_s IS NULL OR expires_s >= ?)
-AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY number DESC LIMIT ?6""",
+AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) AND (?6 IS NULL OR idempotency_key = ?6)
+ORDER BY number DESC LIMIT ?7""",
 }
 _FIRST: Final = {"asc": 0, "desc": 2**62}
 _RUNNING_BY_KEY: Final = """
@@ -126,6 +128,13 @@ class JobBook:
         ).fetchall()
         return job_of(rows[0]) if rows else None
 
+    def body(self, key: str, id_: str) -> bytes | None:
+        """Return the body of an unfinished job's request; None for another job."""
+        rows = self._db.execute(
+            "SELECT body FROM bodies JOIN jobs USING (id) WHERE id = ? AND key = ?", (id_, key)
+        ).fetchall()
+        return rows[0][0] if rows else None
+
     def page(
         self, key: str, wanted: JobFilter, after: str | None, limit: int, order: Order, now_s: float
     ) -> list[Job] | None:
@@ -136,7 +145,7 @@ class JobBook:
             if not found:
                 return None
             ((place,),) = found
-        values = (key, place, now_s, wanted.status, wanted.endpoint, limit)
+        values = (key, place, now_s, wanted.status, wanted.endpoint, wanted.idempotency_key, limit)
         return [job_of(row) for row in self._db.execute(_PAGE[order], values)]
 
     def cancel(self, key: str, id_: str, keep_s: float, now_s: float) -> Job | None:

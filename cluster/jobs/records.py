@@ -62,7 +62,9 @@ class JobAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job. `num_starts` counts its starts, `progress` is in percent, None if it is not known."""
+    """A job. `num_starts` counts its starts, `progress` is in percent, None if it is not known. Later ones have higher
+    numbers.
+    """
 
     id: str
     key: str
@@ -78,6 +80,7 @@ class Job:
     error: JobError | None = None
     answer: JobAnswer | None = None
     progress: int | None = None
+    number: int = 0
 
     @property
     def has_ended(self) -> bool:
@@ -104,6 +107,7 @@ class JobFilter:
 
     status: Status | None = None
     endpoint: str | None = None
+    idempotency_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

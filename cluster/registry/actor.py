@@ -266,6 +266,7 @@ class WeightRegistry:
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)
     model_details = _expose("_models", ServedModels.model_details)
+    solver_config = _expose("_models", ServedModels.solver_config)
     report_attach = _expose("_loads", ModelLoads.report_attach)
     want = _expose("_models", ServedModels.want)
 
@@ -377,6 +378,7 @@ class WeightRegistry:
 
     add_job = _expose("_jobs", JobOwner.add_job)
     find_job = _expose("_jobs", JobOwner.find_job)
+    read_body = _expose("_jobs", JobOwner.read_body)
     list_jobs = _expose("_jobs", JobOwner.list_jobs)
     watch_job = _in_group(WATCHING)(_expose("_jobs", JobOwner.watch_job))
     cancel_job = _expose("_jobs", JobOwner.cancel_job)

@@ -65,7 +65,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class ImportSettings(StrictModel):
-    """The store to import into, the object storage options (see `localize`), and the process's memory limit.
+    """The store to import into, the object storage options (see `localized`), and the process's memory limit.
 
     `auto_dtype` is what the dtype `auto` means (`weights/platform/processor.py`). `check` is `module:function`: it
     returns why a Checkpoint cannot be served, or does not fit the bases that it is for with its dtype; or None. Without

@@ -1,9 +1,9 @@
 """The admission queue of a batcher: order, limits and deadlines. Pure; `now_s` is the caller's clock.
 
 Requests of one priority and group are served FIFO. The more urgent priority goes first; the policy chooses among
-groups. A request whose time in the queue is over is refused or, if its priority
-defers, goes behind all whose time is not over. Whatever the order, at most `max_overtakes` requests that came later
-start before one that waits; then it is next.
+groups. A request whose time in the queue is over is refused or, if its priority defers, goes behind all whose time is
+not over. Whatever the order, at most `max_overtakes` requests that came later start before one that waits; then it is
+next.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from deployments.modules.bound_pipelines import BoundPipelines
 from deployments.modules.budget import ModuleBudget
 from deployments.modules.builder import Builder
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
-from deployments.modules.filling import FetchManifest, ManifestVersions, Report, SlotFiller, switch_report
+from deployments.modules.filling import Report, SlotFiller, switch_report
 from deployments.modules.forwards import Forwards
+from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
     WHOLE,
     WORKSPACE_PART,

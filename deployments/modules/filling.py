@@ -1,16 +1,12 @@
-"""Fill slots: fetch what a request lacks, its tensors onto the device, modules around them, and what that took.
-
-A replica keeps the manifests that it has seen, by model and version: a request gets the version that it was sent for.
-"""
+"""Fill slots: fetch what a request lacks, its tensors onto the device, modules around them, and what that took."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from cluster.records.errors import KeeperFailed
@@ -18,6 +14,7 @@ from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.nn.streamed_blocks import stream_blocks
 from deployments.modules.builder import Builder
 from deployments.modules.device_tier import ArenaTier, DeviceTier, Fetched
+from deployments.modules.manifest_versions import ManifestVersions
 from deployments.modules.parts import Part, PartName, PartsPlanner, RequestParts, distinct_bytes
 from deployments.modules.resident_modules import ResidentModules
 from deployments.modules.slots import Built, ModuleSlot
@@ -28,89 +25,13 @@ from weights.memory.block_stream import BlockStream
 from weights.platform.panics import panics_as_errors, telling
 from weights.records.errors import AdapterError, BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.records.manifest import Component, ExtentRef, Manifest
-from weights.storage.store import ManifestMark, manifest_mark
-
-logger = logging.getLogger("atelier.replica")
-
-MAX_MANIFESTS: Final = 256  # of 1,000 tensors each has about 2 MB
-FetchManifest = Callable[[str, str | None], Awaitable[Manifest]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A manifest, and the mark of its file before it was fetched."""
-
-    mark: ManifestMark | None
-    manifest: Manifest
-
-
-class ManifestVersions:
-    """The manifests by model and version (fingerprint). Lives on one event loop.
-
-    `fetch` is given a model and the version wanted, None for the one that is served; it may answer with another
-    version when that one is no longer known. `models` is the store's folder of manifests: `atelier weights convert`
-    and `repair` move a version's bytes and leave its fingerprint, which the file's mark tells.
-    """
-
-    def __init__(self, fetch: FetchManifest, models: Path) -> None:
-        self._fetch = fetch
-        self._models = models
-        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
-        self._latest: dict[str, str] = {}
-
-    async def find_version(self, model: str, version: str | None = None) -> Manifest:
-        """Return the manifest of `version` (a fingerprint), None for any that is known. Raises what `fetch` raises.
-
-        Where its bytes are may be out of date: what is to be read is asked for by `locate`.
-        """
-        key = (model, version if version is not None else self._latest.get(model, ""))
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key].manifest
-        return await self._fetch_anew(model, version)
-
-    async def newest(self, model: str) -> Manifest:
-        """Return the manifest of the version that is served now."""
-        return await self._fetch_anew(model, None)
-
-    def has_moved(self, manifest: Manifest) -> bool:
-        """Return whether the bytes may be elsewhere by now: its file has changed. Blocks; from any thread."""
-        known = self._known.get((manifest.model, manifest.fingerprint))
-        return known is None or known.mark != manifest_mark(self._models, manifest.model)
-
-    async def locate(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with the places that its bytes have now: fetched again if its file has changed."""
-        known = self._known.get((manifest.model, manifest.fingerprint))
-        mark = await asyncio.to_thread(manifest_mark, self._models, manifest.model)
-        if known is not None and known.mark == mark:
-            return known.manifest
-        found = await self._fetch(manifest.model, manifest.fingerprint)
-        if found.fingerprint != manifest.fingerprint:  # nobody knows that version any more
-            return manifest
-        return self._remember(manifest.model, found, mark, is_latest=False)
-
-    async def _fetch_anew(self, model: str, version: str | None) -> Manifest:
-        mark = manifest_mark(self._models, model)  # rarely, and beside what the answer takes it is nothing
-        return self._remember(model, await self._fetch(model, version), mark)
-
-    def _remember(
-        self, model: str, manifest: Manifest, mark: ManifestMark | None, *, is_latest: bool = True
-    ) -> Manifest:
-        if is_latest:
-            self._latest[model] = manifest.fingerprint
-        self._known[model, manifest.fingerprint] = _Known(mark, manifest)
-        self._known.move_to_end((model, manifest.fingerprint))
-        while len(self._known) > MAX_MANIFESTS:
-            (gone, version), _ = self._known.popitem(last=False)
-            if self._latest.get(gone) == version:
-                del self._latest[gone]
-        return manifest
-
 
 NOTE_EVERY_S: Final = 0.02
 _OF_THE_REQUEST: Final = (AdapterError, BudgetExceeded)  # what the replica is not unable for
 Report = Callable[[str, str, str | None], None]
 Filling = tuple[ModuleSlot, Part]
+
+logger = logging.getLogger("atelier.replica")
 
 
 class SlotFiller:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from deployments.modules.device_tier import ArenaTier, DeviceTier
-from deployments.modules.filling import ManifestVersions
+from deployments.modules.manifest_versions import ManifestVersions
 from deployments.modules.parts import Part, PartsPlanner, Wants
 from deployments.modules.resident_modules import ResidentModules
 from weights.records.errors import BudgetExceeded

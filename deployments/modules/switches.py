@@ -1,6 +1,6 @@
 """The switches of one replica: how many there were, the last of each model, and how fast they are.
 
-Whoever began a switch, a request or an order, it counts: the controller weighs orders by what a switch takes here.
+Switches count whether a request or an order began them: the controller weighs orders by the times of switches here.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from configs.options import Denoising, PictureOptions
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family, task_of
 from deployments.engines.records.protocol import EngineError
@@ -18,12 +19,12 @@ from deployments.records import NO_PROMPT, REFERENCES, ClipRequest, ImageRequest
 from deployments.records.errors import InvalidRequest
 
 SEED_BITS: Final = 32  # of drawn seeds
-# Options of a diffusion model that say nothing to an upscaler.
-_BESIDE_IMAGE: Final = (
-    *("negative_prompt", "mask_image", "strength", "num_inference_steps", "guidance_scale", "true_cfg_scale"),
-    *("max_sequence_length", "scheduler", "sigmas", "timesteps", "clip_skip", "acceleration"),
-    "variation",
-)
+_NOT_IGNORED: Final = ("width", "height", "prompt_syntax", "deterministic")
+# Options that an upscaler ignores, and says so. Of those above, sizes are refused, and the others say nothing alone.
+_BESIDE_IMAGE: Final = ("mask_image", *(name for name in PictureOptions.model_fields if name not in _NOT_IGNORED))
+# Options of denoising that diffusers' own code takes, or that it keeps to anyway.
+_OF_STOCK: Final = frozenset({"true_cfg_scale", "strength", "scheduler", "sigmas", "timesteps", "deterministic"})
+_NOT_OF_STOCK: Final = tuple(field.name for field in fields(Denoising) if field.name not in _OF_STOCK)
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
 _DiffusionT = TypeVar("_DiffusionT", ImageRequest, ClipRequest)
@@ -50,6 +51,13 @@ def with_image_defaults(
     family = FAMILIES.get(class_name)
     if family is None:
         return _with_stock_defaults(request, defaults, class_name)
+    if request.is_of_vae:
+        return _of_vae(request, family, variant)
+    if request.latents is not None:
+        height, width = (side * family.latents.pixels_per_cell(variant) for side in request.latents.shape[2:])
+        request = request.model_copy(
+            update={"n": len(request.latents), "width": request.width or width, "height": request.height or height}
+        )
     if family.references.most:
         request = _with_references(request, family, class_name, variant)
     for name in ("extra", *([] if family.references.most else ["images"])):
@@ -72,6 +80,29 @@ def with_image_defaults(
     if request.seed is None:
         update["seed"] = draw_seed()
     return request.model_copy(update=update)
+
+
+def _of_vae(request: ImageRequest, family: Family, variant: Mapping[str, bool | int]) -> ImageRequest:
+    """Return a request for the VAE's work alone, with the size of its images.
+
+    Raises InvalidRequest without its input.
+    """
+    name = "pixels" if request.output == "encoded" else "latents"
+    if (given := getattr(request, name)) is None:
+        raise InvalidRequest(f"{name}: the request has none, and its output is {request.output!r}", name)
+    height, width = given.shape[1:3]
+    if name == "latents":
+        height, width = (side * family.latents.pixels_per_cell(variant) for side in given.shape[2:])
+    filled = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0}  # by nobody read
+    return request.model_copy(update={"width": width, "height": height, "n": len(given), **filled})
+
+
+def _refuse_latents(request: ImageRequest, taker: str) -> None:
+    """Raise InvalidRequest for a request with latents or an output of its own."""
+    given = [name for name in ("latents", "noise_mask", "pixels") if getattr(request, name) is not None]
+    if request.output != "image" or given:
+        name = (*given, "output")[0]
+        raise InvalidRequest(f"{name}: {taker} takes no latents and gives none", name)
 
 
 def _with_references(
@@ -105,6 +136,7 @@ def as_upscale(request: ImageRequest) -> tuple[ImageRequest, tuple[str, ...]]:
 
     Its work is that of the image's size. Raises InvalidRequest for what asks for another image than there will be.
     """
+    _refuse_latents(request, "an upscaler")
     for name in ("width", "height", "lora", "control", "ip_adapter", "images", "extra"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: an upscaler takes an image alone, and its scale is its own", name)
@@ -131,11 +163,12 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), "acceleration", "variation"]
+    _refuse_latents(request, f"a {class_name}, which diffusers' own code runs,")
+    others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), *_NOT_OF_STOCK]
     for name in others:
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
-    without = _out_of_place(request) | {"acceleration", "variation"}
+    without = _out_of_place(request) | {*_NOT_OF_STOCK}
     if request.init_image is not None or request.images:  # their size is the usual one
         without |= {"width", "height"}
     request = _with_class_defaults(request, defaults, class_name, without)
@@ -163,15 +196,17 @@ def _with_class_defaults(
 
 def _with_schedule(request: _DiffusionT) -> _DiffusionT:
     """Return the request with as many steps as its schedule has. Raises InvalidRequest where it says another."""
-    schedule = request.sigmas or request.timesteps
-    if not schedule:
+    steps = len(request.sigmas or request.timesteps or ())
+    if isinstance(request, ImageRequest) and request.sampler is not None:
+        steps = request.sampler.num_steps
+    if not steps:
         return request
-    if len(schedule) != (request.num_inference_steps or len(schedule)):
+    if steps != (request.num_inference_steps or steps):
         raise InvalidRequest(
-            f"num_inference_steps: {request.num_inference_steps}, but {len(schedule)} sigmas or timesteps",
+            f"num_inference_steps: {request.num_inference_steps}, but {steps} sigmas or timesteps",
             "num_inference_steps",
         )
-    return request.model_copy(update={"num_inference_steps": len(schedule)})
+    return request.model_copy(update={"num_inference_steps": steps})
 
 
 def _size_of_images(request: ImageRequest) -> dict[str, int]:
@@ -187,6 +222,10 @@ def _size_of_images(request: ImageRequest) -> dict[str, int]:
 def _out_of_place(request: ImageRequest | ClipRequest) -> set[str]:
     """Return the defaults that do not apply beside what the request says itself."""
     steps = {"num_inference_steps", "sigmas", "timesteps"}
+    if isinstance(request, ImageRequest):
+        steps |= {"sampler"}
+        if request.sampler is not None:
+            steps |= {"scheduler", "scheduler_options", "variation"}
     without = steps if any(getattr(request, name) is not None for name in steps) else set()
     has_image = isinstance(request, ImageRequest) and request.init_image is not None
     return without if has_image else without | {"strength"}

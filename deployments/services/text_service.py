@@ -223,7 +223,8 @@ class _Answer:
         self._engine = engine
         self._request = request
         self._num_running = num_prompts  # prompts with completions under way
-        self._readers: dict[int, AnswerReader] | None = defaultdict(form.reader) if form else None
+        self._readers: dict[int, AnswerReader] | None
+        self._readers = defaultdict(form.reader) if form and not form.form.is_plain else None
         self._warnings = form.warnings if form else ()
         self._report = report
         self._start, self._added, self._first = start, time.perf_counter(), 0.0
@@ -240,22 +241,24 @@ class _Answer:
         num_new = delta.num_completion_tokens - self._completions.get((number, delta.index), 0)
         self._completions[number, delta.index] = delta.num_completion_tokens
         self._num_running -= delta.is_last
+        index = number * self._request.n + delta.index
+        reader = self._readers[index] if self._readers is not None else None
+        self._num_reasoning_tokens += num_new if reader is not None and reader.is_thinking else 0
         chunk = TextChunk(
             delta.text,
             sum(one.num_prompt_tokens for one in self._prompts.values()),
             sum(self._completions.values()),
             delta.finish_reason,
-            index=number * self._request.n + delta.index,
+            index=index,
             logprobs=_logprobs(self._engine, delta),
             num_cached_tokens=sum(one.num_cached_tokens for one in self._prompts.values()),
+            num_reasoning_tokens=self._num_reasoning_tokens,
             stopped_by=delta.stopped_by,
         )
         if delta.prompt_logprobs:
             chunk = replace(chunk, text=_prompt_text(self._engine, self._request, number) + chunk.text)
-        if self._readers is not None:
-            reader = self._readers[chunk.index]
-            self._num_reasoning_tokens += num_new if reader.is_thinking else 0
-            chunk = replace(_read(chunk, reader), num_reasoning_tokens=self._num_reasoning_tokens)
+        if reader is not None:
+            chunk = _read(chunk, reader)
         if self._num_running:
             return chunk
         return replace(chunk, timings_ms=self._timings_ms(), switch=self._report, warnings=self._warnings)

@@ -97,7 +97,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A cluster and what is asked of it. Nodes hold the components in `held_at_start` of every model, or none."""
+    """A cluster and its requests. With `nodes_hold_all`, nodes hold the components of every model from the start."""
 
     models: tuple[SimModel, ...]
     workers: tuple[SimWorker, ...]

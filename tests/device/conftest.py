@@ -57,7 +57,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def no_garbage() -> None:
-    """What other tests left in circles is gone: it would be given back while a peak is taken."""
+    """Collect the garbage of other tests: it would be given back while a peak is taken."""
     gc.collect()
 
 
@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What forwards take is the same for all hosts on a device: it is recorded once, not for each host of each test."""
+    """Record the memory of forwards once: it is the same for all hosts on a device."""
     from deployments.modules.footprints import FootprintBook
 
     plain = FootprintBook.__init__

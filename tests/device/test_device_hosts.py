@@ -130,7 +130,7 @@ async def test_a_sibling_moves_exactly_the_bytes_that_differ(
 async def test_components_of_one_request_do_not_evict_each_others_tensors(
     store: WeightStore, device: torch.device, module: Any
 ) -> None:
-    """Where the room is just enough, what stays of the other model is what this one needs."""
+    """With just enough room, the part of the other model that stays is the part that this one needs."""
     first, second = (tensors_of(store, name) for name in ("digits-flux", "digits-flux-inverted"))
     host = Host(store, str(device), max(sum(map(rounded, one.values())) for one in (first, second)))
     await host.use("digits-flux")

@@ -125,7 +125,7 @@ def _bad_views(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
 
 
 def test_a_full_device_is_refused_like_a_full_budget(device: torch.device, module: Any) -> None:
-    """What others have on the device is not in the book: the arena says so, and goes on when there is room."""
+    """Memory of others on the device is not in the book: the arena says so, and goes on when there is room."""
     tensors = {"w": torch.rand(2**20)}
     keys = {"w": _key(tensors["w"])}
     arena = DeviceArena(str(device), 2**40)

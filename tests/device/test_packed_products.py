@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from kit.seeding import seeded_rng
 
 from deployments.engines.nn.packed_linear import PackedLinear, product_path
-from deployments.engines.nn.packed_weights import ARITHMETICS, Arithmetic, packed_weight
+from deployments.engines.nn.packed_weights import Arithmetic, packed_weight
 from weights.formats.ggml_values import unpack_blocks
 from weights.records.dtypes import BLOCK_SIZES
 
@@ -16,7 +18,7 @@ LARGEST_ERROR = {"exact": 1e-5, "fast": 0.012, "deterministic": 0.012}
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("arithmetic", get_args(Arithmetic))
 def test_products_on_a_device_equal_the_hosts(device: torch.device, kind: str, arithmetic: Arithmetic) -> None:
     elements, block_bytes = BLOCK_SIZES[kind]
     blocks = seeded_rng().integers(0, 256, (96, 512 // elements, block_bytes), dtype=np.uint8)

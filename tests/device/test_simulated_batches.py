@@ -103,7 +103,7 @@ async def draw_all(
 
 
 def device_bytes(manifest: Manifest) -> int:
-    """Return what the weights of the denoising take of a device."""
+    """Return the bytes of a device that the weights of the denoising take."""
     parts = [part for part in manifest.components.values() if is_denoise_component(part)]
     distinct = {ref.sha256: ref for part in parts for ref in part.tensors.values()}
     return sum(-(-ref.nbytes // 512) * 512 for ref in distinct.values())

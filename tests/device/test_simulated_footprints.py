@@ -207,7 +207,7 @@ def test_control_nets(
 def test_unions_and_t2i_adapters(
     pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
 ) -> None:
-    """Of several modes what was predicted; a T2I-Adapter computes before the first step."""
+    """Several modes take what was predicted; a T2I-Adapter computes before the first step."""
     pipeline, twin = pipelines
     is_flux = hasattr(pipeline.denoiser, "single_transformer_blocks")
     made = {"u": flux_union(pipeline.denoiser) if is_flux else union(pipeline.denoiser)}
@@ -244,7 +244,7 @@ def test_images_as_prompts(
     kind: Kind,
     tmp_path: Path,
 ) -> None:
-    """Of requests for an image each what was predicted, and of those for several no more."""
+    """Requests for an image each take what was predicted, and those for several no more."""
     pipeline, twin = pipelines
     own = opened(write_ip_adapter(tmp_path / "a", pipeline.denoiser, kind))
     tensors = {name: tensor.to(device) for name, tensor in own.tensors.items()}

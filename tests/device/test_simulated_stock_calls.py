@@ -1,4 +1,4 @@
-"""What a rehearsed call of a stock pipeline tells beside what a simulated device has counted, method by method."""
+"""Rehearsed calls of stock pipelines beside the counts of a simulated device, method by method."""
 
 from __future__ import annotations
 

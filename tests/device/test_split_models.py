@@ -105,7 +105,7 @@ Logits = dict[tuple[str, int], torch.Tensor]  # by request and number of tokens
 
 
 def logged(engine: LLMEngine, run: Any = generated) -> tuple[Any, Logits]:
-    """Return what the engine writes, and its logits on the host. The requests of a step may differ from run to run."""
+    """Return the engine's tokens, and its logits on the host. The requests of a step may differ from run to run."""
     rows: Logits = {}
     inner = engine._runner.run
 

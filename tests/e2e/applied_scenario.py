@@ -139,7 +139,7 @@ class Client:
         return {model["id"]: model["description"] for model in listed}
 
     def decisions(self) -> dict[str, Any]:
-        """What the controller says of itself."""
+        """Return the controller's account of itself."""
         found: dict[str, Any] = self._http.get("/admin/decisions").json()
         return found
 

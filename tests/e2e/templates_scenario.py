@@ -104,7 +104,7 @@ def observed_without_templates(url: str) -> dict[str, Any]:
 
 
 def templates_shown(url: str) -> dict[str, Any]:
-    """Return what /admin/cluster says of the templates, but for the copies that are Ray's own processes."""
+    """Return the templates as /admin/cluster tells them, but for the copies that are Ray's own processes."""
     found = httpx.get(f"{url}/admin/cluster", timeout=60).json()["templates"]
     copies = {one["name"]: one["num_copies"] for one in found["templates"]}
     ready = [one["name"] for one in found["templates"] if one["is_ready"]]

@@ -29,7 +29,7 @@ SYNTAXES = ("hermes", "mistral-args", "qwen3-coder", "gemma4", "llama4")  # one 
 
 @pytest.fixture
 def serve() -> Callable[[Agents], AbstractContextManager[str]]:
-    """Return what serves replicas over HTTP, with an event loop in a thread, at the address that it gives."""
+    """Return a function that serves replicas over HTTP, with an event loop in a thread, and gives their address."""
 
     @contextmanager
     def serving(replicas: Agents) -> Iterator[str]:

@@ -307,7 +307,7 @@ def test_ranks_are_those_of_transformers(user: User, registered: Any) -> None:
 
 
 def without(source: str, part: str) -> Callable[[User, Path], Path]:
-    """Return what makes a copy of a demo's folder without these files."""
+    """Return a function that makes a copy of a demo's folder without these files."""
 
     def write(user: User, folder: Path) -> Path:
         found = shutil.copytree(DEMO_MODELS / source, folder / "copy", ignore=shutil.ignore_patterns(part))

@@ -78,7 +78,7 @@ def replicas() -> Held:
 
 @pytest.fixture
 def serve(replicas: Held) -> Callable[..., AbstractContextManager[str]]:
-    """Return what serves the fakes over HTTP, with an event loop in a thread, at the address that it gives."""
+    """Return a function that serves the fakes over HTTP, with an event loop in a thread, and gives their address."""
 
     @contextmanager
     def serving(access: AccessConfig | None = None) -> Iterator[str]:
@@ -132,7 +132,7 @@ def closed(page: Any) -> None:
 
 
 def facts_of(page: Any) -> dict[str, str]:
-    """Return what the dialog of an image says, once it is there: a list of texts is not waited for."""
+    """Return the texts of an image's dialog, once it is there: a list of texts is not waited for."""
     page.locator("dialog dd").first.wait_for()
     names, values = (page.locator(f"dialog {tag}").all_inner_texts() for tag in ("dt", "dd"))
     return dict(zip(names, values, strict=True))

@@ -67,7 +67,7 @@ def form_of(fixture: dict[str, Any]) -> AnswerForm:
 
 
 def begun(fixture: dict[str, Any], form: AnswerForm) -> str:
-    """Return what the prompt has begun: a thought that ends, and does not begin in the answer."""
+    """Return the thought that the prompt has begun: it ends, and does not begin, in the answer."""
     if form.tools is TOOL_FORMS["harmony"]:
         return HARMONY_START
     thought, raw = form.reasoning, fixture["raw_output"]

@@ -51,7 +51,7 @@ def test_the_demo_on_simulated_devices_answers_as_without(run_demo: Any, tmp_pat
 
 
 def _replicas(shown: object) -> dict[str, dict[str, object]]:
-    """Return what every replica tells of itself, wherever it stands in the answer."""
+    """Return every replica's own account, wherever it stands in the answer."""
     found: dict[str, dict[str, object]] = {}
 
     def look(value: object, path: str) -> None:

@@ -53,7 +53,7 @@ def rows_by_name() -> dict[str, Row]:
 
 
 def made(output: Any, makes: Any) -> np.ndarray:
-    """Return what diffusers returned, as the engine rounds it: the images, the frames or the samples."""
+    """Return the output of diffusers, as the engine rounds it: the images, the frames or the samples."""
     found = next(output[name] for name in OUTPUTS[makes] if name in output)
     if makes == "audio":
         return np.asarray(found[0])

@@ -88,7 +88,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def run_scenario(script: Path, folder: Path) -> dict[str, Any]:
-    """Return what a script observed that needs a Ray of its own: it gets the folder, and its last line is JSON."""
+    """Return the observations of a script with a Ray of its own: it gets the folder, and its last line is JSON."""
     done = subprocess.run(
         [sys.executable, str(script), str(folder)],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"},

@@ -39,7 +39,7 @@ class Observed:
         return float(self.seen[name]["seconds"])
 
     def array(self, observation: str, name: str) -> np.ndarray:
-        """Return what was kept under `name`, with the shape that the observation tells."""
+        """Return the array that was kept under `name`, with the shape that the observation tells."""
         shape = self[observation]
         array: np.ndarray = np.load(self.folder / f"{name}.npy")
         assert list(array.shape) == (shape["shape"] if isinstance(shape, dict) else shape)

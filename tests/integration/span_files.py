@@ -10,7 +10,7 @@ FOLDER: Final = "ATELIER_TEST_SPANS"
 
 
 def span_processors() -> list[Any]:
-    """Return what Serve gives the spans of this process to, as `cluster.process.tracing` does."""
+    """Return the processors that Serve gives the spans of this process to, as `cluster.process.tracing` does."""
     from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
     file = Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl"

@@ -55,7 +55,7 @@ class Admin:
         return pixels(answer).tobytes()
 
     def versions(self) -> dict[str, Any]:
-        """Return what is in the store of each model. Whether replicas could attach it is for them to say again."""
+        """Return the store's records of each model. Whether replicas could attach it is for them to say again."""
         listed = self.http.get("/v1/models", params={"all": True}).json()["data"]
         return {model["id"]: (model["kind"], model["bytes"], model["base"], model["defaults"]) for model in listed}
 

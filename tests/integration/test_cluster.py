@@ -46,7 +46,7 @@ def test_models_are_listed_with_their_state(cluster: Cluster) -> None:
 
 
 def test_two_workers_share_one_copy_that_was_read_once(cluster: Cluster) -> None:
-    """Whatever the replicas have attached, storage gave each extent once."""
+    """Storage gave each extent once, however many replicas have attached it."""
     with ThreadPoolExecutor(12) as pool:
         jobs = [
             pool.submit(

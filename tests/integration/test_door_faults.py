@@ -105,7 +105,7 @@ def chat(headers: Mapping[str, str] | None = None) -> bytes:
 
 
 def work(cluster: Cluster) -> dict[str, int]:
-    """Return what the workers do for requests, without what is 0."""
+    """Return the workers' counts of work for requests, without those that are 0."""
     workers = httpx.get(f"{cluster.url}/admin/cluster", timeout=BOUND_S).json()["workers"]
     sums = {name: sum(worker[name] for worker in workers) for name in ("denoising", "num_waiting", "leased_bytes")}
     return {name: count for name, count in sums.items() if count}

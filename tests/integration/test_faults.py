@@ -102,7 +102,7 @@ class Watched:
         return set(self.node().get("holders", ()))
 
     def unaccounted_bytes(self) -> int:
-        """Return what is in the object store beside the extents that the keeper knows of."""
+        """Return the bytes in the object store beside the extents that the keeper knows of."""
         reply = get_memory_info_reply(self._state)
         return reply.store_stats.object_store_bytes_used - self.node().get("resident_bytes", 0)
 

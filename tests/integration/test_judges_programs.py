@@ -38,7 +38,7 @@ def questions() -> dict[str, Any]:
 
 
 def encoder(cluster: Cluster) -> dict[str, Any]:
-    """Return what the text encoder says of itself."""
+    """Return the text encoder's description of itself."""
     (found,) = httpx.get(f"{cluster.url}/admin/cluster", timeout=30).json()["text_encoders"]
     return dict(found)
 
@@ -50,7 +50,7 @@ def observed(cluster: Cluster, questions: dict[str, Any], tmp_path_factory: pyte
 
 
 def pooled(cluster: Cluster, model: str, rows: list[list[int]]) -> np.ndarray:
-    """Return what transformers makes of each row alone."""
+    """Return the outputs of transformers for each row alone."""
     bert = BertModel.from_pretrained(cluster.broken / model).eval()
     with torch.no_grad():
         return np.concatenate([bert(torch.tensor([row])).pooler_output.numpy() for row in rows])

@@ -27,7 +27,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def chat_answers(cluster: Cluster, asked: dict[str, Any]) -> list[str]:
-    """Return what the OpenAI route says to the same questions."""
+    """Return the answers of the OpenAI route to the same questions."""
 
     def answer(prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]

@@ -134,7 +134,7 @@ def test_a_client_that_goes_away_leaves_the_server_as_it_was(observed: Observed,
 
 @pytest.mark.parametrize("name", ["http.cancelled", "grpc.cancelled", "grpc.stream_cancelled"])
 def test_a_client_that_goes_away_ends_the_work(observed: Observed, name: str) -> None:
-    """Whatever is left of eight images is not made."""
+    """The rest of eight images is not made."""
     assert observed["waited_for"] == [8, 32, 32, 3]
     assert observed[name]["ended_s"] < observed.seconds("waited_for") / 3
 

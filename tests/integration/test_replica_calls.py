@@ -339,6 +339,7 @@ def encoder_app(cluster: Cluster) -> Iterator[tuple[Any, Any]]:
     deployment = serve.deployment(Encoding).options(
         num_replicas=2,
         ray_actor_options={"num_cpus": 0},
+        health_check_period_s=0.5,
         graceful_shutdown_wait_loop_s=0.1,
         max_ongoing_requests=2048,
         request_router_config=RequestRouterConfig(request_router_class=PLACED_ROUTER),

@@ -33,7 +33,7 @@ def sdxl() -> Any:
 
 
 def stock_images(pipeline: Any, request: ImageRequest, **options: Any) -> list[np.ndarray]:
-    """Return what diffusers makes of the same request."""
+    """Return the image that diffusers makes of the same request."""
     pipeline.set_progress_bar_config(disable=True)
     result = pipeline(
         request.prompt,

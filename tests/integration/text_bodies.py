@@ -42,7 +42,7 @@ BODIES: Final = {"chats": CHATS, "completions": COMPLETIONS, "embeddings": EMBED
 
 
 def essence(answer: dict[str, Any]) -> list[Any]:
-    """Return what the choices, or vectors, of an answer say: texts, reasons, and numbers apart from rounding."""
+    """Return the contents of an answer's choices or vectors: texts, reasons, and numbers apart from rounding."""
     if "choices" not in answer:
         return [[round(number, 4) for number in item["embedding"]] for item in answer["data"]]
     return [_choice(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]

@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[OpenPage]:
-    """Return what opens a page in a browser context of the test, one for all its pages.
+    """Return a function that opens a page in a browser context of the test, one for all its pages.
 
     What the browser refuses by the page's policy, or cannot run, fails the test.
     """
@@ -58,7 +58,7 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
 
 
 def axe_violations(page: Any) -> list[tuple[str, list[Any]]]:
-    """Return what axe-core finds in an open page: each rule with where it is broken.
+    """Return the violations that axe-core finds in an open page: each rule with the places where it is broken.
 
     The page's own policy lets no script of anybody else in: open it with `bypass_csp=True`.
     """

@@ -75,7 +75,7 @@ class Card:
         return [{"total_size": nbytes - nbytes // 2}, {"total_size": nbytes // 2}]
 
     def graphs(self) -> list[_Graph]:
-        """Return those that were captured and not ended."""
+        """Return the captures that have not ended."""
         return [graph for graphs in self.pools.values() for graph in graphs]
 
 

@@ -1,4 +1,4 @@
-"""What a run takes of a device's memory."""
+"""The memory of a device that a run takes."""
 
 from __future__ import annotations
 

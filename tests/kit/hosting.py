@@ -75,7 +75,7 @@ class Host(ModuleCache):
             return lease
 
     def bytes_of(self, *models: str) -> int:
-        """Of the distinct tensors that are wanted of these models."""
+        """Return the bytes of the distinct tensors that are wanted of these models."""
         return sum(self.tensors_of(*models).values())
 
     def tensors_of(self, *models: str) -> dict[str, int]:

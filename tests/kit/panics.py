@@ -1,4 +1,4 @@
-"""What libraries in Rust raise when they give up: no `Exception`."""
+"""The panics of libraries in Rust, which are no `Exception`."""
 
 from __future__ import annotations
 

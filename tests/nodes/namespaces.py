@@ -44,7 +44,7 @@ TUNSETIFF, IFF_TAP, IFF_NO_PI, FRAME_BYTES = 0x400454CA, 0x2, 0x1000, 65536
 
 
 def missing() -> str:
-    """Return what keeps this machine from having such nodes, "" for nothing."""
+    """Return the reason why this machine cannot have such nodes, "" for none."""
     if os.geteuid() != 0:
         return "namespaces need root"
     if absent := [tool for tool in ("bash", "ip", "mount", "nsenter", "unshare") if not shutil.which(tool)]:

@@ -107,7 +107,7 @@ def test_nodes_see_each_other_and_only_their_own_processes(tmp_path: Path) -> No
 
 
 def test_a_cut_link_is_silent_until_it_is_healed_and_a_slow_one_takes_its_time(tmp_path: Path) -> None:
-    """What comes is waited for: a kernel that has looked for the other's MAC in vain refuses one more connection."""
+    """Wait for an answer: a kernel that has looked for the other's MAC in vain refuses one more connection."""
     with Network(tmp_path) as network:
         one, other = network.add("one"), network.add("other")
         wait_until(lambda: refused_s(other, one) < THERE_AND_BACK_S)

@@ -84,7 +84,7 @@ def back(cluster: ThreeNodes, what: str, name: str) -> None:
 
 
 def test_nodes_at_rest(cluster: ThreeNodes) -> None:
-    """Print what each node's processes take as `infra.bench idle` does, which has the targets.
+    """Print the resources of each node's processes as `infra.bench idle` does, which has the targets.
 
     What is asserted lies above what they take, for other work on the machine. Pages of files that the nodes have in
     common, Python's and torch's, count by a third for each.

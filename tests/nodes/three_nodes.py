@@ -254,7 +254,7 @@ class Load:
 
     @property
     def figures(self) -> Figures:
-        """Return what was seen; to be asked for after the block."""
+        """Return the observations; to be asked for after the block."""
         times = [self._start_s, *sorted(self._right_s)]
         gap_s = max(later - earlier for earlier, later in itertools.pairwise(times))
         number = len(self._right_s) + len(self._lost) + len(self._wrong)
@@ -262,7 +262,7 @@ class Load:
 
 
 def ask(url: str, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
-    """Return what the answer says, without what differs each time. Raises HTTPError, ValueError."""
+    """Return the content of the answer, without the parts that differ each time. Raises HTTPError, ValueError."""
     answer = posted(url, path, body, timeout_s)
     if answer.status_code != 200:
         raise ValueError(f"{answer.status_code} {answer.text[:300]}")

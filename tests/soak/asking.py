@@ -1,4 +1,4 @@
-"""What a soak asks for, whether the answers are right, and the clients who ask all the time.
+"""The questions of a soak, the check of its answers, and the clients who ask all the time.
 
 The digits that were asked for are read by the demo's classifier, sums are added, texts have their label. Whatever was
 answered once has to come again: images to a level of a byte, vectors to a bit of a float, videos to what a codec loses.
@@ -117,7 +117,7 @@ class Asker:
         self.http.close()
 
     def ask(self, one: Question) -> np.ndarray | None:
-        """Return what the answer says, None of a stream that was left. Raises Lost, Broken, HTTPError."""
+        """Return the content of the answer, None of a stream that was left. Raises Lost, Broken, HTTPError."""
         if one.kind == "video":
             return self._video(one)
         if one.kind.endswith("stream"):
@@ -213,7 +213,7 @@ def is_same(found: np.ndarray, expected: np.ndarray, one: Question) -> bool:
 
 @dataclass
 class Outcome:
-    """What came of the requests. `again`: asked once more, because a process that held their connection died."""
+    """The outcomes of the requests. `again`: asked once more, because a process that held their connection died."""
 
     right: Counter[str] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What disturbs a cluster in a soak: deaths, models that come and go, settings, a full disk, a clock that steps."""
+"""The disturbances of a soak: deaths, models that come and go, settings, a full disk, a clock that steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Cluster:
         return answer
 
     def lacks(self) -> list[str]:
-        """Return what does not run or answer."""
+        """Return the parts of the cluster that do not run or answer."""
         try:
             shown = self.http.get("/admin/cluster").json()
         except (httpx.HTTPError, ValueError) as error:
@@ -93,7 +93,7 @@ class Cluster:
             raise TimeoutError(f"not whole after {RECOVERY_S:g} s: {lacking}") from None
 
     def work(self) -> dict[str, int]:
-        """Return what the workers do for requests, without what is 0."""
+        """Return the workers' counts of work for requests, without those that are 0."""
         workers = self.http.get("/admin/cluster").json()["workers"]
         sums = {name: sum(worker.get(name, 0) for worker in workers) for name in ("denoising", "num_waiting")}
         return {name: number for name, number in sums.items() if number}

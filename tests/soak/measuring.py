@@ -1,4 +1,4 @@
-"""What a running cluster takes: memory, threads, files, logs, its store, and the time of its answers."""
+"""The resources of a running cluster: memory, threads, files, logs, its store, and the time of its answers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Meter:
         return times
 
     def sample(self) -> dict[str, Figure]:
-        """Return what is taken at this moment."""
+        """Return the resources in use at this moment."""
         return self._processes() | self._places()
 
     def _processes(self) -> dict[str, Figure]:

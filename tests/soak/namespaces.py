@@ -1,4 +1,4 @@
-"""What a soak has to itself on a machine: processes, /dev/shm, a folder for temporary files, and the store's disk."""
+"""The namespaces of a soak: processes, /dev/shm, a folder for temporary files, and the store's disk are its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_namespaces(folder: str) -> list[str]:
 
 
 def missing() -> str:
-    """Return what keeps this machine from a soak, "" for nothing."""
+    """Return the reason why this machine cannot run a soak, "" for none."""
     absent = [tool for tool in ("unshare", "mount", "bash", "cc") if not shutil.which(tool)]
     if absent:
         return f"a soak needs {', '.join(absent)}: it has a disk, processes and a clock of its own"

@@ -61,7 +61,7 @@ IN_MOUNTS: Final = "--in-namespaces"
 
 @dataclass
 class Report:
-    """What a soak saw."""
+    """The findings of a soak."""
 
     taken: list[Figures] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

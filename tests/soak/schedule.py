@@ -1,4 +1,4 @@
-"""What a soak does and when: a pure function of its seed and its length."""
+"""The schedule of a soak: a pure function of its seed and its length."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sixth_s(minutes: float) -> float:
 
 
 def drawn_requests(seed: int, client: int) -> Iterator[tuple[str, int]]:
-    """Yield what a client asks for, kind after kind, each with a number that chooses one of its questions."""
+    """Yield the kinds of a client's requests, each with a number that chooses one of its questions."""
     random_ = random.Random(f"requests {seed} {client}")
     while True:
         yield random_.choices([*REQUESTS], [*REQUESTS.values()])[0], random_.getrandbits(32)

@@ -1,4 +1,4 @@
-"""Whether a cluster is at its end as it was after its first sixth: pure, over figures that were taken."""
+"""The verdict on a soak: a cluster has to be at its end as it was after its first sixth. Pure, over figures taken."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def spans(text: str) -> list[str]:
 
 
 def command_lines(text: str) -> Iterator[str]:
-    """Yield what stands at the beginning of a line of a block, and what is a span."""
+    """Yield the beginnings of the lines of blocks, and spans."""
     for block in blocks(text, ""):
         yield from block.replace("\\\n", "").splitlines()
     yield from spans(text)
@@ -90,7 +90,7 @@ def is_key(dotted: str) -> bool:
 
 
 def mistakes_of_config(content: dict[str, Any]) -> Iterator[str]:
-    """Yield what the schema refuses; models that stand in another block of the page may be named."""
+    """Yield the values that the schema refuses; models that stand in another block of the page may be named."""
     try:
         ClusterConfig.model_validate(MINIMAL | content)
     except ValidationError as error:

@@ -62,7 +62,7 @@ for options in [], ["-k", "second"]:
 
 
 def drawn(printed: str) -> dict[str, str]:
-    """Return what each test has drawn."""
+    """Return the draws of each test."""
     return dict(re.findall(r"(first|second) (\[.*\])", printed))
 
 

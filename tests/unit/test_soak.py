@@ -1,4 +1,4 @@
-"""What a soak does is drawn by its seed alone, and what grew is told from what holds; its clock steps."""
+"""A soak is drawn by its seed alone, its verdict tells figures that grew from those that hold, and its clock steps."""
 
 from __future__ import annotations
 

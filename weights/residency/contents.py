@@ -155,7 +155,7 @@ class Contents(Generic[Thing]):
         return [entry for entries in self._detached.values() for entry in entries]
 
     def rates(self) -> dict[Hashable, float]:
-        """Return seconds per byte by origin, as `EvictionOrder.rates` of what is here."""
+        """Return seconds per byte by origin, as `origin_rates` of what is here."""
         return origin_rates(self.here.by_origin, self._tier.reload_rate)
 
     def expect(self, key: str, size: Size, *, prefetched: bool = False) -> Entry[Thing]:

@@ -13,8 +13,8 @@ from typing import Any, Final
 import diffusers
 import numpy as np
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 
+from deployments.engines.diffusion.noisy_steps import Noise, NoisySteps
 from deployments.engines.records.protocol import EngineError
 
 EULER: Final = "FlowMatchEulerDiscreteScheduler"
@@ -65,31 +65,17 @@ class SpacedFlow(diffusers.FlowMatchEulerDiscreteScheduler):
         return 1 / self.config["num_train_timesteps"] if is_bent else self.sigma_min
 
 
-class AncestralFlow(SpacedFlow):
+class AncestralFlow(NoisySteps, SpacedFlow):
     """Euler over a flow that goes below the next level of noise, and adds noise to come up to it."""
 
-    def step(
-        self,
-        model_output: torch.Tensor,
-        timestep: torch.Tensor,
-        sample: torch.Tensor,
-        generator: torch.Generator | None = None,
-        return_dict: bool = True,
-    ) -> Any:
-        output: Any = super().step(model_output, timestep, sample, return_dict=return_dict)  # counts the step
-        at = (self.step_index or 1) - 1
+    def _moved(self, at: int, x: torch.Tensor, output: torch.Tensor, own: Any, noise: Noise) -> torch.Tensor:
         sigma, following = float(self.sigmas[at]), float(self.sigmas[at + 1])
         below = following * following / sigma
-        found = sample.float() + (below - sigma) * model_output.float()
-        if following > 0:
-            kept = (1 - following) / (1 - below)
-            noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=model_output.dtype)
-            found = kept * found + (following**2 - (below * kept) ** 2) ** 0.5 * noise.float()
-        found = found.to(model_output.dtype)
-        if not return_dict:
-            return (found,)
-        output.prev_sample = found
-        return output
+        found = x + (below - sigma) * output.float()
+        if following == 0:
+            return found
+        kept = (1 - following) / (1 - below)
+        return kept * found + (following**2 - (below * kept) ** 2) ** 0.5 * noise()
 
 
 def is_flow(solver: Any) -> bool:

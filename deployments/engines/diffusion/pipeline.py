@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,16 +20,17 @@ import torch
 from torch import nn
 
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.diffusion.decoding import LatentsDecoder, kernels
+from deployments.engines.diffusion.decoding import VAE_FAILED, LatentsDecoder, VaeAlone, kernels
 from deployments.engines.diffusion.extrapolation import Extrapolation, noise_levels
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.base import Branch, Family, Rows
+from deployments.engines.diffusion.families.base import Branch, Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec, ReplayingCodec
 from deployments.engines.diffusion.image_prompts import ImagePrompter, make_image_prompts, prompted_by_images
 from deployments.engines.diffusion.modulation import Modulation
 from deployments.engines.diffusion.previews import expected_latents
+from deployments.engines.diffusion.ranked_rows import Forward, LeadingRows, RowsFollower
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
@@ -46,6 +48,7 @@ from deployments.engines.diffusion.rows import (
     split_rows,
     workspace_kind,
 )
+from deployments.engines.diffusion.samplers import SigmaSolver, StepNoise
 from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
@@ -59,9 +62,13 @@ from deployments.engines.graph.card_graphs import replays_on
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.libraries.config_files import read_config
+from deployments.engines.native.library import load_kernels
 from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.few_rows import HOSTS
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import Batch, MergedLayers, applied_adapters
+from deployments.engines.ranks.following import RankChannel
+from deployments.engines.ranks.group import RankGroup
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
 from weights.operations.adapters import LoraAdapter, LoraPair
@@ -71,7 +78,6 @@ Adapter = LoraAdapter | nn.Module | ImagePrompter
 # the tokens that an IP-Adapter makes of an image.
 AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | int | None]]
 PREVIEW_VAE: Final = "preview_vae"  # the name of a small VAE among the modules
-VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +98,11 @@ class DenoisePipeline:
         bounds: BatchBounds = DEFAULT_BOUNDS,
         workspace: Workspace = UNBOUNDED,
         replays: Replays | None = None,
+        ranks: RankChannel | None = None,
     ) -> None:
-        """`replays` are those of this pipeline's denoiser; without them it runs each forward anew."""
+        """`replays` are those of this pipeline's denoiser; without them it runs each forward anew. Of several `ranks`
+        this is the first, and has the requests of all.
+        """
         for name in (family.denoiser_name, "vae"):
             if name not in modules:
                 raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
@@ -111,10 +120,16 @@ class DenoisePipeline:
         self._workspace = workspace
         self._memory = MemoryLimits()
         self._decoder = self._previewer = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
+        self.vae_alone = VaeAlone(family, self._codec, self.denoiser.config, self._decoder)
         if PREVIEW_VAE in modules:
             small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
             self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
+        if self.device.type in HOSTS:
+            load_kernels()  # compiled now, if need be, not while the first image waits
+        self._ranks = None if ranks is None else LeadingRows(ranks, self)
+        if self._ranks is not None and self._ranks.are_whole:
+            self._replays, self._blocks = None, []  # of all ranks' exchanges, and where one rank could stop alone
         for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
@@ -176,11 +191,14 @@ class DenoisePipeline:
         )
         return tuple(codec.noted)
 
-    def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray:
-        """Return the images of latents denoised by the other pipeline: uint8 (num_images, H, W, 3).
+    def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray | torch.Tensor:
+        """Return what a request wants of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3),
+        or latents as results have them.
 
         Raises ComputationFailed.
         """
+        if request.ends_with_latents:
+            return self._decoder.handed_out(latents.to(self.device), (request.height, request.width))
         runs_alone = request.deterministic and not computes_on_host(self.device)
         size, may_change = (request.height, request.width), not request.deterministic
         images, is_finite = self._decoder.decode(latents.to(self.device), size, may_change, runs_alone)
@@ -203,22 +221,22 @@ class DenoisePipeline:
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
         branches = self._branches(request, conditioning)
-        schedule, changes = (
-            partial(family.steps.schedule, request, size=size),
-            partial(family.steps.solver_changes, request),
-        )
-        solver = self._solvers.create_solver(self.device, request, schedule, changes)
-        generator = host_generator(request.seed)
+        maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
+        solver, generator = self._solver(request, size, maker), host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
         image_prompts = make_image_prompts(request, known, family, self.denoiser, len(branches))
-        maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         runs_alone = request.deterministic and not computes_on_host(self.device)
         drawn_dtype = torch.float32 if family.latents.are_float32 else conditioning["prompt_embeds"].dtype
         with kernels(runs_alone):
-            first = maker.first_latents(request, size, solver, generator, drawn_dtype)
-        latents = first.latents.to(self.device, torch.float32 if family.latents.are_float32 else self._dtype)
-        cfg_scale = family.guidance.scale(request)
+            if isinstance(solver, SigmaSolver):
+                first = maker.sampled_latents(request, size, solver, self._dtype)
+                generator = solver.step_generator(request.seed)
+            else:
+                first = maker.first_latents(request, size, solver, generator, drawn_dtype)
+        are_float32 = family.latents.are_float32 or request.sampler is not None
+        latents = first.latents.to(self.device, torch.float32 if are_float32 else self._dtype)
+        cfg_scale = family.guidance_of(request).scale(request)
         extrapolation = None
         if request.acceleration is not None:
             levels = noise_levels(solver)[first.first_step :]
@@ -243,9 +261,17 @@ class DenoisePipeline:
             extrapolation=extrapolation,
         )
 
+    def _solver(self, request: DiffusionRequest, size: ImageSize, maker: LatentsMaker) -> Any:
+        steps = self.family.steps
+        if request.sampler is None:
+            schedule, changes = partial(steps.schedule, request, size=size), partial(steps.solver_changes, request)
+            return self._solvers.create_solver(self.device, request, schedule, changes)
+        noise = StepNoise(maker.shape_of(request, size), self.family.latents, self.device)
+        return self._solvers.create_sampler(self.device, request.sampler, noise, self._dtype)
+
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
         family = self.family
-        is_guided = family.guidance.uses_negative(request, "negative_prompt_embeds" in conditioning)
+        is_guided = family.guidance_of(request).uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.network.text_widths(self.denoiser)
         # No ControlNet of diffusers uses a mask.
         padded_length = family.texts.padded_length if family.texts.masks and not request.control else None
@@ -262,8 +288,10 @@ class DenoisePipeline:
         return Work(frozenset(batch_key(part) for part in parts), str(memory_kind(parts[-1])), state.num_rows, most)
 
     def decode_work(self, state: DenoiseState) -> Work:
-        """Return the work of decoding the images."""
+        """Return the work of decoding the images, or of handing out the latents."""
         height, width = image_size(state)
+        if state.request.ends_with_latents:
+            return Work(frozenset([("latents", decode_key(state))]), "latents", len(state.latents), math.inf)
         kind, most = self._decoder.room(height, width)
         return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
@@ -281,6 +309,8 @@ class DenoisePipeline:
                 raise state.failure
             if state.done:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
+        if not self._blocks:
+            check()
         noises: dict[int, torch.Tensor] = {}  # by branch; each belongs to one state
         with torch.no_grad(), checked_blocks(self._blocks, check):
             computed = [state for state in states if not state.is_extrapolated]
@@ -298,13 +328,17 @@ class DenoisePipeline:
     def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | torch.Tensor | ComputationFailed]:
         """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or the error.
 
-        One VAE call per size, as far as the bounds and memory allow. If the VAE is blank, the latents on the host.
+        One VAE call per size, as far as the bounds and memory allow. Where latents are asked for, they are as results
+        have them. If the VAE is blank, all are latents in the denoiser's form. Both are on the host.
         """
         outcomes: dict[int, np.ndarray | torch.Tensor | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
         }
         if self._codec.is_blank:
-            return [outcomes.get(id(state), state.latents.cpu()) for state in states]
+            return [outcomes.get(id(state), _ended(state).cpu()) for state in states]
+        for state in states:
+            if state.request.ends_with_latents and id(state) not in outcomes:
+                outcomes[id(state)] = self._decoder.handed_out(_ended(state), image_size(state))
         for group in grouped([state for state in states if id(state) not in outcomes], decode_key):
             images, is_finite = self._decoder.decode_group([state.latents for state in group], group)
             first = 0
@@ -358,7 +392,11 @@ class DenoisePipeline:
         with adapters, images, self._modulation.given(rows.modulation):
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
-    def _replayed(self, merged: MergedLayers | None, rows: Rows, height: int, width: int) -> torch.Tensor:
+    def follower(self, group: RankGroup) -> RowsFollower:
+        """Return the follower of such a pipeline of rank 0, which runs this rank's part of its forwards."""
+        return RowsFollower(group, self)
+
+    def run_rows(self, rows: Rows, height: int, width: int, merged: MergedLayers | None = None) -> torch.Tensor:
         """Replay `_forward`, if the layers are the denoiser's own or `merged`. A replay cannot be cancelled."""
         if self._replays is None:
             return self._forward(rows, height, width)
@@ -378,7 +416,9 @@ class DenoisePipeline:
         with kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
-            forward = self._forward if first.runs_alone else partial(self._replayed, first.merged)
+            forward: Forward = self._forward if first.runs_alone else partial(self.run_rows, merged=first.merged)
+            if self._ranks is not None and first.merged is None:
+                forward = partial(self._ranks.run, forward)
             num_rows = sum(len(state.latents) for state, _ in group)
             largest = self._workspace.largest({workspace_kind(part) for part in group}, num_rows)
             with self._workspace.lend(largest, num_rows, bound) as most:
@@ -412,6 +452,14 @@ class DenoisePipeline:
         state.are_finite.append(state.latents.isfinite().all())
 
 
+def _ended(state: DenoiseState) -> torch.Tensor:
+    """Return the latents of a state, and behind them what its last step found without noise, if that is asked for."""
+    if state.request.output != "latent_and_clean" or not isinstance(state.solver, SigmaSolver):
+        return state.latents
+    expected = state.latents if state.solver.expected is None else state.solver.expected
+    return torch.cat([state.latents, expected])
+
+
 def _output_of(state: DenoiseState, computed: torch.Tensor | None) -> torch.Tensor:
     """Return the model's output at a state's step, computed or extrapolated from earlier outputs."""
     if computed is None and state.extrapolation is not None:
@@ -431,13 +479,14 @@ def create_pipeline(
     bounds: BatchBounds = DEFAULT_BOUNDS,
     workspace: Workspace = UNBOUNDED,
     replays: Replays | None = None,
+    ranks: RankChannel | None = None,
 ) -> DenoisePipeline:
     """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`, and
     perhaps a "preview_vae".
 
     Text encoders live elsewhere. Raises EngineError for a class that no family knows.
     """
-    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, workspace, replays)
+    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, workspace, replays, ranks)
 
 
 def settings_hash(folder: Path) -> str:

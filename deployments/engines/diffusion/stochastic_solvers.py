@@ -11,36 +11,47 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import diffusers
 import numpy as np
 import torch
-from diffusers.utils.torch_utils import randn_tensor
+
+from deployments.engines.diffusion.noisy_steps import Noise, NoisySteps
 
 
-class _Stochastic(diffusers.EulerDiscreteScheduler):
+class _Stochastic(NoisySteps, diffusers.EulerDiscreteScheduler):
     """Euler's schedule, and steps of another solver."""
 
     sigmas: torch.Tensor
     timesteps: torch.Tensor
+    num_left_out: ClassVar[int] = 0  # sigmas before the last one that no step goes to
 
-    def step(
+    def set_timesteps(
         self,
-        model_output: torch.Tensor,
-        timestep: torch.Tensor,
-        sample: torch.Tensor,
-        generator: torch.Generator | None = None,
-        return_dict: bool = True,
-    ) -> Any:
-        output: Any = super().step(model_output, timestep, sample, return_dict=True)  # counts the step
-        noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=model_output.dtype)
-        at = (self.step_index or 1) - 1
-        moved = self._moved(at, sample.float(), output.pred_original_sample.float(), noise.float())
-        output.prev_sample = moved.to(model_output.dtype)
-        return output if return_dict else (output.prev_sample,)
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        timesteps: Any = None,
+        sigmas: Any = None,
+    ) -> None:
+        left_out = 0
+        if num_inference_steps is not None:
+            left_out = self.num_left_out
+            num_inference_steps += left_out
+        super().set_timesteps(num_inference_steps, device, timesteps, sigmas)
+        if left_out:
+            self.num_inference_steps -= left_out
+            self.sigmas = torch.cat([self.sigmas[: -1 - left_out], self.sigmas[-1:]])
+            self.timesteps = self.timesteps[:-left_out]
+        self._begin(device)
 
-    def _moved(self, at: int, x: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def _begin(self, device: str | torch.device | None) -> None:
+        """Take up the schedule that was just set, and forget the steps before."""
+
+    def _moved(self, at: int, x: torch.Tensor, output: torch.Tensor, own: Any, noise: Noise) -> torch.Tensor:
+        return self._from_clean(at, x, own.pred_original_sample.float(), noise())
+
+    def _from_clean(self, at: int, x: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """Return `x`, of the noise of `sigmas[at]`, at the next sigma; `clean` is what is there without the noise."""
         raise NotImplementedError
 
@@ -53,14 +64,7 @@ class _TwiceAStep(_Stochastic):
 
     order = 2
 
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        timesteps: Any = None,
-        sigmas: Any = None,
-    ) -> None:
-        super().set_timesteps(num_inference_steps, device, timesteps, sigmas)
+    def _begin(self, device: str | torch.device | None) -> None:
         levels: list[float] = self.sigmas.tolist()
         times: list[float] = self.timesteps.tolist()
         log_sigmas = np.log(np.array(((1 - self.alphas_cumprod) / self.alphas_cumprod) ** 0.5))
@@ -76,7 +80,7 @@ class _TwiceAStep(_Stochastic):
         self.begun: torch.Tensor | None = None  # the latents before a step that is at its middle
         self.first_noise: torch.Tensor | None = None
 
-    def _moved(self, at: int, x: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def _from_clean(self, at: int, x: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         if self._level(at + 1) == 0:
             return clean
         if self.begun is None:
@@ -131,22 +135,13 @@ class DPMSolver2SAncestralScheduler(_TwiceAStep):
 class DPMSolver3MSDEScheduler(_Stochastic):
     """DPM++ 3M SDE. Its last step leaves out the last sigma but the end's, as in the WebUI."""
 
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        timesteps: Any = None,
-        sigmas: Any = None,
-    ) -> None:
-        one_more = None if num_inference_steps is None else num_inference_steps + 1
-        super().set_timesteps(one_more, device, timesteps, sigmas)
-        if one_more is not None:
-            self.num_inference_steps = num_inference_steps
-            self.sigmas, self.timesteps = torch.cat([self.sigmas[:-2], self.sigmas[-1:]]), self.timesteps[:-1]
+    num_left_out = 1
+
+    def _begin(self, device: str | torch.device | None) -> None:
         self.earlier: list[torch.Tensor] = []  # what was clean at the steps before, the last one first
         self.lengths: list[float] = []  # of these steps, in the logarithm of sigma
 
-    def _moved(self, at: int, x: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def _from_clean(self, at: int, x: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         level, following = self._level(at), self._level(at + 1)
         if following == 0:
             return clean

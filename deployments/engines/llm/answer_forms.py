@@ -124,6 +124,11 @@ class AnswerForm:
     reasoning: ReasoningForm | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether all of an answer is text, which needs no reader."""
+        return self.tools is None and self.reasoning is None
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Return all markers. They may be special tokens, which are otherwise left out of answers."""
         forms = [form for form in (self.tools, self.reasoning) if form is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -64,16 +65,6 @@ def switches_thinking(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) ->
     return len(unknown_variables(tokenizer, names, has_tools=has_tools)) < len(names)
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
-) -> tuple[int, ...]:
-    """Return the token ids of a chat, up to the beginning of the assistant's turn.
-
-    Raises EngineError as `render_chat` does, or for a text that is no Unicode.
-    """
-    return encode_rendered(tokenizer, render_chat(tokenizer, messages, options))
-
-
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Return the token ids of a chat's rendered text, which has its special tokens already."""
     return tuple(tokenizer(checked_characters(text), add_special_tokens=False)["input_ids"])
@@ -90,7 +81,7 @@ def render_chat(
     """
     template = chat_template(tokenizer, has_tools=bool(options.tools))
     uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    if uses_tools and not re.search(r"\btool", template):
+    if uses_tools and not _has(template, r"\btool"):
         raise EngineError("the model's chat template does not know tools")
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     name = next((found for found, source in named.items() if source == template), "default")
@@ -114,8 +105,8 @@ def _in_known_words(messages: Sequence[dict[str, Any]], template: str) -> list[d
     What developers say is said by the system where no other role is known, in one message at the beginning; thoughts
     have two names; and results have those of the functions that were called, which few clients repeat.
     """
-    knows_developer = re.search(r"\bdeveloper\b", template) is not None
-    has_thinking = re.search(r"\bmessage(?:\.|\[['\"])thinking\b", template) is not None
+    knows_developer = _has(template, r"\bdeveloper\b")
+    has_thinking = _has(template, r"\bmessage(?:\.|\[['\"])thinking\b")
     found: list[dict[str, Any]] = []
     called: dict[str, str] = {}  # names by ids
     for message in messages:
@@ -135,6 +126,12 @@ def _in_known_words(messages: Sequence[dict[str, Any]], template: str) -> list[d
                 del message["thinking"]
         found.append(message)
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _has(template: str, pattern: str) -> bool:
+    """Return whether a template has a match of one of this module's patterns. A search of a long one takes 50 µs."""
+    return re.search(pattern, template) is not None
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

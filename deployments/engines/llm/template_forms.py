@@ -63,11 +63,7 @@ def answer_form(
     `TOOL_FORMS`.
     """
     template = chat_template(tokenizer, has_tools=has_tools)
-    reasoning: Any
-    if reasoning_form is not None:
-        reasoning = named_form("reasoning_form", reasoning_form)
-    else:
-        reasoning = _with_signs(REASONING_FORMS, template)
+    reasoning: Any = _reasoning_of(template) if reasoning_form is None else named_form("reasoning_form", reasoning_form)
     if not has_tools:
         return AnswerForm(TOOL_FORMS["harmony"] if reasoning is REASONING_FORMS["harmony"] else None, reasoning)
     tools: Any
@@ -146,6 +142,12 @@ def _is_read_back(form: ToolForm, prompt: str, written: str) -> bool:
 
 def _compact(text: str) -> str:
     return re.sub(r"\s+", "", text)
+
+
+@lru_cache(maxsize=64)
+def _reasoning_of(template: str) -> ReasoningForm | None:
+    found: ReasoningForm | None = _with_signs(REASONING_FORMS, template)
+    return found
 
 
 def _with_signs(forms: Mapping[str, Any], template: str) -> Any:

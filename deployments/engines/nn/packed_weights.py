@@ -6,7 +6,7 @@ ggml-common.h.
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -16,11 +16,6 @@ from weights.formats.ggml_values import UNPACKED_KINDS, unpack_blocks
 from weights.records.dtypes import BLOCK_SIZES
 
 Arithmetic = Literal["fast", "deterministic", "exact"]
-
-
-ARITHMETICS: Final = get_args(Arithmetic)
-
-
 DENSE_KINDS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 GROUP_INT8: Final = "GROUP_INT8"
 _KERNEL_CHUNK: Final = 16  # elements with one scale: a kernel cannot cut a group elsewhere

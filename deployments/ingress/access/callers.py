@@ -89,6 +89,10 @@ class Callers:
             raise NotAuthenticated(_WRONG_KEY)
         return entry
 
+    def has(self, digest: str) -> bool:
+        """Return whether the key of that hash holds still."""
+        return self._file is None or digest in self._file.keys().entries
+
     def count_request(self, digest: str, *, is_look: bool = False) -> KeyUse:
         """Begin a request of the key of that hash. Raises NotAuthenticated when it holds no more, RateLimited.
 
@@ -101,18 +105,12 @@ class Callers:
         use.begin_request(replace(limits, max_concurrent=None) if is_look else limits, self._clock())
         return use
 
-    def max_concurrent_of(self, digest: str) -> int | None:
-        """Return how many requests of the key may be in progress. Raises NotAuthenticated when it does not hold."""
-        return self._max_concurrent_of(self._find(digest))
-
     def _limits_of(self, entry: KeyEntry) -> KeyLimits:
         rate = entry.requests_per_s
         if not entry.admin:
             rate = rate if rate is not None else self._config.requests_per_s
-        return KeyLimits.share_of(rate, self._max_concurrent_of(entry), self._num_replicas)
-
-    def _max_concurrent_of(self, entry: KeyEntry) -> int | None:
-        return entry.max_concurrent or (None if entry.admin else self._config.max_concurrent)
+        max_concurrent = entry.max_concurrent or (None if entry.admin else self._config.max_concurrent)
+        return KeyLimits.share_of(rate, max_concurrent, self._num_replicas)
 
     def _max_priority_of(self, entry: KeyEntry) -> int | None:
         return entry.max_priority or (1 if entry.admin else self._config.max_priority)
@@ -139,12 +137,9 @@ class Caller:
     max_priority: int | None = None
 
     @property
-    def max_concurrent(self) -> int | None:
-        """Return the most requests of the key in progress in the cluster, None for any number.
-
-        Raises NotAuthenticated when the key was revoked since.
-        """
-        return self.callers.max_concurrent_of(self.digest)
+    def holds(self) -> bool:
+        """Return whether the key was not revoked since."""
+        return self.callers.has(self.digest)
 
     @contextlib.contextmanager
     def begin_request(self, *, is_look: bool = False) -> Iterator[None]:
@@ -184,12 +179,6 @@ def current_key() -> str:
     """Return the name of the key that this task acts for, "" without keys."""
     caller = _current_caller.get()
     return caller.name if caller else ""
-
-
-def current_max_concurrent() -> int | None:
-    """Return the most requests in progress for the key of this task, None for any number."""
-    caller = _current_caller.get()
-    return caller.max_concurrent if caller else None
 
 
 def shown_key(authorization: str | None, x_api_key: str | None) -> str | None:

@@ -111,6 +111,10 @@ class JobDesk:
         """Return a page of jobs, None where there is none `after`."""
         return await self.call(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
 
+    async def body(self, id_: str) -> bytes | None:
+        """Return the body of an unfinished job's request; None for another job."""
+        return await self.call(WeightRegistry.read_body, current_key(), id_)
+
     async def cancel(self, id_: str) -> Job | None:
         """End a job unless it has ended, and return it; None where there is none."""
         job = await self.call(WeightRegistry.cancel_job, current_key(), id_)

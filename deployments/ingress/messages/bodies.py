@@ -385,8 +385,9 @@ def _ignored_fields(part: BaseModel, place: str = "") -> list[str]:
     """Return the paths of the unknown fields of a body and all its parts."""
     if isinstance(part, LeftOut):
         return [f"{place}{part.type[:64]}"]
-    found = [f"{place}{name}" for name in part.model_extra or ()]
-    for name in type(part).model_fields:
+    extra = part.model_extra or {}
+    found = [f"{place}{name}" for name in extra]
+    for name in part.model_fields_set - extra.keys():  # defaults have no unknown fields
         value = getattr(part, name)
         for one in value if isinstance(value, list | tuple) else (value,):
             if isinstance(one, BaseModel):

@@ -327,7 +327,7 @@ def install_error_handlers(app: FastAPI, respond: Callable[[str, Failure], Respo
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        if isinstance(error.__cause__, ServiceError):  # raised by `Gate`, in FastAPI's wrapper
+        if isinstance(error.__cause__, ServiceError):  # a gate raised it while FastAPI read the body
             return respond(path, failure_of(error.__cause__))
         code = _HTTP_CODES.get(error.status_code, "http_error")
         message = f"{request.method} {path}: {error.detail}"

@@ -23,10 +23,12 @@ import numpy.typing as npt
 from fastapi import APIRouter, Request
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
 from configs.cluster import ImageLinksConfig
+from configs.options import Denoising, PromptReading, said
 from deployments.ingress.messages.responses import Failure, documented, failure_response
 from deployments.records import ImageRequest, ImageResult
 from deployments.records.errors import Overloaded
@@ -101,14 +103,13 @@ def _facts_of(request: ImageRequest, result: ImageResult, index: int) -> dict[st
     description: dict[str, Any] = {"model": result.model, "size": f"{width}x{height}", "index": index}
     if result.seed is not None:
         description |= {"seed": result.seed, "num_inference_steps": result.num_inference_steps}
-    if request.scheduler is not None:
-        description["scheduler"] = request.scheduler
+    if result.guidance_scale is not None:
+        description["guidance_scale"] = result.guidance_scale
+    for name, value in (said(request, Denoising) | said(request, PromptReading)).items():
+        if name != "strength" or request.init_image is not None:
+            description[name] = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
     if request.scheduler_options:
         description["scheduler_options"] = dict(request.scheduler_options)
-    if request.acceleration is not None:
-        description["acceleration"] = request.acceleration.model_dump(exclude_none=True)
-    if request.variation is not None:
-        description["variation"] = request.variation.model_dump()
     if request.lora:
         description["lora"] = [{"name": use.name, "scale": use.scale} for use in request.lora]
     if request.ip_adapter:
@@ -117,7 +118,6 @@ def _facts_of(request: ImageRequest, result: ImageResult, index: int) -> dict[st
         description["control"] = [use.model_dump(exclude={"image"}) for use in request.control]
     if request.init_image is not None:
         description["task"] = "image-to-image" if request.mask_image is None else "inpainting"
-        description |= {} if request.strength is None else {"strength": request.strength}
     return description
 
 

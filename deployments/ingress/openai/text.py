@@ -491,7 +491,8 @@ async def _respond(
     headers = warning_header(warnings)
     if not body.stream:
         result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
-        result = replace(result, warnings=(*result.warnings, *warnings))
+        if warnings:
+            result = replace(result, warnings=(*result.warnings, *warnings))
         return json_response(form.whole(result), headers=server_timing(result.timings_ms) | headers)
 
     async def events_of(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:

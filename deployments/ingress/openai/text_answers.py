@@ -330,7 +330,7 @@ class ChatForm(TextForm):
                 stop_reason=choice.stopped_by,
                 logprobs=ChatLogprobs.of(choice.logprobs),
                 message=MessageBody.of(
-                    replace(choice, text=self._echo + choice.text),
+                    replace(choice, text=self._echo + choice.text) if self._echo else choice,
                     self._calls,
                     choice.reasoning if self._shows_reasoning else "",
                 ),

@@ -144,7 +144,7 @@ def part(class_name: str, name: str, annotation: Any) -> Any:
 
 
 class Case(NamedTuple):
-    """How a pipeline is made, the arguments of a call beside prompt, steps and seed, its images and its audio."""
+    """A way to make a pipeline, the arguments of a call beside prompt, steps and seed, its images and its audio."""
 
     parts: Callable[[], Mapping[str, Any]]
     options: Mapping[str, Any]
@@ -167,7 +167,7 @@ def adapter() -> Any:
 
 
 def early_unet(**own: Any) -> Any:
-    """One that attends in its first block."""
+    """A network that attends in its first block."""
     return unet(
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),

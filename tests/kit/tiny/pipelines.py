@@ -430,7 +430,7 @@ def make(class_name: str, folder: Path) -> Any:
 
 
 def saved(build: Callable[[], Any], folder: Path) -> Any:
-    """Return what is built, and save it as a folder.
+    """Build a pipeline, save it as a folder, and return it.
 
     HAZARD: torch's products round otherwise where a parameter requires gradients, without any being computed.
     """

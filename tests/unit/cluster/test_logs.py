@@ -138,7 +138,7 @@ except ValueError:
 
 
 def lines_of(form: str) -> list[str]:
-    """Return what an actor's process writes."""
+    """Return the lines that an actor's process writes."""
     script = SCRIPT.replace("FORM", repr(form))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return done.stderr.splitlines()

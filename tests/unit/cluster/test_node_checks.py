@@ -1,4 +1,4 @@
-"""What nodes lack is one sentence each, which names the node, what it has, and what to do."""
+"""Each lack of a node is one sentence, which names the node, what it has, and what to do."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_ports_of_a_node_are_those_of_its_ingress(
 
 
 def lines(wanted: Wanted, node: str = "10.0.0.3") -> list[str]:
-    """Return what is told of this very machine."""
+    """Return the facts of this very machine."""
     return [*describe_look(node, look_at_node(wanted.ports, wanted.files), wanted)]
 
 

@@ -86,7 +86,7 @@ async def test_a_replicas_server_repeats_no_id_that_is_none(monkeypatch: pytest.
 
 
 async def test_a_server_that_runs_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is changed after the start has no effect."""
+    """A change after the start has no effect."""
     from ray.serve._private import replica
 
     server = uvicorn.Server(uvicorn.Config(shows))

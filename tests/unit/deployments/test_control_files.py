@@ -102,7 +102,7 @@ def in_a_whole_models_names(folder: Path) -> Written:
 
 
 def with_differences(folder: Path) -> Written:
-    """What is added to the base, and a word that says so."""
+    """Write the differences from the base, and a word that says so."""
     net, own = plain_net(), unet().state_dict()
     added = {key: 0.05 * torch.randn_like(one) if key in own else one for key, one in net.state_dict().items()}
     net.load_state_dict({key: own[key] + one if key in own else one for key, one in added.items()})
@@ -450,7 +450,7 @@ def test_a_config_with_files_is_checked_before_anything_starts(tmp_path: Path) -
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [name for name in WRITERS if "folder" not in name])
 def test_a_damaged_file_is_refused_in_words(tmp_path: Path, name: str) -> None:
-    """Whatever its tensors are called and however they are shaped."""
+    """Its tensors may have any names and shapes."""
     from cluster.registry.importing import base_of
     from deployments.engines.servable import why_unservable
     from weights.formats.checkpoint import read_checkpoint

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
@@ -16,15 +19,18 @@ from configs.options import (
     DiffusionOptions,
     PictureOptions,
     PromptReading,
+    Sampler,
     Sampling,
     SamplingOptions,
     Variation,
 )
 from deployments.engines.records.protocol import DiffusionRequest, SamplingParams
 from deployments.ingress.openai.image_bodies import GenerationBody
+from deployments.ingress.openai.image_files import describe_image
 from deployments.ingress.openai.text import CompletionBody
-from deployments.records import ClipOptions, CompletionRequest, ImageRequest
-from deployments.requests.defaults import with_image_defaults, with_text_defaults
+from deployments.records import CacheUse, ClipOptions, CompletionRequest, ImageRequest, ImageResult
+from deployments.records.errors import InvalidRequest
+from deployments.requests.defaults import as_upscale, with_image_defaults, with_text_defaults
 from deployments.services.image_requests import conditioning_request, denoise_request
 from deployments.services.text_prompts import text_requests
 from deployments.text.requests import ConditioningRequest
@@ -43,6 +49,7 @@ SPECIAL: dict[str, Any] = {
     "prompt_syntax": "weighted",
     "acceleration": Acceleration(interval=4),
     "variation": Variation(seed=3, strength=0.5),
+    "sampler": Sampler(name="euler", sigmas=(2.0, 1.0, 0.0)),
 }
 
 
@@ -91,6 +98,43 @@ def test_an_option_of_an_image_reaches_its_engine(name: str) -> None:
     if name != "strength":
         defaults = GenerationDefaults.model_validate({name: value})
         assert getattr(asked_of(plain, defaults)[place], name) == value
+
+
+@pytest.mark.parametrize("name", [*OF_STEPS, *OF_PROMPTS])
+def test_an_option_of_an_image_is_in_its_description(name: str) -> None:
+    image, value = np.zeros((8, 8, 3), np.uint8), value_of(name)
+    request = ImageRequest(model="m", prompt="p", init_image=image).model_copy(update={name: value})
+    result = ImageResult("m", [image], 9, 4, {}, None, CacheUse(0, 0), guidance_scale=3.5)
+    facts = json.loads(json.dumps(describe_image(request, result, 0).facts))
+    assert facts["guidance_scale"] == 3.5
+    assert type(value)(**facts[name]) == value if isinstance(value, BaseModel) else facts[name] == _listed(value)
+    plain = ImageRequest(model="m", prompt="p")
+    assert name not in describe_image(plain, result, 0).facts
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_a_default_strength_is_of_no_image_that_begins_with_noise() -> None:
+    result = ImageResult("m", [np.zeros((8, 8, 3), np.uint8)], 9, 4, {}, None, CacheUse(0, 0))
+    asked = ImageRequest(model="m", prompt="p").model_copy(update={"strength": 0.5})
+    assert "strength" not in describe_image(asked, result, 0).facts
+
+
+@pytest.mark.parametrize("name", sorted(PictureOptions.model_fields))
+def test_an_option_without_effect_on_an_upscaler_is_told(name: str) -> None:
+    value = "a dog" if name == "negative_prompt" else value_of(name)
+    image = np.zeros((8, 8, 3), np.uint8)
+    asked = ImageRequest(model="m", prompt=" ", init_image=image).model_copy(update={name: value})
+    if name in ("width", "height"):
+        with pytest.raises(InvalidRequest, match=f"^{name}: "):
+            as_upscale(asked)
+        return
+    request, warnings = as_upscale(asked)
+    ignored = name not in ("prompt_syntax", "deterministic")
+    assert warnings == ((f"without effect on an upscaler: {name}",) if ignored else ())
+    assert (getattr(request, name) is None) == ignored
 
 
 def test_an_engine_takes_the_options_that_are_asked_for_and_no_other() -> None:

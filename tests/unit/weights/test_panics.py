@@ -1,4 +1,4 @@
-"""Whoever waits is told of what is no Exception, and what ends a thread or a task still ends it."""
+"""A waiting caller is told of a panic, which is no Exception, and what ends a thread or a task still ends it."""
 
 from __future__ import annotations
 

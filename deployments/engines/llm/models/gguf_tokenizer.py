@@ -15,7 +15,7 @@ from weights.formats.gguf_names import ADDS_BOS, BYTE, CONTROL, TEXT_SPLITS, UNK
 from weights.formats.untrusted import shown
 from weights.platform.panics import panics_as_errors
 
-if TYPE_CHECKING:  # the control plane calls `check_tokenizer_kind`, and has no torch
+if TYPE_CHECKING:  # the control plane calls `check_gguf_tokenizer`, and has no torch
     from transformers import PreTrainedTokenizerBase
 
 

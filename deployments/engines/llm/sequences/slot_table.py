@@ -8,7 +8,7 @@ from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, blocks_f
 
 
 class SlotTable:
-    """The slots of a sequence's tokens, by the blocks that it had when it was last asked, of which `num_run` follow
+    """The slots of a sequence's tokens, by the blocks that it had when it was last asked, the first of which follow
     each other. A step adds a block at most, and does not go through the others again.
     """
 

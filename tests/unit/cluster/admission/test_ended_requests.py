@@ -8,7 +8,7 @@ from cluster.admission.outcomes import MAX_KEPT, EndedLog, EndedRequest, EndedRe
 
 
 def request(at_s: float) -> EndedRequest:
-    """One that arrived then, started a second later and took two."""
+    """Return a request that arrived then, started a second later and took two."""
     return EndedRequest("images", "m", "t", 0, 1.0, 1.0, "replica", at_s, at_s + 1.0, at_s + 3.0, 0.5, is_answered=True)
 
 

@@ -110,7 +110,7 @@ def test_the_latency_in_any_company_is_told_from_that_in_others(seed: int) -> No
 
 @seeds(50)
 def test_small_requests_do_not_spoil_what_company_does_to_large_ones(seed: int) -> None:
-    """Of one unit of work nearly all is the fixed part, which mates slow as well."""
+    """Nearly all of one unit of work is the fixed part, which mates slow as well."""
     times, rng = ServiceTimes(), random.Random(seed)
     fixed_s, each_s, slowdown = rng.uniform(0.1, 0.4), rng.uniform(0.001, 0.003), rng.uniform(0.3, 0.9)
     for number in range(300):

@@ -146,7 +146,7 @@ class _Shared:
 
     @property
     def batch_s(self) -> float:
-        """What all slots take at the most when each runs one request."""
+        """Return the most that all slots take when each runs one request."""
         return self.num_workers * self.slots * self.most_s
 
     def run(self) -> None:

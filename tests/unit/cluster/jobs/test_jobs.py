@@ -45,7 +45,7 @@ def monotonic() -> Clock:
 
 @pytest.fixture
 def open_owner(tmp_path: Path, clock: Clock, monotonic: Clock) -> Iterator[OpenOwner]:
-    """Return what opens the folder; the one before has let go of it."""
+    """Return a function that opens the folder; the one before has let go of it."""
     opened: list[JobOwner] = []
 
     def open_(was_restarted: bool = False, **config: float) -> JobOwner:
@@ -161,6 +161,26 @@ async def test_pages_have_a_filter_and_an_order(open_owner: OpenOwner) -> None:
     assert await page(JobFilter("done"), None, 9) == ids[:3]
     assert await page(JobFilter("queued", "/v1/y"), None, 9, "desc") == ids[:2:-1]
     assert await page(JobFilter("done", "/v1/y"), None, 9) == []
+
+
+async def test_a_job_is_found_by_its_idempotency_key_and_numbered(open_owner: OpenOwner) -> None:
+    owner = open_owner()
+    first, second = [await owner.add_job(new(name, idempotency_key=name)) for name in "ab"]
+    other = await owner.add_job(new("a", "yours", idempotency_key="a"))
+    for key, name, expected in (("mine", "a", [first]), ("mine", "c", []), ("yours", "a", [other]), ("yours", "b", [])):
+        assert await owner.list_jobs(key, JobFilter(idempotency_key=name), None, 9, "desc") == expected
+    assert first.number < second.number < other.number
+
+
+async def test_the_body_of_a_job_is_there_until_it_ends(open_owner: OpenOwner) -> None:
+    owner = open_owner()
+    job = await owner.add_job(new("what is asked"))
+    assert await owner.read_body("mine", job.id) == b"what is asked"
+    assert await owner.read_body("yours", job.id) is None
+    (taken,) = await owner.take_jobs("runner", 1, MOST, 0.0)
+    assert await owner.read_body("mine", job.id) == b"what is asked"
+    await owner.end_job(job.id, taken.start, JobAnswer(200), b"result")
+    assert await owner.read_body("mine", job.id) is None
 
 
 async def test_the_same_idempotency_key_is_the_same_job_of_a_key(open_owner: OpenOwner) -> None:

@@ -52,7 +52,7 @@ class PausingClock(Clock):
 
 
 class Stages(StageClock):
-    """Return what came from where, beside the times."""
+    """A clock of stages that notes the sources, too."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: the books of a node against naive ones that count everything anew each time."""
+"""Random events in random order: the books of a node against naive ones that count everything anew each time."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class Books(RuleBasedStateMachine):
         return not found.is_leased and found.key not in self.pinned
 
     def _may_be_given(self, place: int) -> bool:
-        """Return what the rules say of the one in this place of the queue."""
+        """Return whether the rules let the one in this place of the queue have its memory."""
         asked, first = self.waiting[place], self.waiting[0]
         missing = [id_ for id_ in asked.ids if id_ not in self.held._table.entries]
         if not missing:

@@ -733,7 +733,7 @@ class SharedRegistry(RegistryClient):
 def test_other_nodes_find_a_keeper_at_the_address_that_ray_says_of_its_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the config says of how Ray was started: rendered ones do not say it, and announced 127.0.0.1 to all."""
+    """The config need not say how Ray was started: rendered ones do not, and announced 127.0.0.1 to all."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.7")
     node = NodeKeeper(str(tmp_path), 1000, "first", store=FakeStore(), directory=SharedRegistry())
@@ -837,7 +837,7 @@ def siblings_in(tmp_path: Path) -> tuple[ExtentRef, ExtentRef, bytes]:
 def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
     tmp_path: Path, keeper: Make, store: FakeStore
 ) -> None:
-    """Of one that nobody has in memory the base is read as well; what is evicted under a reader stays readable."""
+    """The base of a delta that nobody has in memory is read as well; what is evicted under a reader stays readable."""
     base, sibling, tuned = siblings_in(tmp_path)
     assert sibling.delta
     made = keeper(200_000)
@@ -867,7 +867,7 @@ def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
 def test_a_node_sends_the_delta_of_what_it_has_to_one_that_has_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_base: bool, has_pack: bool, gbps: float
 ) -> None:
-    """Where that is sooner here, and otherwise the plain bytes. The second node has not the store's folder."""
+    """A delta is sent where that is sooner, and otherwise the plain bytes. The second node lacks the store's folder."""
     monkeypatch.setattr("cluster.peers.known_sources.KnownSources.peer_gbps", lambda self, address: gbps)
     base, sibling, tuned = siblings_in(tmp_path)
     assert sibling.delta
@@ -901,7 +901,7 @@ def test_a_node_sends_the_delta_of_what_it_has_to_one_that_has_the_base(
 def test_a_damaged_copy_is_a_detour_to_the_next_peer_and_its_node_reads_it_again(
     keeper: Make, extents: dict[str, ExtentRef], tmp_path: Path
 ) -> None:
-    """Of three nodes, one has written to its shared memory, and one has no way to storage."""
+    """One node of three has written to its shared memory, and one has no way to storage."""
     asked: list[str] = []
 
     class Directory:

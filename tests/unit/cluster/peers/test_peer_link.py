@@ -82,7 +82,7 @@ def node(directory: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def known(directory: FakeRegistry) -> set[str]:
-    """Return what the directory makes of the reports."""
+    """Return the directory's view of the reports."""
     found: set[str] = set()
     for _, added, removed, full in directory.reports:
         found = set(added) if full else (found - set(removed)) | set(added)

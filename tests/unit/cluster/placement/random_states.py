@@ -100,7 +100,7 @@ def broken(records: list[Any], chance: random.Random) -> list[Any]:
 
 
 def mistakes(state: ClusterState, plan: SwitchPlan) -> list[str]:
-    """Return what is wrong with a plan, found without anything that made it."""
+    """Return the faults of a plan, found without anything that made it."""
     found, ordered = [], set()
     for order in plan.decisions:
         worker, model = state.workers.get(order.worker), state.models.get(order.model)

@@ -189,7 +189,7 @@ def test_overrides_reach_the_workers_and_pins_of_unknown_models_do_not() -> None
 
 
 def test_lies_are_mended_or_refused_and_never_end_the_planning() -> None:
-    """Whatever workers and queues say: sizes that are none are refused, all else makes a state."""
+    """Reports of workers and queues may say anything: sizes that are none are refused, all else makes a state."""
     chance = seeded_random()
     odd = [math.nan, -1.0, math.inf, 1e300, 0.0, 0.5]
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Where a test's models come from."""
+"""The sources of a test's models."""
 
 from __future__ import annotations
 

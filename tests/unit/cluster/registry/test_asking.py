@@ -101,7 +101,7 @@ async def test_a_call_that_waits_for_the_first_registry_to_start_is_its_own_and_
 
 
 async def test_a_registry_that_is_slow_to_start_is_asked_again_and_answers() -> None:
-    """What asks whether it lives may be lost, too."""
+    """The question whether it lives may be lost, too."""
     registry, slow = Registry(1e6, num_looks=4), 2
 
     async def up_s() -> float:

@@ -103,7 +103,7 @@ def test_the_grid_is_near_the_best_wait_of_every_pattern(seed: int) -> None:
 
 
 def test_a_delay_of_zero_loses_where_learning_wins() -> None:
-    """What the default is for: bursts, whose first request would run alone every time."""
+    """The default is for bursts, whose first request would run alone every time."""
     (pattern,) = (pattern for pattern in grid(1.0, 96, 24, 0) if pattern.name == "bursts of 8, load 0.9, flat")
     _, at_once = ours(pattern, BatchingConfig(max_batch_size=8, max_queue_delay_us=0))
     _, learned = ours(pattern)

@@ -61,7 +61,7 @@ class Terminal:
         self.shown = ""
 
     def read_until(self, text: str) -> str:
-        """Return what is shown up to `text`; the test's own limit ends a wait in vain."""
+        """Return the screen's output up to `text`; the test's own limit ends a wait in vain."""
         while text not in self.shown:
             self.shown += os.read(self.fd, 4096).decode()
         before, _, self.shown = self.shown.partition(text)

@@ -22,7 +22,7 @@ HEAD = Path(__file__).parents[4] / "infra" / "demo" / "models" / "texts-head"
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., str]:
-    """Return what writes a cluster YAML with the given sections, and its path."""
+    """Return a function that writes a cluster YAML with the given sections, and its path."""
 
     def write(**sections: Any) -> str:
         file = tmp_path / "mine.yaml"

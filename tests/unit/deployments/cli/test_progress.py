@@ -47,7 +47,7 @@ def test_a_terminal_has_room_for_any_number_of_models(num_models: int) -> None:
 
 
 def test_a_log_has_every_change_once() -> None:
-    """Whatever the order, replaying the news of each step gives the last line of everything."""
+    """In any order, replaying the news of each step gives the last line of everything."""
     rng = seeded_random()
     states = [NOTHING]
     for _ in range(30):

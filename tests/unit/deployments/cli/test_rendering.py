@@ -100,7 +100,7 @@ def test_a_placement_that_ray_would_not_take_is_refused(placement: dict[str, Any
 
 @pytest.mark.parametrize("proxy", ["haproxy", "serve"])
 def test_the_proxy_is_the_one_of_the_config(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine has, its files and its HAProxy, is nothing to those that the YAML is for."""
+    """The files and the HAProxy of this machine do not matter to the machines that the YAML is for."""
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/only/here/haproxy")
     http = {
         "host": "0.0.0.0",

@@ -73,7 +73,7 @@ def as_list(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def enlarged(tensors: Mapping[str, torch.Tensor], image_HWC: np.ndarray) -> np.ndarray:
-    """What a network, by Real-ESRGAN's names, makes of a whole image: float64 from 0 to 255, not clamped."""
+    """Return a network's output for a whole image, by Real-ESRGAN's names: float64 from 0 to 255, not clamped."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
 
     def conv(name: str, x: torch.Tensor) -> torch.Tensor:

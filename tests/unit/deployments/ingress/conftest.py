@@ -71,7 +71,7 @@ class LazyAdapter:
 
 
 class Dependants:
-    """What FastAPI reads of signatures, kept for endpoints that another application makes of the same code.
+    """The dependants that FastAPI reads of signatures, kept for endpoints that another application makes of equal code.
 
     Those that depend on something, or are told of otherwise than by annotations, are read each time.
     """
@@ -135,7 +135,7 @@ def replicas() -> Replicas:
 def open_http(
     as_described: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Replicas], AbstractAsyncContextManager[httpx.AsyncClient]]:
-    """Return what makes a client of an application of its own over the replicas, with changes of `ingress`."""
+    """Return a function that makes a client of its own application over the replicas, with changes of `ingress`."""
     stored = StoredResponsesConfig(folder=tmp_path_factory.mktemp("responses"))
 
     @asynccontextmanager

@@ -121,6 +121,7 @@ class Replicas:
         self.chunks: list[TextChunk] = []  # instead of pieces
         self.states = dict(STATUSES)
         self.details: dict[str, LanguageModelDetails] = {}
+        self.solvers: dict[str, dict[str, Any]] = {}
         self.remembered: AdmissionConfig | None = None
         self.tokenized: list[tuple[Any, bool]] = []
         self.enlarges_by = 1
@@ -152,6 +153,9 @@ class Replicas:
 
     async def on_model_details(self, model: str) -> LanguageModelDetails:
         return self.details.get(model, LanguageModelDetails())
+
+    async def on_solver_config(self, model: str) -> dict[str, Any]:
+        return self.solvers.get(model, {})
 
     async def on_set_admission(self, admission: AdmissionConfig) -> None:
         self.remembered = admission

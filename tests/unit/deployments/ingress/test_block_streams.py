@@ -45,7 +45,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def told(blocks: Sequence[dict[str, Any]]) -> Blocks:
-    """Return what the blocks of a message say."""
+    """Return the contents of a message's blocks."""
     thoughts = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
     texts = "".join(block["text"] for block in blocks if block["type"] == "text")
     return thoughts, texts, [(one["id"], one["name"], one["input"]) for one in blocks if one["type"] == "tool_use"]
@@ -74,7 +74,7 @@ def streamed_message(events: Sequence[dict[str, Any]]) -> Blocks:
 
 
 def response_told(items: Sequence[dict[str, Any]]) -> Blocks:
-    """Return what the items of a response say."""
+    """Return the contents of a response's items."""
     thoughts = "".join(part["text"] for one in items if one["type"] == "reasoning" for part in one["content"])
     texts = "".join(part["text"] for one in items if one["type"] == "message" for part in one["content"])
     calls = [

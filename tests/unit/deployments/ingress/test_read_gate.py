@@ -133,7 +133,7 @@ async def test_more_than_may_wait_are_refused(path: str) -> None:
 
 
 def received(ago_s: float, clock: str | None = None) -> str:
-    """Return what HAProxy notes of a request that it got that many seconds ago."""
+    """Return HAProxy's note of a request that it got that many seconds ago."""
     return f"{clock or machine_clock()}:{int((time.time() - ago_s) * 1e6)}"
 
 

@@ -1,4 +1,4 @@
-"""What adapters are charged for: their files, and what applying them takes beside these."""
+"""Adapters are charged for their files, and for what applying them takes beside these."""
 
 from __future__ import annotations
 

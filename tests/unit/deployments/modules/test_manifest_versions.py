@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unit.deployments.modules.test_module_cache import manifest
 
-from deployments.modules.filling import ManifestVersions
+from deployments.modules.manifest_versions import ManifestVersions
 from weights.records.manifest import Manifest
 
 

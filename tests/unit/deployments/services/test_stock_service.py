@@ -274,7 +274,7 @@ async def test_previews_are_the_latents_on_the_way_decoded_as_the_class_does(
 
 
 def decoded(pipeline: Any, latents: torch.Tensor, **options: Any) -> np.ndarray:
-    """Return what a pipeline makes of latents, by the formulas of its class."""
+    """Return the image that a pipeline makes of latents, by the formulas of its class."""
     vae, config = pipeline.vae, pipeline.vae.config
     if type(pipeline).__name__ == "ChromaPipeline":
         latents = pipeline._unpack_latents(latents, options["height"], options["width"], pipeline.vae_scale_factor)

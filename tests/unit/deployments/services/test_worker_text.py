@@ -55,7 +55,7 @@ class Engine:
 
 
 def worker_with(engine: Engine) -> Worker:
-    """Return what `stream_text` uses of a worker, without Ray."""
+    """Return the parts of a worker that `stream_text` uses, without Ray."""
     loops: list[Any] = []
 
     def bound(make: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What computes texts for a cache, in tests."""
+"""A computer of texts for a cache, in tests."""
 
 from __future__ import annotations
 

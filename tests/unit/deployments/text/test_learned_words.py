@@ -37,7 +37,7 @@ def saved(demo: Any, file: Path, number: int = 2) -> Path:
 
 
 def by_stock(demo: Any, words: Words, prompt: str, negative: str) -> dict[str, torch.Tensor]:
-    """Return what diffusers' pipeline makes of the prompts, with words in copies of its encoders."""
+    """Return the conditioning of the prompts by diffusers' pipeline, with words in copies of its encoders."""
     stock = copy.deepcopy(demo.stock)
     for word, adapter in words.items():
         for name, rows in adapter.words.items():

@@ -1,4 +1,4 @@
-"""What the queue refuses could not be done, and what it lets in can: judged by replay, over drawn cases."""
+"""Refused requests could not be done in time, and those let in can: judged by replay, over drawn cases."""
 
 from __future__ import annotations
 

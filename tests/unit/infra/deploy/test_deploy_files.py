@@ -98,9 +98,9 @@ def test_nothing_is_left_to_fill_in(file: Path) -> None:
     assert "\t" not in file.read_text()
 
 
-@pytest.mark.parametrize("name", ["compose", "kuberay"])
+@pytest.mark.parametrize("name", ["compose/studio.yaml", "compose/studio.gpu.yaml", "kuberay/studio.yaml"])
 def test_the_configs_listen_beyond_the_machine_and_so_have_keys(name: str) -> None:
-    config = ClusterConfig.model_validate(documents(DEPLOY / name / "studio.yaml")[0])
+    config = ClusterConfig.model_validate(documents(DEPLOY / name)[0])
     assert config.http.host == "0.0.0.0"
     assert config.access.keys_file
     assert config.open_hosts() == {}
@@ -185,6 +185,14 @@ def test_compose_mounts_and_builds_what_is_there() -> None:
     config = ClusterConfig.model_validate(documents(folder / "studio.yaml")[0])
     assert f"{config.http.port}:{config.http.port}" in compose["services"]["atelier"]["ports"]
     (scraped,) = documents(folder / "prometheus.yaml")[0]["scrape_configs"]
+    (over,) = documents(folder / "gpu.yaml")
+    assert over["services"].keys() == {"atelier"}
+    changed = over["services"]["atelier"]
+    assert changed["build"]["target"] in targets
+    assert changed["image"].endswith(f"-{changed['build']['target']}")
+    (volume,) = changed["volumes"]  # takes the place of the volume at the same path
+    assert (folder / volume.partition(":")[0]).is_file()
+    assert volume.partition(":")[2] in {one.partition(":")[2] for one in compose["services"]["atelier"]["volumes"]}
     assert scraped["static_configs"][0]["targets"] == [f"atelier:{config.http.port}"]
 
 

@@ -39,7 +39,7 @@ def random_model(*, shared: bool) -> Model:
 
 
 def as_int8(model: Model) -> bytes:
-    """Write what `legacy_export_quant` writes."""
+    """Write a file as `legacy_export_quant` does."""
     shared = "output" not in model
     out = struct.pack("<8i", DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB if shared else -VOCAB, SEQ, GROUP)
     matrices = [f"layers.{layer}.{name}" for name in MATRICES for layer in range(LAYERS)]
@@ -54,7 +54,7 @@ def as_int8(model: Model) -> bytes:
 
 
 def as_fp32(model: Model, rope: bytes) -> bytes:
-    """Write what `legacy_export` writes; `rope` stands for both tables."""
+    """Write a file as `legacy_export` does; `rope` stands for both tables."""
     shared = "output" not in model
     out = struct.pack("<7i", DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB if shared else -VOCAB, SEQ)
     out += model["tok_embeddings"].tobytes()

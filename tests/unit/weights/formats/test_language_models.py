@@ -1,4 +1,4 @@
-"""What the files of a language model say of it, damaged ones included."""
+"""The files of a language model, damaged ones included, and the facts read from them."""
 
 from __future__ import annotations
 

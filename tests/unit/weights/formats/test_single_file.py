@@ -317,7 +317,7 @@ def test_a_file_says_that_its_unet_predicts_velocities(
 def test_a_file_has_the_solver_and_the_size_of_its_base(
     config: dict[str, Any], store: WeightStore, tmp_path: Path
 ) -> None:
-    """Those that the pipelines of 2022 leave unsaid are mended by what the folder says, which is the same then."""
+    """Settings that the pipelines of 2022 leave unsaid are mended by the folder's, which are the same then."""
     folder, file = sd15(tmp_path)
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config | {"_diffusers_version": "0.6.0"}))
     unet = folder / "unet" / "config.json"

@@ -121,7 +121,7 @@ def test_a_quantized_tensor_is_refused(file: Path) -> None:
 
 
 class Malicious:
-    """Whoever unpickles it creates a file."""
+    """To unpickle it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

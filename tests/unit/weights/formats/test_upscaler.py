@@ -54,7 +54,7 @@ def test_pickles_only_where_that_is_allowed(tmp_path: Path) -> None:
 
 
 def test_a_pickle_becomes_safetensors_that_are_served(tmp_path: Path) -> None:
-    """What docs/models.md tells who has a .pth."""
+    """The advice of docs/models.md for a .pth works."""
     tensors = rrdb()
     torch.save({"params": as_list(tensors)}, tmp_path / "x.pth")
     store = WeightStore(tmp_path / "store")

@@ -94,6 +94,6 @@ def test_a_module_without_lists_of_blocks_has_no_plan() -> None:
     ],
 )
 def test_few_rows_are_the_hosts_and_for_many_the_weights_come(rows: int, rates: Rates, way: str) -> None:
-    """Of bfloat16, with the rates of a machine: where 2 x weights x rows / flops takes as long as the link."""
+    """The turning point of bfloat16 on a real machine: 2 x weights x rows / flops takes as long as the link."""
     assert choose_way(2 * 10**8, 10**8, rows, rates) == way
     assert choose_way(2 * 10**8, 10**8, rows, rates, is_resident=True) == "stay"

@@ -1,4 +1,4 @@
-"""Where the layers of a decoder compute: on devices from the last one on, the others on the host."""
+"""The layers of a decoder compute on devices from the last one on, the others on the host."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_no_more_is_asked_of_the_disk_than_the_blocks_that_hold_the_extent(
 def test_a_buffer_shorter_than_the_extent_is_filled_again_and_again(
     tmp_path_factory: pytest.TempPathFactory, one: int, other: int, pages: int, most: int
 ) -> None:
-    """Whatever is read at a time: `most` bytes, which need not end at a block's border."""
+    """Read any number of bytes at a time: `most`, which need not end at a block's border."""
     path = tmp_path_factory.getbasetemp() / "again-and-again"
     if not path.exists():
         path.write_bytes(DATA)

@@ -120,7 +120,7 @@ def bytes_of(part: ExtentRef) -> bytes:
 
 
 def through(reader: ExtentReader, part: ExtentRef, stages: StageClock | None = None, lead: int = 0) -> bytes:
-    """Return what `read_into` leaves in a place whose address is `lead` bytes after a page's; bytes around it stay."""
+    """Return the bytes that `read_into` leaves at an address `lead` bytes after a page's; bytes around it stay."""
     memory = np.full(part.nbytes + lead + 64, 7, np.uint8)
     reader.read_into(part, lambda: memory[lead : lead + part.nbytes], stages or StageClock())
     assert (memory[:lead] == 7).all()

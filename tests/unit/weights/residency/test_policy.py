@@ -88,7 +88,7 @@ def test_an_unknown_rate_is_that_of_the_others_per_byte() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_is_that_of_looking_through_everything(rng: random.Random) -> None:
-    """Whatever is added, used, discarded and put back, at any time."""
+    """The same holds after any additions, uses, discards and returns, at any time."""
     rates = {"disk": 3.0, "peer": 1.0, None: 2.0}
     order: EvictionOrder[EvictionCandidate] = EvictionOrder()
     now_s, ticks = 0.0, itertools.count()

@@ -78,7 +78,7 @@ def test_a_folder_without_a_sign_of_life_is_dead_only_when_empty(tmp_path: Path)
 
 @pytest.mark.parametrize("num_claims", [75, pytest.param(600, marks=pytest.mark.long)])
 def test_claiming_and_sweeping_at_once_never_meet(tmp_path: Path, num_claims: int) -> None:
-    """Whoever got its folder has it until it lets go, however the sweeps fall."""
+    """An owner that got its folder has it until it lets go, however the sweeps fall."""
     stop = threading.Event()
 
     def keep_sweeping() -> None:

@@ -109,7 +109,7 @@ def started(
 
 
 def worker_environment() -> dict[str, str]:
-    """Return what a raylet would give to a worker."""
+    """Return the environment that a raylet would give to a worker."""
     own = {name: value for name, value in os.environ.items() if name != _CHANGING}
     return own | {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
 

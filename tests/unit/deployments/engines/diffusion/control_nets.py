@@ -49,7 +49,7 @@ def flux_union(denoiser: Any, seed: int = 1, num_modes: int = 3, **more: Any) ->
 
 
 def t2i_adapter(kind: str, channels: tuple[int, ...], seed: int = 1, **more: Any) -> Any:
-    """Of latents with a side of two pixels."""
+    """Return an adapter for latents with a side of two pixels."""
     torch.manual_seed(seed)
     options = {"downscale_factor": 4 if kind == "full_adapter_xl" else 2, "num_res_blocks": 2, **more}
     net = T2IAdapter(channels=list(channels), adapter_type=kind, **options)

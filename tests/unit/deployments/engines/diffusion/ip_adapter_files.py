@@ -61,7 +61,7 @@ def _projection(width: int) -> dict[str, torch.Tensor]:
 
 
 def _feed_forward(width: int) -> dict[str, torch.Tensor]:
-    """What `ip-adapter-full-face_sd15` has: each of the encoder's tokens becomes one."""
+    """The projection of `ip-adapter-full-face_sd15`: each of the encoder's tokens becomes one."""
     return {
         "image_proj.proj.0.weight": torch.randn(WIDTH, WIDTH) * 0.3,
         "image_proj.proj.0.bias": torch.randn(WIDTH) * 0.1,

@@ -1,4 +1,4 @@
-"""What is in an adapter's file is what is applied: in each layout, to each family, every tensor of it.
+"""Every tensor of an adapter's file is applied, in each layout, to each family.
 
 The layers' names of the models' own code are those of `infra/bench/original_names.py`, which writes whole models so.
 """
@@ -51,7 +51,7 @@ class Model(NamedTuple):
         return {paths[layer]: pair for layer, pair in found.items()}
 
     def applied(self, file: Path) -> Tensors:
-        """What the LoRA in a file adds to each weight."""
+        """Return the change that the LoRA in a file adds to each weight."""
         return {
             path: pair.scale * (pair.up.flatten(1) @ pair.down.flatten(1)).view(self.deltas[path].shape)
             for path, pair in self.pairs(file).items()

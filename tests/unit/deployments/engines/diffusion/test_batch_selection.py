@@ -1,4 +1,4 @@
-"""Whose turn it is, beside naive rules in a simulator with a virtual clock; the policy finds the costs out."""
+"""The order of turns, beside naive rules in a simulator with a virtual clock; the policy finds the costs out."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Fixed:
 
 
 class EvenShares(Fixed):
-    """Whoever has got the least work, alone."""
+    """The request that has got the least work is next, alone."""
 
     def __init__(self) -> None:
         self.got: dict[int, float] = {}

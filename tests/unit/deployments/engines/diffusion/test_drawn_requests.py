@@ -74,7 +74,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def draw(model: tuple[DenoisePipeline, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
-    """Return what draws a request of the model, and what stands for its texts."""
+    """Return a function that draws a request of the model, and its conditioning."""
     edit_small_areas(monkeypatch)  # images of references
     ours, chance = model[0], seeded_random()
     return lambda **options: drawn_job(ours, chance, **options)
@@ -122,7 +122,7 @@ def run(ours: DenoisePipeline, jobs: list[Job], adapters: Any = None) -> list[to
 def test_replayed_forwards_are_the_modules_own(
     model: tuple[DenoisePipeline, Path], draw: Callable[..., Job], num_turns: int
 ) -> None:
-    """What a forward reads of its inputs as a value of Python, the length of a prompt say, no replay may remember.
+    """No replay may remember a Python value that a forward reads of its inputs, the length of a prompt say.
 
     Nor what an adapter adds: some of the requests have one of two LoRAs of equal shapes, as it is or merged.
     """

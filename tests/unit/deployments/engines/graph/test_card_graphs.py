@@ -132,7 +132,7 @@ def test_what_waits_for_the_host_is_never_captured(
 
 
 def test_a_capture_that_fails_leaves_all_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a kernel that the watch knows nothing of."""
+    """The watch knows nothing of this kernel."""
     caplog.set_level(logging.INFO, "deployments.engines.graph.replay")
     model = Model("aten.gelu.default")
     assert model.run(3, times=5) == 1

@@ -141,7 +141,7 @@ def test_fake_results_have_the_sizes_and_the_memory_of_real_ones(
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a tensor takes, and how it lies there: strides but those of dimensions of one element."""
+    """Return a tensor's bytes and its layout: strides but those of dimensions of one element."""
     strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     return tensor.dtype, tuple(tensor.shape), strides, tensor.storage_offset(), tensor.untyped_storage().nbytes()
 

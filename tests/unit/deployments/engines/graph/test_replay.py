@@ -34,7 +34,7 @@ def no_gradients() -> Any:
 
 @pytest.fixture(params=["host", "card"])
 def replays_of(request: pytest.FixtureRequest) -> Callable[..., Replays]:
-    """Return what makes the replays of a module, or of forwards of none."""
+    """Return a function that makes the replays of a module, or of forwards of none."""
 
     def make(module: nn.Module | None = None, **options: Any) -> Replays:
         graphs = CardGraphs(torch.device("cpu"), module or nn.Module(), cuda=Card())

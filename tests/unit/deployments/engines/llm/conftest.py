@@ -79,7 +79,7 @@ class TinyModel:
         return LLMEngine(self.folder, self.tensors, LLMEngineConfig(**options))
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Return what transformers generates, without the prompt."""
+        """Return the tokens that transformers generates, without the prompt."""
         key = (tuple(prompt), num_tokens)
         if key not in self._greedy:
             ids = torch.tensor([prompt])

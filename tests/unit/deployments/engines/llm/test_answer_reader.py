@@ -60,7 +60,7 @@ Read = tuple[str, str, list[tuple[str, Any]]]
 
 
 def tokenizer_of(template: str) -> Any:
-    """Return what of a tokenizer a template's chats need."""
+    """Return the parts of a tokenizer that a template's chats need."""
     return SimpleNamespace(chat_template=template, special_tokens_map={}, get_chat_template=lambda tools=None: template)
 
 
@@ -454,7 +454,7 @@ def test_keys_of_kimi_k3_are_escaped_as_in_xml_and_values_are_not() -> None:
 
 @pytest.mark.parametrize("name", [name for name in TOOL_FORMS if name != "harmony"])
 def test_a_form_is_found_where_prompts_begin_a_thought(name: str) -> None:
-    """What the template writes behind a prompt then begins as a marker of calls does: with the same sign."""
+    """The text that the template writes behind a prompt then begins as a marker of calls does: with the same sign."""
     template = TEMPLATES[name] + "{% if add_generation_prompt %}<think>\n{% endif %}"
     assert answer_form(tokenizer_of(template), has_tools=True).tools is TOOL_FORMS[name]
     for one in (template, TEMPLATES[name]):
@@ -556,7 +556,7 @@ def mixed(name: str, thinks: str, rng: random.Random) -> str:
 def read_raw(
     form: AnswerForm, pieces: Sequence[str], begun: str, *, is_cut: bool
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return what is read, with the arguments of calls as they came: they may have no end."""
+    """Return the parts that are read, with the arguments of calls as they came: they may have no end."""
     reader = AnswerReader(form, FUNCTIONS)
     found = [reader.feed(begun), *map(reader.feed, pieces), reader.flush(is_cut=is_cut)]
     calls = whole_calls([call for piece in found for call in piece.calls])

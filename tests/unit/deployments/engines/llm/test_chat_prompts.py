@@ -42,7 +42,7 @@ def result(id_: str, **more: Any) -> dict[str, Any]:
 
 
 def test_ids_are_nine_letters_and_digits_where_a_template_takes_no_others() -> None:
-    """Those that answers have here are longer, as OpenAI's are."""
+    """The ids of our answers are longer, as OpenAI's are."""
     long = ["call_0123456789abcdef01234567", "call_0123456789abcdef01234568", "toolu_01-x", "9letters9"]
     chat = [QUESTION, called(*long), *map(result, long)]
     with pytest.raises(EngineError, match="length 9"):

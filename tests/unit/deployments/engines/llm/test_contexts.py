@@ -1,4 +1,4 @@
-"""How far a model reads: scaled rotary frequencies, prompts that are too long, and texts to embed that are cut."""
+"""The lengths that a model reads: scaled rotary frequencies, prompts that are too long, texts to embed that are cut."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def rows_in_pairs(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[An
 
 
 def write_llama2c(file: Path, stock: Any, *, tied: bool) -> None:
-    """Write what `version2_export` writes, and put the values that it keeps into `stock`."""
+    """Write a file as `version2_export` does, and put the values that it keeps into `stock`."""
     group = 64
     while DIM % group:
         group //= 2

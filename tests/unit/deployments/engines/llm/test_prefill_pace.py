@@ -173,7 +173,7 @@ def test_another_speed_is_found_out(factor: float) -> None:
 
 
 def test_a_slow_while_is_forgotten() -> None:
-    """Whatever was measured meanwhile, of both kinds of steps, the pace is the right one again."""
+    """The pace is the right one again after any measurements of both kinds of steps."""
     slowness = [1.0]
     machine = Machine(lambda rows, tokens: slowness[0] * dense(rows, tokens))
     before = statistics.fmean(machine.run_beside(300)[100:])
@@ -206,7 +206,7 @@ def test_the_maximum_holds_whatever_a_step_takes(most: int) -> None:
 
 
 def test_a_first_measurement_in_a_bad_moment_holds_up_no_other_engine() -> None:
-    """What the fewest tokens take is free: it is no more than what more of them took."""
+    """The time of the fewest tokens is free: it is no more than what more of them took."""
     pace = PrefillPace(2.0, 512)
     for tokens, seconds in ((4, 0.6), (24, 0.33), (64, 0.6)):
         pace.note_step(0, tokens, seconds)

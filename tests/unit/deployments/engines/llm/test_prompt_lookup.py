@@ -15,7 +15,7 @@ from deployments.engines.records.protocol import TextRequest
 
 
 def searched(tokens: list[int], most: int) -> tuple[int, ...]:
-    """Return what stood behind the last place of the last tokens, found by looking at every place."""
+    """Return the tokens behind the last place of the last tokens, found by looking at every place."""
     for length in LENGTHS:
         for end in range(len(tokens) - 1, length - 1, -1):
             if tokens[end - length : end] == tokens[-length:]:

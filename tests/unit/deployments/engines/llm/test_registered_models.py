@@ -1,4 +1,4 @@
-"""What is registered as a language model can answer; what cannot is refused before, with the reason."""
+"""A registered language model can answer; a folder that cannot is refused before, with the reason."""
 
 from __future__ import annotations
 

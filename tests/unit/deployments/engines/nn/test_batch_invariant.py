@@ -48,7 +48,7 @@ def test_linear(dtype: torch.dtype, width: int, out: int, length: int | None) ->
 
 @pytest.mark.parametrize(("width", "out"), [(6, 16), (100, 33), (128, 128), (320, 640), (768, 768), (1024, 24)])
 def test_linear_of_sums_that_cancel(width: int, out: int) -> None:
-    """Of such a sum rounding errors alone are left, so that any other order of its terms shows in each result."""
+    """Such a sum leaves rounding errors alone, so that any other order of its terms shows in each result."""
     half, weights = torch.randn(max(BATCHES), width // 2), torch.randn(out, width // 2)
     order = torch.randperm(width)
     x = torch.cat([half, half], -1)[:, order]
@@ -60,7 +60,7 @@ def test_linear_of_sums_that_cancel(width: int, out: int) -> None:
 def test_small_half_precision_products_reach_the_size_of_onednn(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a processor has no such instructions both ways are one, so the sizes are looked at."""
+    """The test looks at sizes: on a processor without such instructions both ways are one."""
     sizes: list[int] = []
     stock = F.linear
 

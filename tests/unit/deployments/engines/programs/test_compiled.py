@@ -87,7 +87,7 @@ def counted(node: Node, patch: pytest.MonkeyPatch) -> Node:
 
 
 def plain_call(program: BoundProgram, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what the graph gives that was not compiled."""
+    """Return the outputs of the graph that was not compiled."""
     places = {place: name for name, place in program.inputs.items()}
     arguments = [given[places[at]] if at in places else value for at, value in enumerate(program.arguments)]
     with torch.no_grad():

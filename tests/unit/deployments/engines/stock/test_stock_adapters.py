@@ -314,7 +314,7 @@ PREFIXES = ("diffusion_model.", "transformer.", "lora_unet_", "lora_unet__")
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("class_name", list(native_names()))
 def test_layers_may_have_the_names_of_the_models_own_code(class_name: str, prefix: str, tmp_path: Path) -> None:
-    """What each layer is changed by: scale * up @ down, whose rows follow one another where it is fused."""
+    """Each layer is changed by scale * up @ down, whose rows follow one another where it is fused."""
     transformer = MADE[class_name][0]().transformer
     is_flat, generator = prefix.startswith("lora_"), torch.Generator().manual_seed(3)
     tensors, expected = {}, {}

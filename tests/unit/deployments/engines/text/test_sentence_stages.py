@@ -37,7 +37,7 @@ def draw_texts(count: int = 7) -> list[str]:
 
 @pytest.fixture
 def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what saves a tiny BERT with stages behind it, and returns the stock model and its folder."""
+    """Return a function that saves a tiny BERT with stages behind it, and returns the stock model and its folder."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def saved(*later: nn.Module, modes: Any = "mean", **said: Any) -> tuple[SentenceTransformer, Path]:
@@ -52,7 +52,7 @@ def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def embed(open_host: Any) -> Any:
-    """Return what embeds texts by a folder, as a replica does that has taken it into its store."""
+    """Return a function that embeds texts by a folder, as a replica does that has taken it into its store."""
 
     async def run(jobs: Any, priority: int, timeout_s: float | None) -> list[Encoding]:
         assert all(isinstance(job, EncodeJob) for job in jobs)

@@ -84,7 +84,7 @@ def replicas() -> HeldTexts:
 
 @pytest.fixture
 def opened(replicas: HeldTexts) -> Open:
-    """Return what makes a client of a server with other settings of `access`. Its service is `client.service`."""
+    """Return a function that makes a client of a server with settings of `access`; its service is `client.service`."""
 
     @asynccontextmanager
     async def client(
@@ -555,7 +555,7 @@ async def test_the_page_of_the_api_asks_for_a_key_where_one_is_needed(opened: Op
 def test_a_replica_refuses_to_start_where_others_reach_it_without_keys(
     monkeypatch: pytest.MonkeyPatch, door: str, serve_host: str | None, config_host: str, refused: bool
 ) -> None:
-    """What Serve and HAProxy were told counts: `serve run` does not ask the config."""
+    """The settings of Serve and HAProxy count: `serve run` does not ask the config."""
     monkeypatch.setattr(http_module, "proxy_host", lambda: serve_host)
     monkeypatch.setenv("ATELIER_HTTP_ADDRESS", door)
     http = CONFIG.http.model_copy(update={"host": config_host})

@@ -1,4 +1,4 @@
-"""What is where as Prometheus text: read back by Prometheus' own parser, with hostile names, and with what is away."""
+"""Residency as Prometheus text: read back by Prometheus' own parser, with hostile names, and with absent nodes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ OpenApp = Callable[..., AbstractAsyncContextManager[FastAPI]]
 
 @pytest.fixture
 def open_app(replicas: Replicas) -> OpenApp:
-    """Return what makes an application; `fields` replace those of the config."""
+    """Return a function that makes an application; `fields` replace those of the config."""
 
     @asynccontextmanager
     async def opened(**fields: Any) -> AsyncIterator[FastAPI]:

@@ -1,4 +1,4 @@
-"""What img2img begins with and gives back, beside the WebUI's formulas as PIL and SciPy compute them."""
+"""The first latents of img2img and its results, beside the WebUI's formulas as PIL and SciPy compute them."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_mask_that_paints_nothing_keeps_or_paints_all(only_masked: bool, inver
 
 
 def test_transparency_means_what_it_means_there() -> None:
-    """Of a mask, what is opaque is painted; an image is laid on white."""
+    """The opaque part of a mask is painted; an image is laid on white."""
     image, alpha = noise(4, 16, 16), np.where(np.arange(16) < 8, 0, 255).astype(np.uint8)[None].repeat(16, 0)
     begun = paint(decoded(image, alpha), None, 16, 16, SHARP)
     assert (begun.image[:, :8] == 255).all()

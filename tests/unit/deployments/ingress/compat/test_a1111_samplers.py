@@ -220,7 +220,7 @@ STOCHASTIC: dict[str, Callable[..., torch.Tensor]] = {
 def test_samplers_with_noise_of_their_own_solve_as_k_diffusion_does(
     factory: SolverFactory, sampler: str, scheduler: str, seed: int
 ) -> None:
-    """One that is asked twice a step counts a step once; the WebUI's 3M SDE leaves out the last sigma but one."""
+    """A solver that is asked twice a step counts a step once; the WebUI's 3M SDE leaves out the last sigma but one."""
     num_steps = 2 + seed
     solver = solver_of(factory, sampler, scheduler, num_steps)
     is_third = sampler == "DPM++ 3M SDE"
@@ -247,7 +247,7 @@ FLOW_SOLVERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 @pytest.fixture(scope="module", params=FLOW_SOLVERS)
 def flow(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> SolverFactory:
-    """Of a model of flow matching: SD3's solver, and Wan's."""
+    """The solvers of models of flow matching: SD3's, and Wan's."""
     folder: Path = tmp_path_factory.mktemp("flow")
     if request.param.startswith("Flow"):
         diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(folder / "scheduler")

@@ -39,7 +39,7 @@ SWITCH = SwitchReport("m", 1.0, 0.5, 0.5, 10, (), ())
 
 
 def number_of(text: str) -> int:
-    """Return what the fake models make of a text."""
+    """Return the fake models' outputs for a text."""
     return zlib.crc32(text.encode()) % 251
 
 

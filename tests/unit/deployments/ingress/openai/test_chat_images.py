@@ -190,7 +190,6 @@ async def test_models_tell_whether_they_see(client: openai.AsyncOpenAI, http: ht
     assert "vision" in shown["capabilities"]
 
 
-HUGE = part(base64.b64encode(png_of(6000, 6001)).decode())
 BAD: dict[str, tuple[Any, str, str]] = {
     "no image": (part("data:image/png;base64,eA=="), "messages.0.content.1", "no PNG, JPEG or WebP"),
     "no base64": (part("data:image/png;base64,!"), "messages.0.content.1", "expected an image file in base64"),

@@ -1,4 +1,4 @@
-"""What clients send means what it means to the servers that they were written for."""
+"""Requests mean what they mean to the servers that their clients were written for."""
 
 from __future__ import annotations
 

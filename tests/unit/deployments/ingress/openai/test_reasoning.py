@@ -1,4 +1,4 @@
-"""What a model thinks, and its calls, in every protocol: whole, and as a stream that says the same."""
+"""A model's thoughts and its calls, in every protocol: whole, and as a stream that says the same."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def open_videos(as_described: Any, makers: Makers, tmp_path: Path) -> Iterator[Open]:
-    """Return what makes a client of one more ingress replica of the same cluster."""
+    """Return a function that makes a client of one more ingress replica of the same cluster."""
     owners: list[JobOwner] = []
 
     @asynccontextmanager

@@ -1,0 +1,1 @@
+"""ComfyUI's workflows: read, checked before anything runs, and run over what a cluster serves."""

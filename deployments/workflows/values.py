@@ -1,0 +1,251 @@
+"""What goes from node to node: small values that say what a sampler will ask for. Images and latents are arrays.
+
+Before anything runs, `check` computes all values that need no computing on a device. What is not there then, an image
+or a latent, is `PENDING`: functions of nodes that hand such things on must not look into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.workflows.backend import Backend, Report
+
+Array: TypeAlias = npt.NDArray[np.float32]
+
+
+class Pending(Enum):
+    """The one value of what is computed only when the workflow runs."""
+
+    PENDING = "pending"
+
+
+PENDING = Pending.PENDING
+
+Image: TypeAlias = "Array | Pending"  # (number, height, width, 3 or 4), from 0 to 1
+Mask: TypeAlias = "Array | Pending"  # (number, height, width), from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Outputs, and what the page shows of the node beside them: `{"images": [...]}`, `{"text": [...]}`."""
+
+    outputs: tuple[Any, ...]
+    shown: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What a function of a node returns where a device or a file is needed: `act` gives the outputs.
+
+    `outputs` stand for them while the workflow is only checked.
+    """
+
+    act: Callable[[Backend, Report], Awaitable[tuple[Any, ...] | Shown]]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """The node that shifts a model's noise levels, by its kind: `ModelSamplingFlux` says its size in pixels."""
+
+    kind: str
+    shift: float = 0.0
+    base_shift: float = 0.0
+    max_shift: float = 0.0
+    width: int = 0
+    height: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUse:
+    """An adapter that is registered, and its scale."""
+
+    name: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelValue:
+    """MODEL. `models` are the registered ones that have the file; what else is linked to a sampler decides which.
+
+    `extra` has what further nodes say of it, by their kinds: a sampler refuses what it does not know.
+    """
+
+    models: tuple[str, ...]
+    loras: tuple[LoraUse, ...] = ()
+    shift: Shift | None = None
+    extra: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClipValue:
+    """CLIP: text encoders of registered models. `last_layer` is CLIPSetLastLayer's, -1 or less; None is the default."""
+
+    models: tuple[str, ...]
+    loras: tuple[LoraUse, ...] = ()
+    last_layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VaeValue:
+    """VAE: that of registered models."""
+
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latent:
+    """LATENT: (number, channels, height, width), or zeros of a size in pixels where `samples` are None.
+
+    `noise_mask` is 1 where noise goes. `batch_index` are the places in a longer batch whose noise is drawn. `pixels`
+    are the images that they were encoded from: pipelines that edit images take those.
+    """
+
+    samples: Array | Pending | None = None
+    batch: int = 1
+    width: int = 0
+    height: int = 0
+    noise_mask: Mask | None = None
+    batch_index: tuple[int, ...] | None = None
+    pixels: Image | None = None
+
+    def changed(self, **changes: Any) -> Latent:
+        """Return another one with some fields changed."""
+        return replace(self, **changes)
+
+
+PENDING_LATENT = Latent(samples=PENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlNetValue:
+    """CONTROL_NET: a registered ControlNet; `mode` is that of a union, as SetUnionControlNetType says it."""
+
+    name: str
+    mode: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpscalerValue:
+    """UPSCALE_MODEL: a registered upscaler."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ControlUse:
+    """A ControlNet on a conditioning: the image that it reads, its strength, and from and to which percent it acts."""
+
+    net: ControlNetValue
+    image: Image
+    strength: float
+    start: float = 0.0
+    end: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inpainting:
+    """What InpaintModelConditioning gives as channels: the latent with the masked part gray, and the mask."""
+
+    latent: Latent
+    mask: Mask
+    image: Image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One entry of a CONDITIONING.
+
+    `texts` go to further encoders by their names (`t5xxl`, `clip_g`); `text` is all of them where it is empty.
+    `images` are those an editing model's encoder reads, `references` latents that it appends. `zeroed` is
+    ConditioningZeroOut's. `extra` has what further nodes say of it, by their kinds.
+    """
+
+    clip: ClipValue
+    text: str
+    texts: tuple[tuple[str, str], ...] = ()
+    guidance: float | None = None
+    zeroed: bool = False
+    start: float = 0.0
+    end: float = 1.0
+    controls: tuple[ControlUse, ...] = ()
+    images: tuple[Image, ...] = ()
+    references: tuple[Latent, ...] = ()
+    inpainting: Inpainting | None = None
+    extra: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+
+Conditioning: TypeAlias = tuple[Prompt, ...]
+Sigmas: TypeAlias = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """NOISE: `seed` None is that of DisableNoise."""
+
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """SAMPLER: a name of ComfyUI's, and options of the node that made it."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guider:
+    """GUIDER: BasicGuider has no negative prompt and a scale of 1."""
+
+    kind: Literal["basic", "cfg", "dual_cfg"]
+    model: ModelValue
+    positive: Conditioning
+    negative: Conditioning | None = None
+    scale: float = 1.0
+    middle: Conditioning | None = None
+    scale_2: float = 1.0
+    nested: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Video:
+    """VIDEO: frames as an image, and how many are a second."""
+
+    frames: Image
+    fps: float
+    audio: Any = field(default=None)
+
+
+_CLASSES: Final[Mapping[str, type]] = {
+    "MODEL": ModelValue,
+    "CLIP": ClipValue,
+    "VAE": VaeValue,
+    "CONTROL_NET": ControlNetValue,
+    "UPSCALE_MODEL": UpscalerValue,
+    "CONDITIONING": tuple,
+    "SIGMAS": tuple,
+    "LATENT": Latent,
+    "NOISE": Noise,
+    "SAMPLER": Sampler,
+    "GUIDER": Guider,
+    "VIDEO": Video,
+}
+_AXES: Final[Mapping[str, int]] = {"IMAGE": 4, "MASK": 3}
+
+
+def fits_type(type: str, value: Any) -> bool:
+    """Return whether a value is of one of some of ComfyUI's types; of those without a class here, any is."""
+    for one in type.split(","):
+        if one in _AXES:
+            if isinstance(value, np.ndarray) and value.ndim == _AXES[one]:
+                return True
+        elif one not in _CLASSES or isinstance(value, _CLASSES[one]):
+            return True
+    return False
