@@ -125,7 +125,7 @@ abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of ano
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \
 	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
-	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py \
+	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py tests/integration/test_killed_jobs.py \
 	    -k "kill or keeper or registry or 64 or images" || exit 1; \
 	done
 
