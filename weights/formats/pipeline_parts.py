@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SWITCHES: Final = (  # file of the pipeline's folder, key
     ("transformer/config.json", "guidance_embeds"),
+    ("transformer/config.json", "zero_cond_t"),
     ("scheduler/scheduler_config.json", "use_dynamic_shifting"),
     ("model_index.json", "is_distilled"),
 )
