@@ -15,12 +15,12 @@ TIMES ?= 10
 MINUTES ?= 60
 SEED ?=
 SHARE ?= 8
-PARTS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)  # one more than cores: tests of clusters and servers wait a lot
+PARTS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)  # of the unit tests at once: one more than cores, since some wait
 PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-unit test-ray test-engines test-deployments test-cluster test-weights test-rest test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-openvino judge-templates judge-zipnn demo test test-unit test-ray test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -41,10 +41,18 @@ $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 
-# It computes with our torch and numpy; built from source, it wants a compiler.
+# They compute with our torch and numpy; zipnn, built from source, wants a compiler.
 judge-zipnn: $(JUDGES)/zipnn/.installed  ## zipnn, beside which `python -m infra.bench deltas` measures
 
-$(JUDGES)/zipnn/.installed: infra/judges/zipnn.txt
+judge-openvino: $(JUDGES)/openvino/.installed  ## OpenVINO (180 MB), beside which `python -m infra.bench peers` measures
+
+$(JUDGES)/zipnn/.installed $(JUDGES)/openvino/.installed: $(JUDGES)/%/.installed: infra/judges/%.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	@touch $@
+
+judge-templates: $(JUDGES)/comfy_templates/.installed  ## ComfyUI's own workflows, which `python -m infra.supported.workflows` checks
+
+$(JUDGES)/comfy_templates/.installed: infra/judges/comfy_templates.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 
@@ -78,28 +86,20 @@ judge-llama: $(JUDGES)/llama_cpp/.installed  ## llama.cpp, compiled here in some
 demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after it; DEVICE=sim|cuda: compute there)
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))
 
-# Each part is one process. Two workers of pytest-xdist would both collect all tests, and each would ask the first process
-# before a test whether it is to run again: a question that waits 40 ms for the network's acknowledgement.
-UNIT_TESTS := test-deployments test-engines test-cluster test-weights test-rest
-LONGEST_FIRST := test-ray test-deployments test-engines test-cluster check test-device test-weights test-rest
-FOLDERS_deployments := tests/unit/deployments --ignore tests/unit/deployments/engines
-FOLDERS_engines := tests/unit/deployments/engines
-FOLDERS_cluster := tests/unit/cluster
-FOLDERS_weights := tests/unit/weights
-FOLDERS_rest := tests/unit --ignore tests/unit/deployments --ignore tests/unit/cluster --ignore tests/unit/weights
+# Copies of one process run the unit tests (tests/kit/forks.py): workers of pytest-xdist would each import libraries and
+# collect all tests. The plugin for repeated tests begins a thread where it finds xdist, and copies have no threads.
+UNITS := tests/unit -m "not long" -p no:xdist --forks $(PARTS)
 
-test: setup judges  ## Lint, types, contracts, unit and Ray tests: PARTS (cores + 1) at once, each told when it has ended
+test: setup judges  ## Lint, types, contracts, all tests but the long ones: Ray's, PARTS of the unit tests and all else side by side
 	@rm -rf $(TIME_FILES)
-	@$(MAKE) --jobs $(PARTS) --keep-going --output-sync=target --no-print-directory $(LONGEST_FIRST); \
+	@$(MAKE) --jobs 3 --keep-going --output-sync=target --no-print-directory test-ray test-unit check test-device; \
 	  outcome=$$?; $(BIN)/python infra/times_report.py $$(ls $(TIME_FILES)/*.tsv); exit $$outcome
 
 test-ray: setup judges
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" --times $(TIME_FILES)/ray.tsv $(TWICE)
 
-test-unit: $(UNIT_TESTS)  ## The unit tests of `make test`
-
-$(UNIT_TESTS): test-%: setup judges
-	$(PYTEST) $(FOLDERS_$*) -m "not long" --times $(TIME_FILES)/unit-$*.tsv $(TWICE)
+test-unit: setup judges  # nicer than the tests of Ray, which take longest and wait for processes that start
+	nice -n 5 $(PYTEST) $(UNITS) --times $(TIME_FILES)/unit.tsv $(TWICE)
 
 test-device: setup
 	$(PYTEST) tests/device -m "not long" --times $(TIME_FILES)/device.tsv $(TWICE)

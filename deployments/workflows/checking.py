@@ -29,10 +29,10 @@ class Checked:
     errors: tuple[NodeError, ...]
 
 
-def check(workflow: Workflow, catalog: Catalog, targets: Sequence[str] | None = None) -> Checked:
+def check(workflow: Workflow, catalog: Catalog | None, targets: Sequence[str] | None = None) -> Checked:
     """Return which outputs can run, and what is wrong with nodes that they reach. `targets` are outputs; None is all.
 
-    Raises WorkflowError where there is none that could.
+    Without a catalog, files and samplers are taken to be good. Raises WorkflowError where there is none that could.
     """
     found = output_nodes(workflow) if targets is None else [one for one in targets if one in output_nodes(workflow)]
     if not found:
@@ -72,11 +72,12 @@ def dependent_outputs(workflow: Workflow, node: str) -> list[str]:
     return [one for one in output_nodes(workflow) if one in reached]
 
 
-def planned(ready: Ready, catalog: Catalog) -> Outputs:
+def planned(ready: Ready, catalog: Catalog | None) -> Outputs:
     """Return what stands for a node's outputs before it runs."""
     kind = ready.kind
     makes_pixels = any(one.type in _PIXELS for one in kind.outputs)
-    if ready.is_pending or (makes_pixels and not kind.is_opaque):
+    lacks_catalog = kind.reads_catalog and catalog is None
+    if ready.is_pending or lacks_catalog or (makes_pixels and not kind.is_opaque):
         return tuple(PENDING_LATENT if one.type == "LATENT" else PENDING for one in kind.outputs)
     results: list[Outputs] = []
     for arguments in ready.calls:

@@ -62,7 +62,7 @@ class Evaluation:
 
     workflow: Workflow
     kinds: Mapping[str, Kind]
-    catalog: Catalog
+    catalog: Catalog | None
     targets: Sequence[str]
     max_bytes: int = MAX_BYTES
     errors: list[NodeError] = field(default_factory=list)
