@@ -224,7 +224,8 @@ def last_part(name: str, levels: Levels, steps: int, denoise: float) -> Sigmas:
 
 def turbo(levels: Levels, steps: int, denoise: float) -> Sigmas:
     """Return the levels that SD-Turbo was distilled to."""
-    times: Floats = np.arange(_TURBO_STEPS, 0, -1) * (len(levels.table) // _TURBO_STEPS) - 1.0
+    every = len(levels.table) // _TURBO_STEPS
+    times = np.arange(_TURBO_STEPS, 0, -1, dtype=np.float64) * every - 1
     start = _TURBO_STEPS - int(_TURBO_STEPS * denoise)
     return _ended(levels.at(times[start : start + steps]))
 
