@@ -64,6 +64,7 @@ _MAX_STEP: Final = 10_000
 _SEED_BITS: Final = 63  # of an image's seed; the noise has its own, of 64
 _GUIDANCE: Final = 3.5  # what FLUX reads where nobody says another
 _FLUXES: Final = ("FluxPipeline", "Flux2Pipeline")
+_OF_CLIPS: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # whose prompts may have weights
 # Languages models read these models' prompts, and brackets are characters of theirs.
 _UNWEIGHTED: Final = (
     *("Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "QwenImageEditPipeline"),
@@ -168,7 +169,7 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
         "output": output,
         "guidance_scale": _guidance(positive),
         "max_sequence_length": _T5_TOKENS.get(facts.class_name),
-        "prompt_syntax": "plain",
+        "prompt_syntax": "comfyui" if facts.class_name in _OF_CLIPS else "plain",
         "clip_skip": _clip_skip(positive, facts),
         "images": {REFERENCES: pictures} if pictures else {},
     }
@@ -257,15 +258,12 @@ def _words(prompt: Prompt, facts: ModelFacts, side: str) -> str:
     if facts.class_name not in _UNWEIGHTED:
         if "embedding:" in words:
             raise Refused("embeddings are not read by their names in a prompt", side)
-        if _has_weights(words):
-            raise Refused("weights in prompts, (word:1.2), are not honoured here yet", side)
+        if facts.class_name in _OF_CLIPS:
+            return words or NO_PROMPT
+        if "(" in words.replace("\\(", "").replace("\\)", ""):
+            raise Refused(f"weights in prompts are for CLIP, and a {facts.class_name} reads them with T5 too", side)
         words = words.replace("\\(", "(").replace("\\)", ")")
     return words or NO_PROMPT
-
-
-def _has_weights(words: str) -> bool:
-    bare = words.replace("\\(", "").replace("\\)", "")
-    return "(" in bare
 
 
 def _guidance(prompt: Prompt) -> float:
