@@ -17,7 +17,7 @@ from typing import Final
 
 from cluster.jobs.disk import JobDisk
 from cluster.jobs.leases import LOST_S, JobLeases
-from cluster.jobs.records import Job, JobAnswer, JobError, JobFilter, JobState, NewJob, Order, TakenJob
+from cluster.jobs.records import Content, Job, JobAnswer, JobError, JobFilter, JobState, NewJob, Order, TakenJob
 from configs.jobs import JobsConfig
 
 logger = logging.getLogger("atelier.jobs")
@@ -87,10 +87,6 @@ class JobOwner:
         )
         return None if jobs is None else [self._with_progress(job) for job in jobs]
 
-    async def read_body(self, key: str, id_: str) -> bytes | None:
-        """Return the body of an unfinished job's request; None for another job."""
-        return await self._disk.run(lambda: self._disk.book.body(key, id_))
-
     async def watch_job(self, key: str, id_: str, seen: JobState | None, wait_s: float) -> Job | None:
         """Return a job once it differs from `seen`, or its state after `wait_s`; None for an unknown one."""
         deadline_s = self._clocks.steady_s() + wait_s
@@ -119,9 +115,11 @@ class JobOwner:
         self._let_go(id_, is_gone=was_there)
         return was_there
 
-    async def read_result(self, key: str, id_: str, offset: int, num_bytes: int) -> bytes | None:
-        """Return a part of a job's result; None where there is none."""
-        return await self._disk.run(self._disk.read, key, id_, offset, num_bytes, self._clocks.unix_s())
+    async def read_result(
+        self, key: str, id_: str, offset: int, num_bytes: int, of: Content = "result"
+    ) -> bytes | None:
+        """Return a part of a job's result, or of the request of an unfinished one; None where there is none."""
+        return await self._disk.run(self._disk.read, key, id_, offset, num_bytes, of, self._clocks.unix_s())
 
     # ingresses
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 Status = Literal["queued", "running", "done", "failed", "cancelled"]
 Order = Literal["asc", "desc"]
+Content = Literal["result", "request"]
 Headers = tuple[tuple[str, str], ...]
 
 

@@ -375,7 +375,6 @@ class WeightRegistry:
 
     add_job = _expose("_jobs", JobOwner.add_job)
     find_job = _expose("_jobs", JobOwner.find_job)
-    read_body = _expose("_jobs", JobOwner.read_body)
     list_jobs = _expose("_jobs", JobOwner.list_jobs)
     watch_job = _in_group(WATCHING)(_expose("_jobs", JobOwner.watch_job))
     cancel_job = _expose("_jobs", JobOwner.cancel_job)

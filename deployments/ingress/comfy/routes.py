@@ -75,7 +75,7 @@ Preview = Annotated[str | None, Query(max_length=32, description="webp or jpeg, 
 
 @dataclass(frozen=True, slots=True)
 class ComfyParts:
-    """What the routes work with."""
+    """The parts that the routes share."""
 
     service: Service
     config: ClusterConfig
@@ -91,7 +91,7 @@ class ComfyParts:
         return self.config.ingress.limits
 
     async def catalog(self, workflow: Workflow | None = None) -> ServiceCatalog:
-        """Return what is registered now, with all that a workflow asks about it. Raises ModelUnavailable."""
+        """Return the registered models, with all that a workflow asks about them. Raises ModelUnavailable."""
         models = Catalog(self.service.snapshot)
         found = ServiceCatalog(await models.all_records(), {})
         named = sorted(found.named_in(workflow))[:_MAX_ASKED] if workflow is not None else []
@@ -194,7 +194,7 @@ async def _ran(
 
 
 def _texts_of(extra_data: dict[str, Any]) -> dict[str, Any]:
-    """Return what a client wants in PNG files, by name."""
+    """Return the texts that a client wants in PNG files, by name."""
     found = extra_data.get(_TEXTS)
     return {str(name)[:79]: value for name, value in found.items()} if isinstance(found, dict) else {}
 
@@ -406,7 +406,7 @@ def _add_description_routes(router: APIRouter, parts: ComfyParts) -> None:
 
     @router.get("/features", response_model=None, responses=_ERRORS)
     async def features() -> Response:
-        """What this server can do beyond the first version of the protocol."""
+        """The features of this server beyond the first version of the protocol."""
         return json_response(features_of(parts.limits))
 
     @router.get("/system_stats", response_model=None, responses=_ERRORS)

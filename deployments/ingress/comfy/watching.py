@@ -1,4 +1,4 @@
-"""What clients with a websocket learn of their prompts, on whichever ingress those run.
+"""The news that clients with a websocket get of their prompts, on whichever ingress those run.
 
 A prompt that runs in this process tells its steps itself (`runs.py`). What it cannot tell, that its result is kept,
 and what happens elsewhere, is looked up here: once for all sockets of a key.

@@ -14,12 +14,14 @@ import websockets
 from kit.waiting import until
 from unit.deployments.ingress.comfy.comfy_fakes import (
     Comfy,
+    Samplers,
     comfy_over,
     enlarged_workflow,
     heard_until_end,
     inverted_workflow,
     plain_workflow,
     preview_in,
+    text_to_image,
 )
 from unit.deployments.ingress.http_fakes import CONFIG, Held, Replicas
 from unit.deployments.ingress.jobs.job_fakes import owner_in
@@ -123,6 +125,27 @@ async def test_previews_are_small_files_with_facts_for_who_takes_them() -> None:
         assert isinstance(await with_facts.next(), bytes)
         plain.put("no preview came before")
         assert await plain.next() == "no preview came before"
+
+
+@pytest.mark.parametrize("asks", ["prompt", "client", "nobody"])
+async def test_steps_are_told_with_previews_for_who_asks(owner: JobOwner, tmp_path: Path, asks: str) -> None:
+    async with comfy_over(Samplers(), owner, tmp_path / "files") as comfy, comfy.socket("me") as socket:
+        if asks == "client":
+            await socket.send(json.dumps({"type": "feature_flags", "data": {"supports_preview_metadata": True}}))
+        extra = {"preview_method": "auto"} if asks == "prompt" else {}
+        id_ = await comfy.begin(text_to_image(steps=4), client_id="me", extra_data=extra)
+        heard = await heard_until_end(socket, id_)
+    steps = [(data["value"], data["max"]) for data in heard.data("progress") if data["node"] == "3"]
+    assert steps == sorted(steps)
+    assert steps[-1] == (3, 4)  # the fakes tell no last step
+    if asks == "nobody":
+        assert heard.frames == []
+        return
+    assert heard.frames
+    for frame in heard.frames:
+        image, facts = preview_in(frame)
+        assert image.size == (32, 16)
+        assert (facts or {}).get("node_id") == (None if asks == "prompt" else "3")
 
 
 async def test_features_are_told_to_who_tells_them(comfy: Comfy) -> None:
