@@ -206,6 +206,7 @@ async def test_a_client_may_ask_for_some_outputs(comfy: Comfy) -> None:
         ({"prompt": {"1": {"class_type": "SaveImage", "inputs": []}}}, "invalid_prompt"),
         ({"prompt": []}, "invalid_value"),
         ({"prompt": plain_workflow(), "client_id": 5}, "invalid_value"),
+        ({"prompt": plain_workflow(), "client_id": "x" * 129}, "invalid_value"),
         ({"prompt": plain_workflow(), "prompt_id": "../x"}, "invalid_value"),
         ({"prompt": plain_workflow(), "prompt_id": "x" * 65}, "invalid_value"),
         ({"prompt": plain_workflow(), "extra_data": []}, "invalid_value"),
