@@ -57,7 +57,12 @@ UPLOAD_PATHS: Final = (
 
 
 # Beginnings of those by which jobs are followed while they are in progress.
-JOB_PATHS: Final = ("/v1/jobs", "/v1/videos", "/prompt", "/queue", "/history", "/view", "/interrupt", "/ws")
+JOB_PATHS: Final = (
+    *("/v1/jobs", "/v1/videos", "/v1/batches", "/v1/files"),
+    *("/prompt", "/queue", "/history", "/view", "/interrupt", "/ws"),
+)
+# Beginnings of those whose bodies are files: they go to the disk piece by piece.
+FILE_PATHS: Final = ("/v1/files",)
 
 
 class CompatConfig(StrictModel):

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Status = Literal["queued", "running", "done", "failed", "cancelled"]
 Order = Literal["asc", "desc"]
-Content = Literal["result", "request"]
 Headers = tuple[tuple[str, str], ...]
+BATCHES: Final = "/v1/batches"  # the endpoint of jobs whose lines are requests
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """The address to be told of a job's end, and the secret that signs what is sent there."""
+
+    url: str
+    secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,7 @@ class NewJob:
     facts: Mapping[str, Any] = field(default_factory=dict)
     idempotency_key: str | None = None
     prefix: str = "job"
+    webhook: Webhook | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,7 @@ class TakenJob:
     endpoint: str
     headers: Headers
     body: bytes = field(repr=False)
+    created_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +117,35 @@ class JobState:
     status: Status
     progress: int | None
     num_starts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFile:
+    """A file of a key. `ended_s` is None while it is written; its reader finds it afterwards."""
+
+    id: str
+    key: str
+    name: str
+    purpose: str
+    num_bytes: int
+    created_s: float
+    expires_s: float | None
+    ended_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The result of a line of a batch, as a line of its file: that of outputs if it is good, else that of errors."""
+
+    number: int
+    content: bytes = field(repr=False)
+    is_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DueHook:
+    """A job that has ended, whose webhook is to be told; `num_tries` counts this try."""
+
+    job: Job
+    webhook: Webhook
+    num_tries: int

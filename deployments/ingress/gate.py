@@ -39,6 +39,7 @@ from cluster.door.haproxy_rules import RECEIVED, machine_clock
 from configs.access import AccessConfig, is_loopback
 from configs.cluster import LimitsConfig
 from configs.http import COMFYUI_PATHS, INFERENCE_PATHS, JOB_PATHS
+from configs.jobs import MAX_FILE_BYTES
 from deployments.ingress.access.callers import CALLER, Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.error_forms import error_response_at, form_at
 from deployments.ingress.messages.bodies import (
@@ -294,12 +295,13 @@ class BodyGate:
     `current_terms`.
 
     A body over `limits.max_body_bytes` is refused, announced or not. Bodies that may contain images have a limit
-    of their own: `max_upload_bytes`.
+    of their own: `max_upload_bytes`; and files, which are not held in memory: `max_file_bytes`.
     """
 
-    def __init__(self, app: ASGIApp, limits: LimitsConfig) -> None:
+    def __init__(self, app: ASGIApp, limits: LimitsConfig, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._app = app
         self._limits = limits
+        self._max_file_bytes = max_file_bytes
         self._large = LargeBodies(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -312,7 +314,7 @@ class BodyGate:
             try:
                 if WAITED not in scope and scope["type"] == "http":  # none of its body is here yet
                     large = request.enter_context(LargeBody(self._large, tenant, has_others=caller is not None))
-                    body = BoundedBody(scope, receive, send, self._limits, large)
+                    body = BoundedBody(scope, receive, send, self._limits, large, max_file_bytes=self._max_file_bytes)
                     receive, send = body.receive, body.send
                 if caller:
                     counted = caller.begin_request(is_look=_looks_at_jobs(scope))

@@ -76,8 +76,10 @@ from deployments.ingress.kserve.rest.routes import (
 )
 from deployments.ingress.kserve.shared_memory import SharedMemory
 from deployments.ingress.messages.terms import ENCODER, WORKER
-from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher
+from deployments.ingress.openai.batches import create_batches_router
+from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher, image_hosts
 from deployments.ingress.openai.embeddings import create_embeddings_router, create_scores_router
+from deployments.ingress.openai.files import create_files_router
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import ImageLinks, create_links_router
 from deployments.ingress.openai.image_stream import ResumableStreams, create_streams_router
@@ -139,7 +141,7 @@ def create_http_app(
     )
     install_error_handlers(app)
     readers = ImageReaders()
-    fetcher = ImageFetcher(config.ingress.image_hosts, config.ingress.limits.max_upload_bytes)
+    fetcher = ImageFetcher(image_hosts(config.ingress.image_hosts), config.ingress.limits.max_upload_bytes)
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
     controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, controller)
@@ -163,7 +165,7 @@ def create_http_app(
 
 def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access: HttpAccess) -> None:
     """Add the layers that a request passes on its way in; the last one comes first."""
-    app.add_middleware(BodyGate, limits=config.ingress.limits)
+    app.add_middleware(BodyGate, limits=config.ingress.limits, max_file_bytes=config.jobs.max_file_bytes)
     app.add_middleware(ReadGate, limiter=limiter, access=access)
     app.add_middleware(ShowDeadline)
     if config.http.compat.comfyui:
@@ -192,6 +194,8 @@ def _client_routers(
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
     yield create_jobs_router(desk)
+    yield create_files_router(desk)
+    yield create_batches_router(desk)
     yield from _openai_routers(service, config, readers, images, view, desk)
     yield from _compat_routers(service, config, readers, images)
     if config.http.compat.comfyui:
@@ -240,7 +244,7 @@ def _openai_routers(
     yield create_scores_router(service)
     kept = config.ingress.stored_responses
     stored = StoredResponses(kept, config.name) if kept.enabled else None
-    yield create_responses_router(service, stored, config.ingress.limits, images)
+    yield create_responses_router(service, stored, config.ingress.limits, images, desk)
     yield create_models_router(service, view.nearness)
     yield create_pipelines_router(service, readers, config.ingress.limits, desk)
 

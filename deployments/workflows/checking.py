@@ -1,4 +1,4 @@
-"""Whether a workflow can be honoured, found before anything runs.
+"""The check whether a workflow can be honoured, before anything runs.
 
 Every node that makes small values is computed, and those of a device are planned over what will be there: so a sampler
 refuses what its model does not do by what is linked to it, not by its own words alone. Images are not computed. Texts
@@ -23,16 +23,16 @@ _PIXELS: Final = ("IMAGE", "MASK", "IMAGE,MASK")  # computing them takes a run's
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check found: the output nodes that can run, and what is wrong with others."""
+    """The findings of a check: the output nodes that can run, and the faults of others."""
 
     outputs: tuple[str, ...]
     errors: tuple[NodeError, ...]
 
 
-def check(workflow: Workflow, catalog: Catalog, targets: Sequence[str] | None = None) -> Checked:
+def check(workflow: Workflow, catalog: Catalog | None, targets: Sequence[str] | None = None) -> Checked:
     """Return which outputs can run, and what is wrong with nodes that they reach. `targets` are outputs; None is all.
 
-    Raises WorkflowError where there is none that could.
+    Without a catalog, files and samplers are taken to be good. Raises WorkflowError where there is none that could.
     """
     found = output_nodes(workflow) if targets is None else [one for one in targets if one in output_nodes(workflow)]
     if not found:
@@ -72,11 +72,12 @@ def dependent_outputs(workflow: Workflow, node: str) -> list[str]:
     return [one for one in output_nodes(workflow) if one in reached]
 
 
-def planned(ready: Ready, catalog: Catalog) -> Outputs:
-    """Return what stands for a node's outputs before it runs."""
+def planned(ready: Ready, catalog: Catalog | None) -> Outputs:
+    """Return the values that stand for a node's outputs before it runs."""
     kind = ready.kind
     makes_pixels = any(one.type in _PIXELS for one in kind.outputs)
-    if ready.is_pending or (makes_pixels and not kind.is_opaque):
+    lacks_catalog = kind.reads_catalog and catalog is None
+    if ready.is_pending or lacks_catalog or (makes_pixels and not kind.is_opaque):
         return tuple(PENDING_LATENT if one.type == "LATENT" else PENDING for one in kind.outputs)
     results: list[Outputs] = []
     for arguments in ready.calls:
@@ -86,7 +87,7 @@ def planned(ready: Ready, catalog: Catalog) -> Outputs:
 
 
 def fault(ready: Ready, error: BaseException) -> NodeError:
-    """Return what a node's function raised as an error of the node."""
+    """Return the exception of a node's function as an error of the node."""
     node = ready.node
     if isinstance(error, Refused):
         return NodeError(node.id, node.kind, node.title, error.type, error.message, "", error.input)

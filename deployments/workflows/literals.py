@@ -29,13 +29,13 @@ def unwrapped(value: Any) -> Any:
     return value["__value__"] if isinstance(value, Mapping) and set(value) == {"__value__"} else value
 
 
-def choices_of(one: Input, catalog: Catalog) -> Sequence[str]:
-    """Return what a COMBO may be; nothing where anything may."""
-    return catalog.files(one.folder) if one.folder else one.choices
+def choices_of(one: Input, catalog: Catalog | None) -> Sequence[str]:
+    """Return the values that a COMBO may have; nothing where it may have any."""
+    return catalog.files(one.folder) if one.folder and catalog is not None else one.choices
 
 
-def literal(one: Input, value: Any, catalog: Catalog) -> Any:
-    """Return the value as the input's type has it, or raise BadLiteral."""
+def literal(one: Input, value: Any, catalog: Catalog | None) -> Any:
+    """Return the value as the input's type has it, or raise BadLiteral. Without a catalog, any file is known."""
     if one.type not in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"):
         return value
     cast = _cast(one, unwrapped(value))
@@ -44,7 +44,7 @@ def literal(one: Input, value: Any, catalog: Catalog) -> Any:
             raise BadLiteral("value_smaller_than_min", f"Value {cast} smaller than min of {one.minimum:g}", one.name)
         if one.maximum is not None and cast > one.maximum:
             raise BadLiteral("value_bigger_than_max", f"Value {cast} bigger than max of {one.maximum:g}", one.name)
-    if one.type == "COMBO" and (one.folder or one.choices):
+    if one.type == "COMBO" and (one.choices or (one.folder and catalog is not None)):
         known = choices_of(one, catalog)
         if cast not in known:
             names = ", ".join(known[:_SHOWN_CHOICES]) + (", ..." if len(known) > _SHOWN_CHOICES else "")

@@ -26,6 +26,21 @@ def read_workflow(document: Any, draws: random.Random | None = None) -> Workflow
     return checked_sizes(_read_api_form(document))
 
 
+def api_form(workflow: Workflow) -> dict[str, Any]:
+    """Return a workflow as a document of the API's form."""
+    return {
+        node.id: {
+            "class_type": node.kind,
+            "inputs": {
+                name: [value.node, value.output] if isinstance(value, Link) else value
+                for name, value in node.inputs.items()
+            },
+            "_meta": {"title": node.title},
+        }
+        for node in workflow.nodes.values()
+    }
+
+
 def _read_api_form(document: Mapping[str, Any]) -> Workflow:
     if not document:
         raise WorkflowError("No prompt provided: the workflow has no nodes", "no_prompt")

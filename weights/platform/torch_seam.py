@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -91,6 +92,15 @@ SHIMS: Final = (
             *(f"torch._subclasses.fake_tensor:{name}" for name in ("FakeTensorMode", "in_kernel_invocation_manager")),
             *(f"torch.utils._python_dispatch:{name}" for name in ("TorchDispatchMode", "_disable_current_modes")),
             *(f"torch.ops:aten.{name}" for name in ("_unsafe_view", "_to_copy")),
+        ),
+        is_needed=False,
+    ),
+    Shim(
+        "groups of processes with options of their own",
+        "no model is computed by several ranks",
+        used=(
+            *(f"torch.distributed:ProcessGroupGloo.{name}" for name in ("_Options", "_Options._devices")),
+            "torch._C._distributed_c10d:Backend.Options._timeout",
         ),
         is_needed=False,
     ),
@@ -185,6 +195,23 @@ def is_kernel_of_views(op: Any) -> bool:
     if op.namespace != "aten" or not op.is_view:
         return False
     return not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def process_group(store: Any, rank: int, size: int, device: torch.device, address: str, timeout: timedelta) -> Any:
+    """Return a process group that torch does not know: NCCL's for tensors on cards, gloo's for those of the host.
+
+    This rank listens at `address` alone.
+    """
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    if device.type == "cuda":
+        of_cards = distributed.ProcessGroupNCCL.Options()
+        of_cards._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, size, of_cards)
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices, options._timeout = [distributed.ProcessGroupGloo.create_device(hostname=address)], timeout
+    return distributed.ProcessGroupGloo(store, rank, size, options)
 
 
 def fake_mode() -> Any:

@@ -25,6 +25,7 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.ranks.group import RankLost
 from deployments.engines.records.protocol import (
     ConditionedRequest,
     DenoiseTimes,
@@ -278,7 +279,7 @@ def _run_or_retry(
     """Return the outcome of `work` for each state, from one call for all; if that fails, from one call for each."""
     try:
         return list(work(states))
-    except StepAborted:
+    except (StepAborted, RankLost):
         raise
     except Exception as error:
         if len(states) > 1 or is_out_of_memory(error):

@@ -30,6 +30,7 @@ from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec
 from deployments.engines.diffusion.image_prompts import ImagePrompter, make_image_prompts, prompted_by_images
 from deployments.engines.diffusion.modulation import Modulation
 from deployments.engines.diffusion.previews import expected_latents
+from deployments.engines.diffusion.ranked_rows import Forward, LeadingRows, RowsFollower
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
@@ -61,9 +62,13 @@ from deployments.engines.graph.card_graphs import replays_on
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.libraries.config_files import read_config
+from deployments.engines.native.library import load_kernels
 from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.few_rows import HOSTS
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import Batch, MergedLayers, applied_adapters
+from deployments.engines.ranks.following import RankChannel
+from deployments.engines.ranks.group import RankGroup
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.memory.devices import computes_on_host, host_generator
 from weights.operations.adapters import LoraAdapter, LoraPair
@@ -93,8 +98,11 @@ class DenoisePipeline:
         bounds: BatchBounds = DEFAULT_BOUNDS,
         workspace: Workspace = UNBOUNDED,
         replays: Replays | None = None,
+        ranks: RankChannel | None = None,
     ) -> None:
-        """`replays` are those of this pipeline's denoiser; without them it runs each forward anew."""
+        """`replays` are those of this pipeline's denoiser; without them it runs each forward anew. Of several `ranks`
+        this is the first, and has the requests of all.
+        """
         for name in (family.denoiser_name, "vae"):
             if name not in modules:
                 raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
@@ -117,6 +125,11 @@ class DenoisePipeline:
             small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
             self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
+        if self.device.type in HOSTS:
+            load_kernels()  # compiled now, if need be, not while the first image waits
+        self._ranks = None if ranks is None else LeadingRows(ranks, self)
+        if self._ranks is not None and self._ranks.are_whole:
+            self._replays, self._blocks = None, []  # of all ranks' exchanges, and where one rank could stop alone
         for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
@@ -179,8 +192,8 @@ class DenoisePipeline:
         return tuple(codec.noted)
 
     def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray | torch.Tensor:
-        """Return what a request wants of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3),
-        or latents as results have them.
+        """Return the result of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3), or latents
+        as results have them, as the request wants.
 
         Raises ComputationFailed.
         """
@@ -296,6 +309,8 @@ class DenoisePipeline:
                 raise state.failure
             if state.done:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
+        if not self._blocks:
+            check()
         noises: dict[int, torch.Tensor] = {}  # by branch; each belongs to one state
         with torch.no_grad(), checked_blocks(self._blocks, check):
             computed = [state for state in states if not state.is_extrapolated]
@@ -377,7 +392,11 @@ class DenoisePipeline:
         with adapters, images, self._modulation.given(rows.modulation):
             return self.family.network.predict_noise(self.denoiser, rows, self._codec.size(height, width))
 
-    def _replayed(self, merged: MergedLayers | None, rows: Rows, height: int, width: int) -> torch.Tensor:
+    def follower(self, group: RankGroup) -> RowsFollower:
+        """Return the follower of such a pipeline of rank 0, which runs this rank's part of its forwards."""
+        return RowsFollower(group, self)
+
+    def run_rows(self, rows: Rows, height: int, width: int, merged: MergedLayers | None = None) -> torch.Tensor:
         """Replay `_forward`, if the layers are the denoiser's own or `merged`. A replay cannot be cancelled."""
         if self._replays is None:
             return self._forward(rows, height, width)
@@ -397,7 +416,9 @@ class DenoisePipeline:
         with kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
-            forward = self._forward if first.runs_alone else partial(self._replayed, first.merged)
+            forward: Forward = self._forward if first.runs_alone else partial(self.run_rows, merged=first.merged)
+            if self._ranks is not None and first.merged is None:
+                forward = partial(self._ranks.run, forward)
             num_rows = sum(len(state.latents) for state, _ in group)
             largest = self._workspace.largest({workspace_kind(part) for part in group}, num_rows)
             with self._workspace.lend(largest, num_rows, bound) as most:
@@ -458,13 +479,14 @@ def create_pipeline(
     bounds: BatchBounds = DEFAULT_BOUNDS,
     workspace: Workspace = UNBOUNDED,
     replays: Replays | None = None,
+    ranks: RankChannel | None = None,
 ) -> DenoisePipeline:
     """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`, and
     perhaps a "preview_vae".
 
     Text encoders live elsewhere. Raises EngineError for a class that no family knows.
     """
-    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, workspace, replays)
+    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, workspace, replays, ranks)
 
 
 def settings_hash(folder: Path) -> str:

@@ -14,15 +14,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import torch
 
 from deployments.engines.diffusion.families.base import Branch, ControlRows, Family, Rows
 from deployments.engines.diffusion.families.prompted import PromptedSpan
-from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.lora import AdaptedSpan
 from deployments.engines.records.protocol import DiffusionRequest
+
+if TYPE_CHECKING:
+    from deployments.engines.diffusion.state import DenoiseState  # which loads diffusers, and each replica reads bounds
 
 T = TypeVar("T")
 

@@ -129,6 +129,12 @@ SHIMS: Final = (
         ),
     ),
     Shim(
+        "tokens of a denoiser on several ranks",
+        "no ranks share the tokens of a denoiser",
+        used=("diffusers.models.transformers.transformer_flux:FluxTransformer2DModel._cp_plan",),
+        is_needed=False,
+    ),
+    Shim(
         "pipelines of diffusers as they are",
         "stock pipelines are not served",
         used=("diffusers:DiffusionPipeline._get_signature_keys",),
@@ -300,3 +306,27 @@ def pipeline_arguments(cls: Any) -> tuple[Collection[str], Collection[str]]:
     """Return the names of the parts and of the options that a pipeline class of diffusers is made of."""
     names, options = cls._get_signature_keys(cls)
     return names, options
+
+
+class SequencePart(NamedTuple):
+    """The cuts of tokens around modules of a path: dimensions of `inputs` by name, or that of a `gathered` output."""
+
+    path: str
+    inputs: Mapping[str, int]
+    gathered: int | None
+
+
+@functools.cache
+def sequence_plan(kind: type[nn.Module]) -> tuple[SequencePart, ...]:
+    """Return diffusers' plan for ranks that share a class's tokens; empty without one, or with outputs that are cut."""
+    found = []
+    for path, plan in (getattr(kind, "_cp_plan", None) or {}).items():
+        if isinstance(plan, Mapping):
+            if any(not isinstance(name, str) or one.split_output for name, one in plan.items()):
+                return ()
+            found.append(SequencePart(path, {name: one.split_dim for name, one in plan.items()}, None))
+        elif hasattr(plan, "gather_dim"):
+            found.append(SequencePart(path, {}, plan.gather_dim))
+        else:
+            return ()
+    return tuple(found)

@@ -42,6 +42,7 @@ from deployments.engines.llm.models.registry import (
 from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
+from deployments.engines.llm.ranked_steps import LeadingRunner, StepFollower
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampling.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Scheduler
@@ -55,6 +56,8 @@ from deployments.engines.llm.tokenizer import (
     load_generation_defaults,
     load_tokenizer,
 )
+from deployments.engines.ranks.following import RankChannel
+from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.records.protocol import (
     ComputationFailed,
     EngineError,
@@ -92,9 +95,11 @@ class LLMEngine:
         config: LLMEngineConfig,
         *,
         workspace: Workspace = UNBOUNDED,
+        ranks: RankChannel | None = None,
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
         never written. Each step has the room of `STEP_KIND` in the device's `workspace`, which other engines share.
+        Of several `ranks` this is the first: it says each step to the others (`StepFollower`).
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `config.kv_dtype` is int8, of the KV cache.
@@ -105,13 +110,18 @@ class LLMEngine:
         model_config = load_config(folder)
         device = torch.device(config.device)
         model = create_any_model(
-            model_config, tensors, device, arithmetic=config.arithmetic, keeps_devices=config.keeps_devices
+            model_config,
+            tensors,
+            device,
+            arithmetic=config.arithmetic,
+            keeps_devices=config.keeps_devices,
+            ranks=None if ranks is None else ranks.group,
         )
         if model.pads_rows:
             config.check_padded_threads()
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._uses_host = any(place.type == "cpu" for place in (device, *places))
-        plan, self._runner = plan_runner(model, config)
+        plan, self._runner = plan_runner(model, config, ranks)
         self._config, self._workspace = config, workspace
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         self.max_model_len = plan.max_model_len
@@ -274,7 +284,7 @@ class LLMEngine:
         try:
             with panics_as_errors():
                 completions, outcomes = self._sampled(chunks)
-        except StepAborted:
+        except (StepAborted, RankLost):
             raise
         except Exception as error:
             if len(chunks) == 1:
@@ -417,8 +427,10 @@ def _leased_threads(config: LLMEngineConfig, count: int | None) -> AbstractConte
     return contextlib.nullcontext() if threads is None else threads.leased(count or torch.get_num_threads())
 
 
-def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
-    """Return the plan of a model's cache, and the runner of the model. Raises EngineError."""
+def plan_runner(
+    model: AnyModel, config: LLMEngineConfig, ranks: RankChannel | None = None
+) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
+    """Return the plan of a model's cache, and its runner, which leads those of other `ranks`. Raises EngineError."""
     limits: Any = {
         "kv_cache_bytes": config.kv_cache_bytes,
         "max_num_seqs": config.max_num_seqs,
@@ -432,6 +444,8 @@ def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, Mo
     limits["fixed_bytes"] = SLOTS_PER_SEQUENCE * recurrent.slot_bytes if recurrent else 0
     plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
     num_states = SLOTS_PER_SEQUENCE * plan.max_num_seqs if recurrent else 0
+    if ranks is not None and isinstance(model, LoadedModel) and model.ranks is not None:
+        return plan, LeadingRunner(model, plan.num_blocks, config.kv_dtype, ranks)
     return plan, ModelRunner(model, plan.num_blocks, config.kv_dtype, num_states)
 
 
@@ -515,3 +529,17 @@ def _layer_caches(
         sizes.append(spec.head_dim // 2 * torch.float32.itemsize)  # the frequencies
         found.append(sum(allocated_bytes(device, size) for size in sizes))
     return found
+
+
+def step_follower(
+    folder: Path, tensors: Mapping[str, torch.Tensor], config: LLMEngineConfig, group: RankGroup
+) -> StepFollower:
+    """Return the follower of an `LLMEngine` of the same arguments, which runs its steps on another rank.
+
+    Raises EngineError as the engine does.
+    """
+    device = torch.device(config.device)
+    options: Any = {"arithmetic": config.arithmetic, "keeps_devices": config.keeps_devices, "ranks": group}
+    _, runner = plan_runner(create_any_model(load_config(folder), tensors, device, **options), config)
+    assert isinstance(runner, ModelRunner)
+    return StepFollower(runner)

@@ -44,6 +44,8 @@ class DecoderLoras:
 
     def _checked(self, adapter: LoraAdapter) -> Pairs:
         model, given = self._model, adapter.components.get("model")
+        if isinstance(model, LoadedModel) and model.spec.head_rows:
+            raise EngineError(f"{adapter.path}: a model that several ranks compute takes no LoRAs")
         if given is None:
             raise EngineError(f"{adapter.path}: is not a LoRA of a language model (PEFT's layout)")
         scope = model.lora_scope() if isinstance(model, StockLanguageModel) else None

@@ -27,6 +27,8 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.libraries.embedding_rules import Prompts, check_dimensions, read_prompts
 from deployments.engines.libraries.tokenizer_files import check_tokenizer, check_tokenizer_files
 from deployments.engines.native.library import load_kernels
+from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.few_rows import are_kernels_faster
 from deployments.engines.nn.learned_rows import reading_rows
 from deployments.engines.records.prompt_images import PromptImage
 from deployments.engines.records.protocol import (
@@ -407,6 +409,8 @@ def load_text_encoder(
     load_kernels()  # compiled now, if need be, not while the first text waits
     tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
     family = FAMILIES.get(class_name)
+    if family and are_kernels_faster():  # those of BERT and its relatives ask for them by themselves
+        make_batch_invariant(module)
     if family and (family.is_clip or not (folder / "modules.json").exists()):
         return TextEncoder(module, tokenizer)
     sentence_config = folder / "sentence_bert_config.json"

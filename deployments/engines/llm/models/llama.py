@@ -14,6 +14,7 @@ in one tensor, of which each expert takes a view. Rotary embedding pairs dimensi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -148,6 +149,7 @@ class DecoderSpec:
     """The numbers that define a decoder, free of any config format.
 
     `windows`: how many tokens each layer attends to, itself included, 0 for all; empty where no layer has a window.
+    `head_rows`: how many rows of the head this rank of several has, 0 for all (`rank_share.py`).
     """
 
     vocab_size: int
@@ -166,6 +168,7 @@ class DecoderSpec:
     qk_norm: bool = False
     experts: ExpertsSpec | None = None
     windows: tuple[int, ...] = ()
+    head_rows: int = 0
 
     @property
     def kv_layers(self) -> tuple[KvHeads, ...]:
@@ -203,8 +206,15 @@ class _Attention(nn.Module):
         return self.o_proj(out_THD.flatten(1))
 
 
+def _alone(x_TC: torch.Tensor) -> torch.Tensor:
+    return x_TC
+
+
 class _DecoderLayer(nn.Module):
-    """_Attention and feed-forward, each normalized before and added to its input."""
+    """_Attention and feed-forward, each normalized before and added to its input.
+
+    Of a rank's slices, `sum_ranks` returns the sum of what each of the ranks has computed.
+    """
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
@@ -213,12 +223,13 @@ class _DecoderLayer(nn.Module):
             self.mlp: nn.Module = MixtureOfExperts(spec.hidden_size, spec.experts)
         else:
             self.mlp = _MLP(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.sum_ranks: Callable[[torch.Tensor], torch.Tensor] = _alone
         self.input_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(self, x_TC: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:
-        x_TC = x_TC + self.self_attn(self.input_layernorm(x_TC), angles, attend)
-        return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
+        x_TC = x_TC + self.sum_ranks(self.self_attn(self.input_layernorm(x_TC), angles, attend))
+        return x_TC + self.sum_ranks(self.mlp(self.post_attention_layernorm(x_TC)))
 
 
 class _Decoder(nn.Module):
@@ -243,7 +254,7 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.model = _Decoder(spec)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.head_rows or spec.vocab_size, bias=False)
 
     def forward(self, token_ids_T: torch.Tensor, angles: RotaryAngles, attend: Attend) -> torch.Tensor:
         """Return hidden states (T, C) of the tokens of a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -37,23 +38,37 @@ class PackedSource:
     ignored: frozenset[str] = frozenset()
 
 
+class Cuts(Protocol):
+    """The share of a rank in packed matrices (`rank_share.py`)."""
+
+    def cut_packed(self, name: str, weight: PackedWeight) -> PackedWeight:
+        """Return the rank's part of a matrix. Raises EngineError."""
+
+
 def compute_dtype(arithmetic: Arithmetic) -> torch.dtype:
     """Return the dtype of activations and of the KV cache."""
     return torch.float32 if arithmetic == "exact" else torch.bfloat16
 
 
 def place_packed(
-    module: nn.Module, source: PackedSource, tensors: Mapping[str, torch.Tensor], arithmetic: Arithmetic
+    module: nn.Module,
+    source: PackedSource,
+    tensors: Mapping[str, torch.Tensor],
+    arithmetic: Arithmetic,
+    share: Cuts | None = None,
 ) -> dict[str, torch.Tensor]:
     """Put the packed matrices of `tensors` (by stored names) into `module`, which was built on the meta device.
 
-    Returns the rest, norms and biases, by the module's names and in float32, which most files have them in.
+    With a `share` the module is one rank's, and takes the parts that are its. Returns the rest, norms and biases, by
+    the module's names and in float32, which most files have them in.
     Without a head of its own the module uses the embedding's matrix; surplus tensors are left out with a
     warning. Raises EngineError naming a tensor that is missing, of another shape, or of an unsupported type.
     """
     dtype = compute_dtype(arithmetic)
     weights, vectors = _sorted_out(source, tensors)
     weights.setdefault(f"{_HEAD}.weight", weights.get(f"{_EMBEDDING}.weight", _NOTHING))
+    if share is not None:
+        weights = {name: one if one is _NOTHING else share.cut_packed(name, one) for name, one in weights.items()}
     for path, old in list(module.named_modules()):
         if not isinstance(old, nn.Linear | nn.Embedding):
             continue

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -37,11 +38,14 @@ from deployments.engines.llm.models.packed import (
     uses_torch_products,
     warn_of_surplus,
 )
+from deployments.engines.llm.models.rank_share import DecoderShare, even_range
 from deployments.engines.llm.models.stock import StockLanguageModel, create_stock_model
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, TEXT_ALONE
 from deployments.engines.llm.sequences.paged_attention import LayerAttention, Planner
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8, Arithmetic
+from deployments.engines.ranks.group import RankGroup
+from deployments.engines.ranks.layout import RankLayout
 from deployments.engines.records.protocol import EngineError
 from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
@@ -68,6 +72,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     pads_rows: bool = True
+    ranks: RankGroup | None = None  # that have its other slices
 
     @cached_property
     def layer_devices(self) -> tuple[torch.device, ...]:
@@ -97,7 +102,17 @@ class LoadedModel:
 
     def logits(self, hidden_NC: torch.Tensor) -> torch.Tensor:
         """Return (N, vocabulary) scores of the next token."""
-        return self.module.logits(hidden_NC)
+        return self.whole_logits(self.module.logits(hidden_NC))
+
+    def whole_logits(self, own_NV: torch.Tensor) -> torch.Tensor:
+        """Return the scores of all tokens by those of the rows of the head that this rank has."""
+        if self.ranks is None or not self.spec.head_rows:
+            return own_NV
+        count = self.ranks.size("tensor")
+        ranges = [even_range(self.spec.vocab_size, rank, count) for rank in range(count)]
+        sizes = [stop - start for start, stop in ranges]
+        parts = self.ranks.gather(F.pad(own_NV, (0, max(sizes) - self.spec.head_rows)), "tensor")
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 _FEW_LAYERS: Final = 512  # allowed in a config with fewer tensors: a damaged number would be built for ever
@@ -195,13 +210,28 @@ def create_any_model(
     *,
     arithmetic: Arithmetic = "fast",
     keeps_devices: bool = False,
+    ranks: RankGroup | None = None,
 ) -> AnyModel:
     """Build our decoder, or the class of transformers if we have none. Raises EngineError as they do."""
     tensors = decoder_tensors(config, tensors)
     if not is_stock(config):
-        return create_model(config, tensors, device, arithmetic=arithmetic, keeps_devices=keeps_devices)
+        return create_model(config, tensors, device, arithmetic=arithmetic, keeps_devices=keeps_devices, ranks=ranks)
+    if ranks is not None and ranks.size("tensor") > 1:
+        check_ranks(config, ranks.layout)
     create = create_own_cache_model if config.architectures[0] in OWN_CACHE else create_stock_model
     return create(config, tensors, device)
+
+
+def check_ranks(config: PretrainedConfig, layout: RankLayout) -> None:
+    """Raise EngineError if a model cannot be computed by the ranks of a layout: how its matrices are stored aside."""
+    if layout.tensor == 1:
+        return
+    if is_stock(config):
+        raise EngineError(
+            f"a {config.architectures[0]} is computed by transformers: tensor is {layout.tensor}, expected 1; "
+            f"ranks divide {', '.join(ARCHITECTURES)}"
+        )
+    DecoderShare(decoder_spec(config), 0, layout.tensor)
 
 
 def create_model(
@@ -211,8 +241,9 @@ def create_model(
     *,
     arithmetic: Arithmetic = "fast",
     keeps_devices: bool = False,
+    ranks: RankGroup | None = None,
 ) -> LoadedModel:
-    """Build our decoder on the meta device and assign `tensors`.
+    """Build our decoder on the meta device and assign `tensors`, of which one of several `ranks` takes its slices.
 
     Tensors already on `device` are used there; others are copied to it. With `keeps_devices` all of a
     layer's tensors are where it computes, and stay. Those of a GGUF or Kuiper file stay packed; `arithmetic` says how
@@ -227,17 +258,31 @@ def create_model(
         module = LlamaForCausalLM(spec)
     packed: PackedSource | None = getattr(config, "packed_source", None)
     full_name = _full_name if packed is None else str
-    placed = renamed_experts(
+    placed: Mapping[str, torch.Tensor] = renamed_experts(
         {full_name(name): tensor if keeps_devices else tensor.to(device) for name, tensor in tensors.items()}
     )
     source = packed or _stored_source(config, placed, arithmetic, module.state_dict().keys())
+    share = None
+    if ranks is not None and ranks.size("tensor") > 1:
+        share = DecoderShare.of_stored(spec, ranks.place.tensor, ranks.size("tensor"), source)
+        spec = share.spec
+        with torch.device("meta"):
+            module = LlamaForCausalLM(spec)
+        layers: Any = module.model.layers
+        for layer in layers:
+            layer.sum_ranks = partial(ranks.all_reduce, axis="tensor")
     if source is not None:
         rotary = _rescaled(rotary, source, placed)
-        placed = place_packed(module, source, placed, arithmetic)
-    _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
+        placed = place_packed(module, source, placed, arithmetic, share)
+    if spec.tied_embeddings:
+        placed = _with_tied(placed)
+    if share is not None:
+        placed = {name: share.cut(name, tensor) for name, tensor in placed.items()}
+    _assign_tensors(module, placed)
     dtype = module.model.norm.weight.dtype if source is None else compute_dtype(arithmetic)
     pads_rows = uses_torch_products(module)
-    model = LoadedModel(module.eval(), rotary, spec, dtype, _place(module) if keeps_devices else device, pads_rows)
+    place = _place(module) if keeps_devices else device
+    model = LoadedModel(module.eval(), rotary, spec, dtype, place, pads_rows, ranks)
     for path, part in module.named_modules():
         if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(model.device_of(path)):
             part.row_multiple = settled_rows()
@@ -407,19 +452,21 @@ def _create_rotary(config: PretrainedConfig, head_dim: int, device: torch.device
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
-def _assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
+def _with_tied(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors with the embedding's as the head's, if it has none of its own."""
+    taken = {name: tensors[source] for name, source in _TIED.items() if source in tensors}
+    return {**taken, **tensors}
+
+
+def _assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make `tensors` the parameters of `module`, which was built on the meta device.
 
-    The memory of the tensors is shared, not copied, and never written; it may be read-only. `tied` maps the
-    name of a parameter to the one whose tensor it takes when the checkpoint has none of its own.
+    The memory of the tensors is shared, not copied, and never written; it may be read-only.
 
     Raises:
         EngineError: a tensor is missing, unknown, of another shape, or not of the one floating dtype.
     """
     given = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED_SUFFIXES)}
-    for name, source in tied.items():
-        if name not in given and source in given:
-            given[name] = given[source]
     expected = module.state_dict()
     given = _named(given, expected)
     _check_tensors(given, expected)

@@ -62,7 +62,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Mutable state of one completion.
 

@@ -133,6 +133,9 @@ class Replicas:
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
 
+    async def on_find_job(self, key: str, id_: str) -> None:
+        """Return no job: none is kept."""
+
     async def on_watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None) -> DirectoryChange:
         if epoch:
             await asyncio.Event().wait()

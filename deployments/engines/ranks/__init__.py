@@ -1,0 +1,1 @@
+"""One model computed by several processes, its ranks: who computes which part, and what they send each other."""
