@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 judges: $(JUDGES)/protocol/.installed  ## Clients that test us and cannot share our pins
 
-judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/comfyui/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
@@ -125,7 +125,7 @@ abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of ano
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \
 	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
-	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py \
+	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py tests/integration/test_killed_jobs.py \
 	    -k "kill or keeper or registry or 64 or images" || exit 1; \
 	done
 

@@ -35,13 +35,9 @@ def check(workflow: Workflow, catalog: Catalog | None, targets: Sequence[str] | 
     Without a catalog, files and samplers are taken to be good. Raises WorkflowError where there is none that could.
     """
     found = output_nodes(workflow) if targets is None else [one for one in targets if one in output_nodes(workflow)]
+    unknown = _unknown_ends(workflow) if targets is None else []
     if not found:
-        unknown = [node for node in workflow.nodes.values() if node.kind not in KINDS]
-        errors = [
-            NodeError(one.id, one.kind, one.title, "missing_node_type", f"no node {one.kind!r} is known here")
-            for one in unknown
-        ]
-        raise WorkflowError("Prompt has no outputs", "prompt_no_outputs", errors)
+        raise WorkflowError("Prompt has no outputs", "prompt_no_outputs", unknown)
     walk = Evaluation(workflow, KINDS, catalog, found)
     for ready in walk.ready():
         try:
@@ -49,12 +45,24 @@ def check(workflow: Workflow, catalog: Catalog | None, targets: Sequence[str] | 
             walk.give(ready.node.id, outputs)
         except (Refused, ServiceError, ValueError, ArithmeticError, MemoryError) as error:
             walk.fail(ready.node, fault(ready, error))
-    return Checked(tuple(one for one in found if not walk.has_failed(one)), tuple(walk.errors))
+    return Checked(tuple(one for one in found if not walk.has_failed(one)), (*walk.errors, *unknown))
 
 
 def output_nodes(workflow: Workflow) -> list[str]:
     """Return the nodes that save or show something."""
     return [node.id for node in workflow.nodes.values() if node.kind in KINDS and KINDS[node.kind].is_output]
+
+
+def _unknown_ends(workflow: Workflow) -> list[NodeError]:
+    """Return an error for each node of an unknown kind that nothing follows: it may save or show something."""
+    taken = {
+        value.node for node in workflow.nodes.values() for value in node.inputs.values() if isinstance(value, Link)
+    }
+    return [
+        NodeError(one.id, one.kind, one.title, "missing_node_type", f"no node {one.kind!r} is known here")
+        for one in workflow.nodes.values()
+        if one.kind not in KINDS and one.id not in taken
+    ]
 
 
 def dependent_outputs(workflow: Workflow, node: str) -> list[str]:

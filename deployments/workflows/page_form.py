@@ -248,7 +248,11 @@ def widget_values(kind: Kind, values: Any) -> Iterator[tuple[str, Input, Any]]:
 
     def take(one: Input) -> Any:
         if one.name not in read:
-            read[one.name] = waiting.pop() if waiting else one.default
+            # A word where a number belongs is the next widget's: this one is newer than the file.
+            is_newer = not waiting or (
+                one.type in ("INT", "FLOAT") and _is_word(waiting[-1]) and one.default is not None
+            )
+            read[one.name] = one.default if is_newer else waiting.pop()
             if one.has_control and waiting and waiting[-1] in _CONTROLS:
                 waiting.pop()
         return read[one.name]
@@ -256,6 +260,10 @@ def widget_values(kind: Kind, values: Any) -> Iterator[tuple[str, Input, Any]]:
     for one in flat_inputs(kind.inputs, take):
         if one.is_widget and (value := take(one)) is not None:
             yield one.name, one, value
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and not any(sign.isdigit() for sign in value) and value not in _CONTROLS
 
 
 def bypassing_slot(node: _Saved, output: int, type: str) -> _Slot | None:

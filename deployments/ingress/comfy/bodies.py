@@ -15,11 +15,11 @@ from deployments.workflows.records import NodeError, Workflow, WorkflowError
 
 MAX_IDS: Final = 1000  # of one request
 PromptId = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z_-]{1,64}$")]
-ClientId = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+ClientId = Annotated[str, StringConstraints(max_length=128)]
 
 
 class ComfyErrorBody(Answer):
-    """A fault, for programs and for a person."""
+    """The fault, for programs and for a person."""
 
     type: str
     message: str

@@ -38,7 +38,7 @@ class Prompts:
         if body.front:
             headers[PRIORITY] = str(_MOST_URGENT)
             current_terms.set(replace(current_terms.get(), priority=_MOST_URGENT))  # or what the key may have
-        facts = {"prompt_id": id_, "client_id": body.client_id, "outputs": list(targets)}
+        facts = {"prompt_id": id_, "client_id": body.client_id or None, "outputs": list(targets)}
         content = await asyncio.to_thread(to_json, kept)
         try:
             return await self.desk.add(

@@ -75,7 +75,7 @@ Preview = Annotated[str | None, Query(max_length=32, description="webp or jpeg, 
 
 @dataclass(frozen=True, slots=True)
 class ComfyParts:
-    """The parts that the routes work with."""
+    """The parts that the routes share."""
 
     service: Service
     config: ClusterConfig
@@ -209,10 +209,10 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
     @router.post("/queue", response_model=None, responses=_ERRORS)
     async def change_queue(body: ChangeBody) -> Response:
         """Take waiting prompts out of the queue."""
-        found = await prompts.of("queued") if body.clear else await _found(prompts, body.delete)
-        for job in found:
-            if job.status == "queued":
-                await prompts.desk.forget(job.id)
+        while body.clear and (waiting := await prompts.of("queued")):
+            await _forget(prompts, waiting)
+        named = await _found(prompts, body.delete)
+        await _forget(prompts, [job for job in named if job.status == "queued"])
         return Response()
 
     @router.get("/history", response_model=None, responses=_ERRORS)
@@ -225,10 +225,9 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
     @router.post("/history", response_model=None, responses=_ERRORS)
     async def change_history(body: ChangeBody) -> Response:
         """Forget prompts that have ended. Their files stay for their time."""
-        found = await prompts.ended(10**6, -1) if body.clear else await _found(prompts, body.delete)
-        for job in found:
-            if job.has_ended:
-                await prompts.desk.forget(job.id)
+        while body.clear and (ended := await prompts.ended(MAX_LISTED, -1)):
+            await _forget(prompts, ended)
+        await _forget(prompts, [job for job in await _found(prompts, body.delete) if job.has_ended])
         return Response()
 
     @router.get("/history/{prompt_id}", response_model=None, responses=_ERRORS)
@@ -253,6 +252,11 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
     async def free() -> Response:
         """Nothing: a cluster frees memory by itself, and other callers use it."""
         return Response()
+
+
+async def _forget(prompts: Prompts, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        await prompts.desk.forget(job.id)
 
 
 async def _found(prompts: Prompts, ids: Sequence[str]) -> list[Job]:
