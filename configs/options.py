@@ -15,8 +15,9 @@ _MAX_INT32: Final = 2**31 - 1
 _Count = Annotated[int, Field(ge=1, le=_MAX_INT32)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--.
-PromptSyntax = Literal["plain", "weighted", "compel"]
+# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--;
+# "comfyui": (word) and (word:1.3), whose vectors lie from those of an empty prompt.
+PromptSyntax = Literal["plain", "weighted", "compel", "comfyui"]
 
 
 class Acceleration(BaseModel):
@@ -165,7 +166,7 @@ class PictureOptions(DiffusionOptions):
     prompt_syntax: PromptSyntax | None = Field(
         None,
         description="weighted: (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; compel: word++, "
-        "(words)-- and (words)1.3 as in Compel; else plain",
+        "(words)-- and (words)1.3 as in Compel; comfyui: (word) and (word:1.3) as ComfyUI has them; else plain",
     )
     clip_skip: int | None = Field(
         None, ge=0, le=64, description="layers of its CLIPs that a Stable Diffusion 1, 2 or XL leaves out of prompts"

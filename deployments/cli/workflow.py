@@ -75,8 +75,8 @@ def run(
             raise OptionError(f"--set {text}: expected NODE.INPUT=VALUE")
         prompt[_node(workflow, name, "--set")]["inputs"][input_name] = _value(value)
     for text in images or []:
-        name, path = _parted(text, "--image", "NODE=FILE")
-        prompt[_node(workflow, name, "--image")]["inputs"]["image"] = client.upload(Path(path))
+        name, picture = _parted(text, "--image", "NODE=FILE")
+        prompt[_node(workflow, name, "--image")]["inputs"]["image"] = client.upload(Path(picture))
     prompt_id, faults = client.begin(prompt, {"extra_pnginfo": {"workflow": _document(file)}})
     for line in faults:
         _out.print(f"left out: {line}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Whether a workflow can be honoured, found before anything runs.
+"""The check whether a workflow can be honoured, before anything runs.
 
 Every node that makes small values is computed, and those of a device are planned over what will be there: so a sampler
 refuses what its model does not do by what is linked to it, not by its own words alone. Images are not computed. Texts
@@ -23,7 +23,7 @@ _PIXELS: Final = ("IMAGE", "MASK", "IMAGE,MASK")  # computing them takes a run's
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check found: the output nodes that can run, and what is wrong with others."""
+    """The findings of a check: the output nodes that can run, and the faults of others."""
 
     outputs: tuple[str, ...]
     errors: tuple[NodeError, ...]
@@ -35,13 +35,9 @@ def check(workflow: Workflow, catalog: Catalog | None, targets: Sequence[str] | 
     Without a catalog, files and samplers are taken to be good. Raises WorkflowError where there is none that could.
     """
     found = output_nodes(workflow) if targets is None else [one for one in targets if one in output_nodes(workflow)]
+    unknown = _unknown_ends(workflow) if targets is None else []
     if not found:
-        unknown = [node for node in workflow.nodes.values() if node.kind not in KINDS]
-        errors = [
-            NodeError(one.id, one.kind, one.title, "missing_node_type", f"no node {one.kind!r} is known here")
-            for one in unknown
-        ]
-        raise WorkflowError("Prompt has no outputs", "prompt_no_outputs", errors)
+        raise WorkflowError("Prompt has no outputs", "prompt_no_outputs", unknown)
     walk = Evaluation(workflow, KINDS, catalog, found)
     for ready in walk.ready():
         try:
@@ -49,12 +45,24 @@ def check(workflow: Workflow, catalog: Catalog | None, targets: Sequence[str] | 
             walk.give(ready.node.id, outputs)
         except (Refused, ServiceError, ValueError, ArithmeticError, MemoryError) as error:
             walk.fail(ready.node, fault(ready, error))
-    return Checked(tuple(one for one in found if not walk.has_failed(one)), tuple(walk.errors))
+    return Checked(tuple(one for one in found if not walk.has_failed(one)), (*walk.errors, *unknown))
 
 
 def output_nodes(workflow: Workflow) -> list[str]:
     """Return the nodes that save or show something."""
     return [node.id for node in workflow.nodes.values() if node.kind in KINDS and KINDS[node.kind].is_output]
+
+
+def _unknown_ends(workflow: Workflow) -> list[NodeError]:
+    """Return an error for each node of an unknown kind that nothing follows: it may save or show something."""
+    taken = {
+        value.node for node in workflow.nodes.values() for value in node.inputs.values() if isinstance(value, Link)
+    }
+    return [
+        NodeError(one.id, one.kind, one.title, "missing_node_type", f"no node {one.kind!r} is known here")
+        for one in workflow.nodes.values()
+        if one.kind not in KINDS and one.id not in taken
+    ]
 
 
 def dependent_outputs(workflow: Workflow, node: str) -> list[str]:
@@ -73,7 +81,7 @@ def dependent_outputs(workflow: Workflow, node: str) -> list[str]:
 
 
 def planned(ready: Ready, catalog: Catalog | None) -> Outputs:
-    """Return what stands for a node's outputs before it runs."""
+    """Return the values that stand for a node's outputs before it runs."""
     kind = ready.kind
     makes_pixels = any(one.type in _PIXELS for one in kind.outputs)
     lacks_catalog = kind.reads_catalog and catalog is None
@@ -87,7 +95,7 @@ def planned(ready: Ready, catalog: Catalog | None) -> Outputs:
 
 
 def fault(ready: Ready, error: BaseException) -> NodeError:
-    """Return what a node's function raised as an error of the node."""
+    """Return the exception of a node's function as an error of the node."""
     node = ready.node
     if isinstance(error, Refused):
         return NodeError(node.id, node.kind, node.title, error.type, error.message, "", error.input)

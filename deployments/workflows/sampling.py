@@ -17,11 +17,12 @@ import numpy as np
 from configs.options import Sampler as SamplerOption
 from configs.options import SamplerName
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.records import NO_PROMPT, ControlNetUse, ImageRequest
+from deployments.records import NO_PROMPT, REFERENCES, ControlNetUse, ImageRequest
 from deployments.records import LoraUse as RequestLora
 from deployments.workflows.backend import Backend, Catalog, ModelFacts, Report
 from deployments.workflows.kinds import Kind, Output, boolean, choice, integer, link, number, text
 from deployments.workflows.records import Refused
+from deployments.workflows.references import READ, check_references, reference_pixels
 from deployments.workflows.resizing import resized
 from deployments.workflows.schedules import (
     MAX_STEPS,
@@ -63,6 +64,7 @@ _MAX_STEP: Final = 10_000
 _SEED_BITS: Final = 63  # of an image's seed; the noise has its own, of 64
 _GUIDANCE: Final = 3.5  # what FLUX reads where nobody says another
 _FLUXES: Final = ("FluxPipeline", "Flux2Pipeline")
+_OF_CLIPS: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # whose prompts may have weights
 # Languages models read these models' prompts, and brackets are characters of theirs.
 _UNWEIGHTED: Final = (
     *("Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "QwenImageEditPipeline"),
@@ -75,7 +77,7 @@ _NORMED: Final = "CFGNorm"  # equal to nothing without guidance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What a sampling node asks for, whatever its kind."""
+    """The request of a sampling node of any kind."""
 
     model: ModelValue
     positive: Conditioning
@@ -149,6 +151,8 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
     _check_model(plan)
     for side, prompt in zip(("positive", "negative"), prompts, strict=False):
         _check_prompt(prompt, positive, side, facts, latent)
+    check_references(prompts, facts.class_name, facts.variant)
+    pictures = reference_pixels(positive)
     given = latent.samples if isinstance(latent.samples, np.ndarray) else None
     mask = None if latent.noise_mask is None or latent.noise_mask is PENDING else latent.noise_mask
     batch = latent.batch if given is None else len(given)
@@ -165,8 +169,9 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
         "output": output,
         "guidance_scale": _guidance(positive),
         "max_sequence_length": _T5_TOKENS.get(facts.class_name),
-        "prompt_syntax": "plain",
+        "prompt_syntax": "comfyui" if facts.class_name in _OF_CLIPS else "plain",
         "clip_skip": _clip_skip(positive, facts),
+        "images": {REFERENCES: pictures} if pictures else {},
     }
     if latent.samples is None:
         fields |= _sides(latent, facts)
@@ -209,8 +214,6 @@ def _check_prompt(prompt: Prompt, positive: Prompt, side: str, facts: ModelFacts
         why = "a prompt is read in all steps, and not in a part of them"
     elif any(own != prompt.text for _, own in prompt.texts):
         why = "all text encoders read one text"
-    elif prompt.images or prompt.references:
-        why = "images that are read beside a prompt are not handed to a sampler here yet"
     elif prompt.clip.loras != positive.clip.loras or prompt.clip.last_layer != positive.clip.last_layer:
         why = "both prompts are read by the same text encoder, with the same LoRAs"
     elif [_control_key(use) for use in prompt.controls] != [_control_key(use) for use in positive.controls]:
@@ -218,7 +221,7 @@ def _check_prompt(prompt: Prompt, positive: Prompt, side: str, facts: ModelFacts
     elif facts.class_name in _FLUXES and _guidance(prompt) != _guidance(positive):
         why = "both prompts have one guidance"
     for kind, values in prompt.extra:
-        if kind == _GROWN_SIZES and _are_plain_sizes(values, latent):
+        if kind in READ or (kind == _GROWN_SIZES and _are_plain_sizes(values, latent)):
             continue
         why = why or f"{kind} is not honoured here"
     if why is not None:
@@ -255,15 +258,12 @@ def _words(prompt: Prompt, facts: ModelFacts, side: str) -> str:
     if facts.class_name not in _UNWEIGHTED:
         if "embedding:" in words:
             raise Refused("embeddings are not read by their names in a prompt", side)
-        if _has_weights(words):
-            raise Refused("weights in prompts, (word:1.2), are not honoured here yet", side)
+        if facts.class_name in _OF_CLIPS:
+            return words or NO_PROMPT
+        if "(" in words.replace("\\(", "").replace("\\)", ""):
+            raise Refused(f"weights in prompts are for CLIP, and a {facts.class_name} reads them with T5 too", side)
         words = words.replace("\\(", "(").replace("\\)", ")")
     return words or NO_PROMPT
-
-
-def _has_weights(words: str) -> bool:
-    bare = words.replace("\\(", "").replace("\\)", "")
-    return "(" in bare
 
 
 def _guidance(prompt: Prompt) -> float:

@@ -150,8 +150,7 @@ def _karras(levels: Levels, steps: int) -> Sigmas:
 
 def karras(steps: int, lowest: float, highest: float, rho: float) -> Sigmas:
     """Return levels in even steps of their `rho`-th root."""
-    ends = [one ** (1 / rho) for one in (highest, lowest)]
-    return _ended(np.linspace(*ends, steps) ** rho)
+    return _ended(np.linspace(highest ** (1 / rho), lowest ** (1 / rho), steps) ** rho)
 
 
 def _exponential(levels: Levels, steps: int) -> Sigmas:
@@ -225,7 +224,8 @@ def last_part(name: str, levels: Levels, steps: int, denoise: float) -> Sigmas:
 
 def turbo(levels: Levels, steps: int, denoise: float) -> Sigmas:
     """Return the levels that SD-Turbo was distilled to."""
-    times = np.arange(_TURBO_STEPS, 0, -1) * (len(levels.table) // _TURBO_STEPS) - 1.0
+    every = len(levels.table) // _TURBO_STEPS
+    times = np.arange(_TURBO_STEPS, 0, -1, dtype=np.float64) * every - 1
     start = _TURBO_STEPS - int(_TURBO_STEPS * denoise)
     return _ended(levels.at(times[start : start + steps]))
 

@@ -1,25 +1,34 @@
 """ComfyUI's own templates, and which of them run: `make judge-templates`, then `python -m infra.supported.workflows`.
 
-A template passes where the check finds nothing to refuse at any of its outputs, over stand-ins: for each file that it
-names, a model of the pipeline's class that the file belongs to. Nothing is computed. Otherwise the first node, or the
-model, that lacks is printed.
+A template runs where all of its outputs are reached over stand-ins: for each file that it names, a model of the
+pipeline's class that the file belongs to, whose samplers and VAEs give zeros of the right shapes. So all nodes run,
+every request is made and held against its class's rules, and no model is. Otherwise the node that lacks is printed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from deployments.workflows.backend import Folder, ModelFacts
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from deployments.engines.diffusion.families import FAMILIES
+from deployments.records import ChatRequest, ImageRequest, as_record
+from deployments.workflows.backend import Array, Folder, ModelFacts, Report, SavedFile
 from deployments.workflows.checking import check
 from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.reading import read_workflow
 from deployments.workflows.records import Workflow, WorkflowError
+from deployments.workflows.running import NodeFailed, run
 
 FOLDER: Final = Path(".judges/comfy_templates")
 _PAID: Final = "api_"  # templates of services that are paid for
@@ -43,18 +52,21 @@ CLASSES: Final[Mapping[str, str]] = {
     r"sd3": "StableDiffusion3Pipeline",
     r"v1-5|dreamshaper": "StableDiffusionPipeline",
 }
+_PIXELS_PER_CELL: Final = 8
+_CHANNELS: Final = 16
+_INPUT_SIZE: Final = (384, 256)
 _NOT_FOUND: Final = "another class"
 
 
 class Finding(NamedTuple):
-    """What became of a template: `lacks` is empty where it passes."""
+    """The outcome of a template: `lacks` is empty where it runs."""
 
     name: str
     lacks: str
 
 
 class StandIns:
-    """A catalog with a model for each file of a workflow. Encoders and VAEs belong to all of its denoisers."""
+    """A backend with a model for each file of a workflow. Encoders and VAEs belong to all of its denoisers."""
 
     def __init__(self, workflow: Workflow) -> None:
         self._files: dict[Folder, set[str]] = {}
@@ -70,10 +82,59 @@ class StandIns:
         return sorted(self._files.get(folder, ()))
 
     def models_of(self, folder: Folder, name: str) -> Sequence[str]:
-        return self._models if folder in ("text_encoders", "vae") else [name]
+        return [*self._models, name] if folder in ("text_encoders", "vae") else [name]
 
     def facts(self, model: str) -> ModelFacts:
-        return ModelFacts(class_of(model), {"guidance_embeds": "schnell" not in model})
+        return ModelFacts(class_of(model), {"guidance_embeds": "schnell" not in model, "zero_cond_t": "2511" in model})
+
+    def _pixels_per_cell(self, model: str) -> int:
+        family = FAMILIES.get(class_of(model))
+        return _PIXELS_PER_CELL if family is None else family.latents.pixels_per_cell({})
+
+    async def image(self, request: ImageRequest, report: Report) -> Array:
+        cell = self._pixels_per_cell(request.model)
+        if request.latents is not None:
+            latents = np.zeros_like(request.latents)
+        else:
+            assert request.height is not None
+            assert request.width is not None
+            latents = np.zeros((request.n, _CHANNELS, request.height // cell, request.width // cell), np.float32)
+        return np.concatenate([latents, latents]) if request.output == "latent_and_clean" else latents
+
+    async def encode(self, model: str, images: Array) -> Array:
+        number, height, width, _ = images.shape
+        cell = self._pixels_per_cell(model)
+        return np.zeros((number, _CHANNELS, height // cell, width // cell), np.float32)
+
+    async def decode(self, model: str, latents: Array) -> Array:
+        number, _, height, width = latents.shape
+        cell = self._pixels_per_cell(model)
+        return np.zeros((number, height * cell, width * cell, 3), np.float32)
+
+    async def upscale(self, model: str, images: Array) -> Array:
+        return images.repeat(2, 1).repeat(2, 2)
+
+    async def text(self, model: str, prompt: str, options: Mapping[str, Any], images: Array | None) -> str:
+        as_record(ChatRequest, {"model": model, "messages": ({"role": "user", "content": prompt},), **options})
+        return prompt
+
+    async def read_input(self, name: str) -> bytes:
+        file = io.BytesIO()
+        Image.new("RGBA", _INPUT_SIZE, (200, 100, 50, 128)).save(file, "PNG")
+        return file.getvalue()
+
+    async def save(
+        self, images: Sequence[npt.NDArray[np.uint8]], prefix: str, type: Literal["output", "temp"]
+    ) -> list[SavedFile]:
+        return [SavedFile(f"{prefix}_{at:05}_.png", "", type) for at in range(len(images))]
+
+
+class _Unheard:
+    """Events that nobody hears."""
+
+    def executing(self, node: str) -> None: ...
+    def progress(self, node: str, value: int, max: int, preview: npt.NDArray[np.uint8] | None) -> None: ...
+    def executed(self, node: str, output: Mapping[str, Any] | None) -> None: ...
 
 
 def class_of(file: str) -> str:
@@ -83,7 +144,7 @@ def class_of(file: str) -> str:
 
 
 def finding(name: str, document: Any) -> Finding:
-    """Return what becomes of a template."""
+    """Return the outcome of a template."""
     try:
         workflow = read_workflow(document)
         found = check(workflow, StandIns(workflow))
@@ -93,7 +154,13 @@ def finding(name: str, document: Any) -> Finding:
     unknown = sorted({one.kind for one in found.errors if one.type == "missing_node_type"})
     if unknown:
         return Finding(name, f"node {', '.join(unknown)}")
-    return Finding(name, str(found.errors[0]).splitlines()[0] if found.errors else "")
+    if found.errors:
+        return Finding(name, str(found.errors[0]).splitlines()[0])
+    try:
+        asyncio.run(run(workflow, StandIns(workflow), _Unheard(), found.outputs))
+    except NodeFailed as failed:
+        return Finding(name, str(failed).splitlines()[0])
+    return Finding(name, "")
 
 
 def templates(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -111,13 +178,13 @@ def main() -> int:
         sys.stderr.write(f"no templates in {FOLDER}: make judge-templates\n")
         return 2
     for one in findings:
-        sys.stdout.write(f"{one.name}: {one.lacks or 'passes'}\n")
+        sys.stdout.write(f"{one.name}: {one.lacks or 'runs'}\n")
     groups = Counter(one.name.partition("_")[0].partition("-")[0].lower() for one in findings)
     passed = Counter(one.name.partition("_")[0].partition("-")[0].lower() for one in findings if not one.lacks)
-    sys.stdout.write("\n| group | templates | pass the check |\n|---|---|---|\n")
+    sys.stdout.write("\n| group | templates | run |\n|---|---|---|\n")
     for group, number in groups.most_common(12):
         sys.stdout.write(f"| {group} | {number} | {passed[group]} |\n")
-    sys.stdout.write(f"\n{sum(passed.values())} of {len(findings)} pass the check.\n\nWhat lacks most:\n")
+    sys.stdout.write(f"\n{sum(passed.values())} of {len(findings)} run.\n\nWhat lacks most:\n")
     lacks = Counter(re.sub(r"^node [^,]*, ", "", one.lacks)[:120] for one in findings if one.lacks)
     for what, number in lacks.most_common(40):
         sys.stdout.write(f"{number:4} {what}\n")

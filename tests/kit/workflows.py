@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from deployments.records import ImageRequest
+from deployments.records import ChatRequest, ImageRequest, as_record
 from deployments.records.errors import InvalidRequest
 from deployments.workflows.backend import Folder, ModelFacts, Report, SavedFile
 from deployments.workflows.records import Link, Node, Workflow
@@ -23,7 +23,11 @@ FACTOR = 8
 FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "checkpoints": {"base.safetensors": ("base",), "other.safetensors": ("other",)},
     "diffusion_models": {"unet.safetensors": ("base", "flux")},
-    "text_encoders": {"clip_l.safetensors": ("base", "flux"), "t5xxl.safetensors": ("flux",)},
+    "text_encoders": {
+        "writer.safetensors": ("writer",),
+        "clip_l.safetensors": ("base", "flux"),
+        "t5xxl.safetensors": ("flux",),
+    },
     "vae": {"ae.safetensors": ("flux",)},
     "loras": {"ink.safetensors": ("ink",)},
     "controlnet": {"canny.safetensors": ("canny",)},
@@ -47,7 +51,7 @@ class FakeBackend:
         return FILES.get(folder, {}).get(name, ())
 
     def facts(self, model: str) -> ModelFacts:
-        return ModelFacts(self.class_name)
+        return ModelFacts("Qwen3ForCausalLM" if model == "writer" else self.class_name)
 
     async def image(self, request: ImageRequest, report: Report) -> Array:
         raise NotImplementedError
@@ -71,7 +75,12 @@ class FakeBackend:
         return images.repeat(2, 1).repeat(2, 2)
 
     async def text(self, model: str, prompt: str, options: Mapping[str, Any], images: Array | None) -> str:
-        raise NotImplementedError
+        await asyncio.sleep(0)
+        request = as_record(
+            ChatRequest, {"model": model, "messages": ({"role": "user", "content": prompt},), **options}
+        )
+        self.asked.append((request, None if images is None else len(images)))
+        return f"<think>of {prompt}</think> {prompt}!"
 
     async def read_input(self, name: str) -> bytes:
         await asyncio.sleep(0)

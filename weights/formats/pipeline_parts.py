@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SOLVER_CONFIG: Final = "scheduler/scheduler_config.json"
 _SWITCHES: Final = (  # file of the pipeline's folder, key
     ("transformer/config.json", "guidance_embeds"),
+    ("transformer/config.json", "zero_cond_t"),
     (SOLVER_CONFIG, "use_dynamic_shifting"),
     ("model_index.json", "is_distilled"),
 )

@@ -120,7 +120,8 @@ class DenoisePipeline:
         self._workspace = workspace
         self._memory = MemoryLimits()
         self._decoder = self._previewer = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
-        self.vae_alone = VaeAlone(family, self._codec, self.denoiser.config, self._decoder)
+        config: Any = self.denoiser.config
+        self.vae_alone = VaeAlone(family, self._codec, config, self._decoder)
         if PREVIEW_VAE in modules:
             small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
             self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
@@ -133,7 +134,6 @@ class DenoisePipeline:
         for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
-        config: Any = self.denoiser.config
         if reason := family.network.refusal(config):
             raise EngineError(f"{folder}: {reason}")
 
@@ -192,8 +192,8 @@ class DenoisePipeline:
         return tuple(codec.noted)
 
     def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray | torch.Tensor:
-        """Return what a request wants of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3),
-        or latents as results have them.
+        """Return the result of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3), or latents
+        as results have them, as the request wants.
 
         Raises ComputationFailed.
         """

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from configs.model import TextPadding
+from configs.options import PromptSyntax
 from deployments.engines.building.build import IMPORT_LOCK, build_module
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
@@ -214,7 +215,7 @@ class TextEncoder:
         max_length: int | None = None,
         *,
         layer: ClipLayer = PENULTIMATE,
-        has_weights: bool = False,
+        syntax: PromptSyntax = "plain",
         words: LearnedWords | None = None,
     ) -> list[TokenizedText]:
         """Cut the whole text into padded pieces, as `TextTokenizer.chunk`. Raises EngineError if this is no CLIP."""
@@ -222,8 +223,11 @@ class TextEncoder:
             raise EngineError(
                 f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
             )
-        cut = self._tokenizer.chunk_weighted if has_weights else self._tokenizer.chunk
-        found = cut(text, max_length, words)
+        if syntax == "comfyui":
+            found = self._tokenizer.chunk_comfyui(text, max_length)
+        else:
+            cut = self._tokenizer.chunk if syntax == "plain" else self._tokenizer.chunk_weighted
+            found = cut(text, max_length, words)
         return [
             replace(self._outputs.as_asked(piece, max_length, "stock", as_embedding=False), layer=layer)
             for piece in found

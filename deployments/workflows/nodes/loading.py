@@ -79,6 +79,15 @@ def _last_layer(clip: ClipValue, stop_at_clip_layer: int) -> tuple[ClipValue]:
     return (replace(clip, last_layer=stop_at_clip_layer),)
 
 
+def _noted(kind: str) -> Any:
+    """Return the function of a node that a sampler refuses, unless it changes nothing of what is sampled."""
+
+    def noted(model: ModelValue, **values: Any) -> tuple[ModelValue]:
+        return (replace(model, extra=(*model.extra, (kind, tuple(values.values())))),)
+
+    return noted
+
+
 def _control_net(catalog: Catalog, control_net_name: str) -> tuple[ControlNetValue]:
     return (ControlNetValue(found_models(catalog, "controlnet", control_net_name, "control_net_name")[0]),)
 
@@ -133,6 +142,7 @@ LOADERS: Final = (
         _lora,
     ),
     _loader("LoraLoaderModelOnly", (_MODEL, file("lora_name", "loras"), _STRENGTH), (Output("MODEL"),), _lora_model),
+    Kind("CFGNorm", (_MODEL, number("strength", 1.0, 0.0, 100.0)), (Output("MODEL"),), _noted("CFGNorm")),
     Kind("CLIPSetLastLayer", (_CLIP, integer("stop_at_clip_layer", -1, -24, -1)), (Output("CLIP"),), _last_layer),
     _loader("ControlNetLoader", (file("control_net_name", "controlnet"),), (Output("CONTROL_NET"),), _control_net),
     Kind(

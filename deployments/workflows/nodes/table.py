@@ -13,12 +13,13 @@ from deployments.workflows.nodes.loading import LOADERS
 from deployments.workflows.nodes.logic import LOGIC
 from deployments.workflows.nodes.masks import MASKS
 from deployments.workflows.nodes.texts import TEXTS
+from deployments.workflows.nodes.writing import WRITING
 from deployments.workflows.sampling import SAMPLING
 
 KINDS: Final = MappingProxyType(
     {
         kind.name: kind
-        for group in (LOADERS, CONDITIONING, SAMPLING, LATENTS, FILES, IMAGES, MASKS, TEXTS, LOGIC)
+        for group in (LOADERS, CONDITIONING, SAMPLING, LATENTS, FILES, IMAGES, MASKS, TEXTS, WRITING, LOGIC)
         for kind in group
     }
 )

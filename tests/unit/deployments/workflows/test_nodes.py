@@ -13,6 +13,7 @@ from kit.seeding import seeded_random, seeded_rng
 from kit.workflows import FakeBackend, Told, png_file, workflow_of
 from PIL import Image
 
+from deployments.workflows.checking import check
 from deployments.workflows.expressions import BadExpression, computed
 from deployments.workflows.kinds import Choice
 from deployments.workflows.nodes.files import read_image
@@ -384,3 +385,38 @@ def test_numbers_are_converted() -> None:
     for text in ("no number", "inf", "nan"):
         with pytest.raises(Refused):
             call("ComfyNumberConvert", value=text)
+
+
+async def test_a_language_model_writes() -> None:
+    on = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05, "seed": 2**63 + 5}
+    nodes: dict[str, Any] = {
+        "clip": ("CLIPLoader", {"clip_name": "writer.safetensors", "type": "qwen"}),
+        "image": ("EmptyImage", {"width": 8, "height": 8, "batch_size": 1, "color": 0}),
+        "write": (
+            "TextGenerate",
+            {
+                "clip": ("clip", 0),
+                "prompt": "hello",
+                "max_length": 9,
+                "sampling_mode": "on",
+                "images.image_0": ("image", 0),
+            }
+            | {f"sampling_mode.{name}": value for name, value in on.items()},
+        ),
+        "show": ("PreviewAny", {"source": ("write", 0)}),
+        "thought": ("PreviewAny", {"source": ("write", 1)}),
+    }
+    backend = FakeBackend()
+    assert check(workflow_of(**nodes), backend).errors == ()
+    shown = await run(workflow_of(**nodes), backend, Told())
+    assert shown == {"show": {"text": ["hello!"]}, "thought": {"text": ["of hello"]}}
+    ((request, num_images),) = backend.asked
+    assert (request.max_tokens, request.top_k, request.seed, request.enable_thinking, num_images) == (
+        9,
+        20,
+        5,
+        False,
+        1,
+    )
+    nodes["clip"] = ("CLIPLoader", {"clip_name": "clip_l.safetensors", "type": "flux"})
+    assert "no language model" in str(check(workflow_of(**nodes), backend).errors[0])

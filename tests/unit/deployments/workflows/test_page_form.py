@@ -109,6 +109,12 @@ def test_values_may_be_a_mapping_and_later_widgets_have_defaults() -> None:
     assert nodes["2"].inputs == {"width": 64, "height": 512, "batch_size": 1, "color": 0}
 
 
+def test_a_widget_in_the_middle_that_is_newer_than_the_file_has_its_default() -> None:
+    page = Page().add(1, "ResizeImageMaskNode", ["scale total pixels", 1.5, "lanczos"])
+    inputs = page.read().nodes["1"].inputs
+    assert (inputs["resize_type.multiple"], inputs["scale_method"]) == (1, "lanczos")
+
+
 def test_a_converted_widget_keeps_its_place_and_the_link_wins() -> None:
     page = Page().add(1, "PrimitiveInt", [24, "fixed"])
     page.add(2, "EmptyImage", [16, 8, 1, 0], ("height:INT:w",)).link(1, 0, 2, "height", "INT")

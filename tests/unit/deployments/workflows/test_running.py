@@ -180,6 +180,13 @@ def test_unknown_nodes_are_named_and_run_nothing() -> None:
     (error,) = check(workflow, FakeBackend()).errors
     assert (error.type, error.node, error.kind) == ("missing_node_type", "evil", "ExecuteAnything")
     assert dependent_outputs(workflow, "evil") == ["save"]
+    end = workflow_of(
+        image=("EmptyImage", SIZE),
+        save=("SaveImage", {"images": ("image", 0), **SAVE}),
+        sound=("SaveSound", {"images": ("image", 0)}),
+    )
+    found = check(end, FakeBackend())
+    assert (found.outputs, [one.node for one in found.errors]) == (("save",), ["sound"])
     with pytest.raises(WorkflowError, match="no outputs") as caught:
         check(workflow_of(evil=("ExecuteAnything", {})), FakeBackend())
     assert [one.kind for one in caught.value.errors] == ["ExecuteAnything"]

@@ -106,6 +106,7 @@ async def test_a_ksampler_is_one_request():
     assert (request.sampler.name, request.sampler.cfg, request.sampler.noise_seed) == ("euler", 2.0, 2**64 - 1)
     assert (request.width, request.height, request.n, request.output) == (64, 96, 2, "latent")
     assert (request.prompt, request.negative_prompt, request.model) == ("a cat", "a dog", "sdxl")
+    assert request.prompt_syntax == "comfyui"
     assert (latent.batch, latent.width, latent.height) == (2, 64, 96)
 
 
@@ -230,7 +231,7 @@ def pair_of(**prompt: Any) -> dict[str, Any]:
         (pair_of(start=0.5), "positive", "all steps"),
         (pair_of(extra=(("sdxl_sizes", (64, 96, 8, 0, 64, 96)),)), "positive", "sdxl_sizes"),
         (pair_of(texts=(("clip_g", "another"),)), "positive", "one text"),
-        ({"positive": (Prompt(ClipValue(("sdxl",)), "a (cat:1.2)"),)}, "positive", "weights"),
+        ({"of": "flux", "positive": (Prompt(ClipValue(("flux",)), "a (cat:1.2)"),)}, "positive", "weights"),
         ({"positive": (Prompt(ClipValue(("sdxl",)), "embedding:cat"),)}, "positive", "embeddings"),
     ],
 )
