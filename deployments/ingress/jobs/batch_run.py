@@ -167,9 +167,18 @@ class BatchRun:
         """Keep a line's result, together with those of lines that end meanwhile."""
         self._unkept[result.number] = result
         async with self._keeping:
-            if result.number in self._unkept:
-                group, self._unkept = self._unkept, {}
-                await self._keep_all(list(group.values()))
+            while result.number in self._unkept:
+                await self._keep_all(self._next_group())
+
+    def _next_group(self) -> list[LineResult]:
+        """Take results to be kept together, the first ones, as many as one call of the owner may bring."""
+        group, num_bytes = list[LineResult](), 0
+        for number, one in list(self._unkept.items()):
+            num_bytes += len(one.content)
+            if group and num_bytes > PIECE_BYTES:
+                break
+            group.append(self._unkept.pop(number))
+        return group
 
     async def _keep_all(self, results: Sequence[LineResult]) -> None:
         taken = self._taken
