@@ -204,12 +204,11 @@ class BatchRun:
         rest, number, offset = b"", 0, 0
         while piece := await self._told(WeightRegistry.read_file, self._taken.key, self._file, offset, PIECE_BYTES):
             offset += len(piece)
-            *whole, rest = (rest + piece).split(b"\n")
+            lines, rest, number = await asyncio.to_thread(_split, rest + piece, number)
             if len(rest) > MAX_LINE_BYTES:
                 why = f"more than {MAX_LINE_BYTES} bytes without the end of a line"
                 raise _BadFile([_problem("invalid_json_line", why, None, number)])
-            yield [(number + place, line) for place, line in enumerate(whole) if line.strip()]
-            number += len(whole)
+            yield lines
         if piece is None:
             raise _BadFile(
                 [_problem("file_not_found", f"input_file_id: {self._file!r} is gone", "input_file_id", None)]
@@ -226,6 +225,13 @@ class BatchRun:
                 logger.warning("batch %s waits: %s", self._taken.id, str(error).partition("\n")[0])
             await asyncio.sleep(pause_s)
         raise AssertionError("pauses have no end")
+
+
+def _split(content: bytes, number: int) -> tuple[Lines, bytes, int]:
+    """Return the lines of a content from a number on, the rest behind the last one, and the rest's number."""
+    *whole, rest = content.split(b"\n")
+    lines = [(number + place, line) for place, line in enumerate(whole) if line.strip()]
+    return lines, rest, number + len(whole)
 
 
 def _request_of(line: bytes, endpoint: str) -> tuple[str, bytes]:
