@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 judges: $(JUDGES)/protocol/.installed  ## Clients that test us and cannot share our pins
 
-judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/comfyui/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<

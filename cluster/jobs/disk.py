@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from cluster.jobs.book import BOOK_FILE, JobBook, result_name
 from cluster.jobs.file_book import OUTPUT
-from cluster.jobs.records import ClientFile, Content, DueHook, Job, JobAnswer, JobError, LineResult, NewJob
+from cluster.jobs.records import ClientFile, DueHook, Job, JobAnswer, JobError, LineResult, NewJob
 from cluster.jobs.results import ResultFiles
 from cluster.records.errors import JobsUnavailable
 from configs.jobs import JobsConfig
@@ -71,11 +71,8 @@ class JobDisk:
         self._results.remove(self.book.sweep(config, now_s))
         return True
 
-    def read(self, key: str, id_: str, offset: int, num_bytes: int, of: Content, now_s: float) -> bytes | None:
-        """Return a part of a job's result, or of the request of an unfinished one; None without one."""
-        if of == "request":
-            body = self.book.body(key, id_)
-            return None if body is None else body[offset : offset + num_bytes]
+    def read(self, key: str, id_: str, offset: int, num_bytes: int, now_s: float) -> bytes | None:
+        """Return a part of a job's result; None without one."""
         job = self.book.find(key, id_, now_s)
         if job is None or job.answer is None:
             return None

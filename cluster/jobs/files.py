@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from cluster.jobs.disk import JobDisk
-from cluster.jobs.records import ClientFile, Content, LineResult, Order
+from cluster.jobs.records import ClientFile, LineResult, Order
 from configs.jobs import JobsConfig
 
 
@@ -30,11 +30,13 @@ class FileOwner:
         self._disk = disk
         self._clocks = clocks
 
-    async def read_result(
-        self, key: str, id_: str, offset: int, num_bytes: int, of: Content = "result"
-    ) -> bytes | None:
-        """Return a part of a job's result, or of the request of an unfinished one; None where there is none."""
-        return await self._disk.run(self._disk.read, key, id_, offset, num_bytes, of, self._clocks.unix_s())
+    async def read_result(self, key: str, id_: str, offset: int, num_bytes: int) -> bytes | None:
+        """Return a part of a job's result; None where there is none."""
+        return await self._disk.run(self._disk.read, key, id_, offset, num_bytes, self._clocks.unix_s())
+
+    async def read_body(self, key: str, id_: str) -> bytes | None:
+        """Return the body of an unfinished job's request; None for another job."""
+        return await self._disk.run(lambda: self._disk.book.body(key, id_))
 
     async def begin_file(self, key: str) -> ClientFile:
         """Begin an upload. Raises JobsFull."""

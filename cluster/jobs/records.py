@@ -8,7 +8,6 @@ from typing import Any, Final, Literal
 
 Status = Literal["queued", "running", "done", "failed", "cancelled"]
 Order = Literal["asc", "desc"]
-Content = Literal["result", "request"]
 Headers = tuple[tuple[str, str], ...]
 BATCHES: Final = "/v1/batches"  # the endpoint of jobs whose lines are requests
 

@@ -64,7 +64,7 @@ class Prompts:
         found, left = list[list[Any]](), _MAX_BYTES
         for job in await self.of(status):
             left -= job.num_bytes
-            body = await self.desk.body(job) if left >= 0 else None
+            body = await self.desk.body(job.id) if left >= 0 else None
             found.append(queue_item(job, await asyncio.to_thread(from_json, body) if body else {}))
         return found
 

@@ -159,9 +159,11 @@ class _Watch:
                         self._send(job, "execution_cached", {"nodes": []})
                 if job.has_ended and not told.get(job.id):
                     self._tell_end(job, await self._watches.prompts.entry(job))
-            except Exception as error:
-                logger.warning("job %s cannot be followed: %s", job.id, str(error).partition("\n")[0])
-            self._send(job, "executing", {"node": None, "display_node": None})
+            except Exception as error:  # it runs on: the next look follows it again
+                logger.warning("job %s cannot be followed now: %s", job.id, str(error).partition("\n")[0])
+                self._known.pop(job.id, None)
+                return
+        self._send(job, "executing", {"node": None, "display_node": None})
         self.look()
 
     def _tell_end(self, job: Job, entry: Mapping[str, Any]) -> None:

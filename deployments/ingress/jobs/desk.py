@@ -111,9 +111,9 @@ class JobDesk:
         """Return a page of jobs, None where there is none `after`."""
         return await self.call(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
 
-    async def body(self, job: Job) -> bytes | None:
+    async def body(self, id_: str) -> bytes | None:
         """Return the body of an unfinished job's request; None for another job."""
-        return await self.call(WeightRegistry.read_result, current_key(), job.id, 0, job.num_bytes, "request")
+        return await self.call(WeightRegistry.read_body, current_key(), id_)
 
     async def cancel(self, id_: str) -> Job | None:
         """End a job unless it has ended, and return it; None where there is none."""

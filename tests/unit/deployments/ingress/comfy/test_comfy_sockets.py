@@ -89,6 +89,49 @@ async def test_a_client_is_told_all_of_its_prompt_in_order(comfy: Comfy) -> None
     assert {"status": {"exec_info": {"queue_remaining": 1}}} in heard.data("status")
 
 
+async def test_who_connects_after_its_prompt_hears_that_it_is_not_done(owner: JobOwner, tmp_path: Path) -> None:
+    """Some clients send first, and take a first message with an empty queue for the end."""
+    held = Held()
+    held.states["x2"] = ModelRecord("x2", "ready", "upscaler", 1, "v", variant={"scale": 2})
+    async with comfy_over(held, owner, tmp_path / "files") as comfy:
+        async with comfy.socket("other") as first_of_key:
+            await first_of_key.recv()
+            id_ = await comfy.begin(enlarged_workflow("x2"), client_id="me")
+            async with comfy.socket("me") as socket:
+                told = json.loads(await socket.recv())["data"]
+                assert told == {"status": {"exec_info": {"queue_remaining": 1}}, "sid": "me"}
+                held.gate.set()
+                heard = await heard_until_end(socket, id_)
+        assert heard.names()[-2:] == ["execution_success", "executing"]
+        await comfy.ended(id_)
+        async with comfy.socket("me") as socket:
+            assert json.loads(await socket.recv())["data"]["status"]["exec_info"]["queue_remaining"] == 0
+
+
+async def test_a_prompt_is_not_over_when_the_owner_of_jobs_is_away(
+    owner: JobOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, asked, watch = Held(), 0, JobOwner.watch_job
+    held.states["x2"] = ModelRecord("x2", "ready", "upscaler", 1, "v", variant={"scale": 2})
+
+    async def away_at_first(self: JobOwner, *arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise ConnectionError("it restarts")
+        return await watch(self, *arguments)
+
+    monkeypatch.setattr(JobOwner, "watch_job", away_at_first)
+    async with comfy_over(held, owner, tmp_path / "files") as comfy, comfy.socket("me") as socket:
+        id_ = await comfy.begin(enlarged_workflow("x2"), client_id="me")
+        await until(lambda: asked > 2 and held.requests)
+        held.gate.set()
+        heard = await heard_until_end(socket, id_)
+        assert heard.names()[-2:] == ["execution_success", "executing"]
+        assert heard.names().count("execution_start") == 1
+        assert id_ in (await comfy.http.get(f"/history/{id_}")).json()
+
+
 async def test_the_number_of_unfinished_prompts_is_told_to_all_of_a_key(comfy: Comfy) -> None:
     async with comfy.socket("me") as mine, comfy.socket("other") as other:
         await comfy.ended(await comfy.begin(plain_workflow(), client_id="me"))
