@@ -77,7 +77,7 @@ _NORMED: Final = "CFGNorm"  # equal to nothing without guidance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What a sampling node asks for, whatever its kind."""
+    """The request of a sampling node of any kind."""
 
     model: ModelValue
     positive: Conditioning

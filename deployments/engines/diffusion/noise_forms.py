@@ -1,4 +1,4 @@
-"""How latents hold noise of a level, sigma, and what a model's output says of the image in them.
+"""The forms in which latents hold noise of a level, sigma, and a model's output tells of the image in them.
 
 Source: ComfyUI, `comfy/model_sampling.py`.
 """
