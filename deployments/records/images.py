@@ -201,7 +201,7 @@ class ImageRequest(ServedRequest, ImageOptions):
 
     @property
     def is_of_vae(self) -> bool:
-        """Whether it asks for the VAE's work alone."""
+        """Return whether it asks for the VAE's work alone."""
         return self.output in ("encoded", "decoded")
 
 

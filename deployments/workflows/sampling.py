@@ -80,7 +80,7 @@ _NORMED: Final = "CFGNorm"  # equal to nothing without guidance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What a sampling node asks for, whatever its kind."""
+    """The terms of a sampling node, whatever its kind."""
 
     model: ModelValue
     positive: Conditioning

@@ -1,4 +1,4 @@
-"""How latents hold noise of a level, sigma, and what a model's output says of the image in them.
+"""Forms of noise: latents that hold noise of a level, sigma, and the image that a model's output says is in them.
 
 Source: ComfyUI, `comfy/model_sampling.py`.
 """

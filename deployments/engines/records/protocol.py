@@ -252,7 +252,7 @@ class DiffusionRequest(Denoising):
 
     @property
     def ends_with_latents(self) -> bool:
-        """Whether its steps give latents in place of images."""
+        """Return whether its steps give latents in place of images."""
         return self.output in ("latent", "latent_and_clean")
 
 

@@ -66,7 +66,7 @@ SAMPLED = {
 
 @pytest.mark.parametrize("name", [SDXL, FLUX])
 def test_latents_are_handed_on_and_decoded(models, name):
-    """What is decoded of handed latents is the image of a request for one, and a second pass begins where one ended."""
+    """Handed latents decode to the image of a request for one, and a second pass begins where one ended."""
     sampler = SAMPLED[name]
     asked = {"model": name, "prompt": "a handwritten five", "negative_prompt": "", "width": 32, "height": 32, "n": 2}
     [image, _] = models.generate(ImageRequest(**asked, sampler=sampler)).images
