@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 judges: $(JUDGES)/protocol/.installed  ## Clients that test us and cannot share our pins
 
-judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/comfyui/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
@@ -88,7 +88,7 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 
 # Copies of one process run the unit tests (tests/kit/forks.py): workers of pytest-xdist would each import libraries and
 # collect all tests. The plugin for repeated tests begins a thread where it finds xdist, and copies have no threads.
-UNITS := tests/unit -m "not long" -p no:xdist --forks $(PARTS)
+IN_COPIES := -p no:xdist --forks $(PARTS)
 
 test: setup judges  ## Lint, types, contracts, all tests but the long ones: Ray's, PARTS of the unit tests and all else side by side
 	@rm -rf $(TIME_FILES)
@@ -99,7 +99,7 @@ test-ray: setup judges
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" --times $(TIME_FILES)/ray.tsv $(TWICE)
 
 test-unit: setup judges  # nicer than the tests of Ray, which take longest and wait for processes that start
-	nice -n 5 $(PYTEST) $(UNITS) --times $(TIME_FILES)/unit.tsv $(TWICE)
+	nice -n 5 $(PYTEST) tests/unit -m "not long" $(IN_COPIES) --times $(TIME_FILES)/unit.tsv $(TWICE)
 
 test-device: setup
 	$(PYTEST) tests/device -m "not long" --times $(TIME_FILES)/device.tsv $(TWICE)
@@ -108,16 +108,16 @@ times: setup     ## Store what the last `make test` took, where the next reader 
 	$(BIN)/python infra/times_report.py $(TIME_FILES)/*.tsv --to tests/times.md
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
-	$(PYTEST) tests/unit -m long -n 2 --dist worksteal
+	$(PYTEST) tests/unit -m long $(IN_COPIES)
 	$(PYTEST) tests/device -m long -n 2 --dist worksteal
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
 
 test-eighth: setup judges-long ## One eighth of test-long but for its soak, which the Python files draw (SHARE=3/8: the third)
-	$(PYTEST) tests/unit -m long -n 2 --dist worksteal --share $(SHARE)
-	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE)
-	$(PYTEST) tests/e2e -m long --share $(SHARE) --ignore tests/e2e/test_soak.py || [ $$? = 5 ]  # no test is in this share
-	$(PYTEST) tests/integration -m long --share $(SHARE) || [ $$? = 5 ]
+	$(PYTEST) tests/unit -m long $(IN_COPIES) --share $(SHARE) $(TWICE)
+	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE) $(TWICE)
+	$(PYTEST) tests/e2e -m long --share $(SHARE) --ignore tests/e2e/test_soak.py $(TWICE) || [ $$? = 5 ]  # no test is in this share
+	$(PYTEST) tests/integration -m long --share $(SHARE) $(TWICE) || [ $$? = 5 ]
 
 abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of another key have to go on as before
 	PYTHONPATH=.:tests $(BIN)/python tests/abuse/run_abuse.py
@@ -125,7 +125,7 @@ abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of ano
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \
 	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
-	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py \
+	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py tests/integration/test_killed_jobs.py \
 	    -k "kill or keeper or registry or 64 or images" || exit 1; \
 	done
 
@@ -146,7 +146,7 @@ test-gpu: setup  ## The device tests on this machine's CUDA cards instead of a s
 	$(PYTEST) tests/device --device cuda
 
 unit: setup      ## The quick tests without Ray, in under a minute
-	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) tests/unit -m "not slow" $(IN_COPIES)
 
 coverage: setup  ## Share of the product's lines that the unit tests run, and the modules with the least of them
 	rm -rf out/coverage && mkdir -p out/coverage

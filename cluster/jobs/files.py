@@ -34,6 +34,10 @@ class FileOwner:
         """Return a part of a job's result; None where there is none."""
         return await self._disk.run(self._disk.read, key, id_, offset, num_bytes, self._clocks.unix_s())
 
+    async def read_body(self, key: str, id_: str) -> bytes | None:
+        """Return the body of an unfinished job's request; None for another job."""
+        return await self._disk.run(lambda: self._disk.book.body(key, id_))
+
     async def begin_file(self, key: str) -> ClientFile:
         """Begin an upload. Raises JobsFull."""
         return await self._disk.run(self._disk.begin_file, key, self._clocks.unix_s())

@@ -81,10 +81,6 @@ class JobOwner:
         )
         return None if jobs is None else [self._with_progress(job) for job in jobs]
 
-    async def read_body(self, key: str, id_: str) -> bytes | None:
-        """Return the body of an unfinished job's request; None for another job."""
-        return await self._disk.run(lambda: self._disk.book.body(key, id_))
-
     async def watch_job(self, key: str, id_: str, seen: JobState | None, wait_s: float) -> Job | None:
         """Return a job once it differs from `seen`, or its state after `wait_s`; None for an unknown one."""
         deadline_s = self._clocks.steady_s() + wait_s

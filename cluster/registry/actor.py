@@ -378,7 +378,6 @@ class WeightRegistry:
 
     add_job = _expose("_jobs", JobOwner.add_job)
     find_job = _expose("_jobs", JobOwner.find_job)
-    read_body = _expose("_jobs", JobOwner.read_body)
     list_jobs = _expose("_jobs", JobOwner.list_jobs)
     watch_job = _in_group(WATCHING)(_expose("_jobs", JobOwner.watch_job))
     cancel_job = _expose("_jobs", JobOwner.cancel_job)
@@ -387,6 +386,7 @@ class WeightRegistry:
     beat_jobs = _expose("_jobs", JobOwner.beat_jobs)
     release_jobs = _expose("_jobs", JobOwner.release_jobs)
     end_job = _expose("_jobs", JobOwner.end_job)
+    read_body = _expose("_files", FileOwner.read_body)
     read_result = _expose("_files", FileOwner.read_result)
     begin_file = _expose("_files", FileOwner.begin_file)
     append_file = _expose("_files", FileOwner.append_file)

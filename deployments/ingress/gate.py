@@ -317,7 +317,12 @@ class BodyGate:
                     body = BoundedBody(scope, receive, send, self._limits, large, max_file_bytes=self._max_file_bytes)
                     receive, send = body.receive, body.send
                 if caller:
-                    request.enter_context(caller.begin_request(is_look=_looks_at_jobs(scope)))
+                    counted = caller.begin_request(is_look=_looks_at_jobs(scope))
+                    if scope["type"] == "http":
+                        request.enter_context(counted)
+                    else:  # open for hours, and no work: once for the rate
+                        with counted:
+                            pass
                     request.enter_context(acting_for(caller))
                 if _asks_a_model(scope):
                     terms = read_terms(Headers(scope=scope), tenant)

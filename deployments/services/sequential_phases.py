@@ -86,7 +86,7 @@ class SequentialPhases:
         return replace(output, images=images, latents=latents, times=times), _together(reports)
 
     async def run_vae(self, job: ImageJob) -> tuple[npt.NDArray[np.float32], SwitchReport]:
-        """Return a request's pixels or latents encoded or decoded, a turn for each image, and the switch."""
+        """Return the VAE's result for a request's pixels or latents, and the switch: a turn for each image."""
         denoiser = family_of(job.manifest.class_name or "").denoiser_name
         async with job.lease(self._cache, _all_but(denoiser), []) as lease:
             pipeline = await self._pipeline(lease, denoiser)

@@ -1,4 +1,4 @@
-"""Whether a workflow can be honoured, found before anything runs.
+"""The check whether a workflow can be honoured, before anything runs.
 
 Every node that makes small values is computed, and those of a device are planned over what will be there: so a sampler
 refuses what its model does not do by what is linked to it, not by its own words alone. Images are not computed. Texts
@@ -23,7 +23,7 @@ _PIXELS: Final = ("IMAGE", "MASK", "IMAGE,MASK")  # computing them takes a run's
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check found: the output nodes that can run, and what is wrong with others."""
+    """The findings of a check: the output nodes that can run, and the faults of others."""
 
     outputs: tuple[str, ...]
     errors: tuple[NodeError, ...]
@@ -81,7 +81,7 @@ def dependent_outputs(workflow: Workflow, node: str) -> list[str]:
 
 
 def planned(ready: Ready, catalog: Catalog | None) -> Outputs:
-    """Return what stands for a node's outputs before it runs."""
+    """Return the values that stand for a node's outputs before it runs."""
     kind = ready.kind
     makes_pixels = any(one.type in _PIXELS for one in kind.outputs)
     lacks_catalog = kind.reads_catalog and catalog is None
@@ -95,7 +95,7 @@ def planned(ready: Ready, catalog: Catalog | None) -> Outputs:
 
 
 def fault(ready: Ready, error: BaseException) -> NodeError:
-    """Return what a node's function raised as an error of the node."""
+    """Return the exception of a node's function as an error of the node."""
     node = ready.node
     if isinstance(error, Refused):
         return NodeError(node.id, node.kind, node.title, error.type, error.message, "", error.input)

@@ -41,7 +41,7 @@ class Ready:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its function has to wait for what only a run computes."""
+        """Return whether its function has to wait for what only a run computes."""
         hidden = ("IMAGE", "MASK", "LATENT", "VIDEO", "AUDIO") if self.kind.is_opaque else ()
         types = {one.name: one.type for one in self.kind.inputs}
         return any(
@@ -101,7 +101,7 @@ class Evaluation:
             self.errors.append(error)
 
     def has_failed(self, node: str) -> bool:
-        """Whether a node, or one before it, failed."""
+        """Return whether a node, or one before it, failed."""
         return self._outputs.get(node) is _FAILED
 
     def _refuse(self, node: Node, type: ErrorType, message: str, details: str = "", input: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How a kind of node is declared: its inputs, its outputs, and one function.
+"""The declaration of a kind of node: its inputs, its outputs, and one function.
 
 The function is called with its inputs by name. A dynamic choice comes as a `Choice`, a growing input as a mapping of
 what was given; optional inputs that nobody gave are left out where they have no default. It returns a tuple with a
@@ -46,7 +46,7 @@ class Input:
 
     @property
     def is_widget(self) -> bool:
-        """Whether the page shows a field for it, and saves its value in `widgets_values`."""
+        """Return whether the page shows a field for it, and saves its value in `widgets_values`."""
         return self.type in WIDGETS and not self.linked_only and not self.grows
 
     def takes(self, given: str) -> bool:

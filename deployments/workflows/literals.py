@@ -30,7 +30,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def choices_of(one: Input, catalog: Catalog | None) -> Sequence[str]:
-    """Return what a COMBO may be; nothing where anything may."""
+    """Return the values that a COMBO may have; nothing where it may have any."""
     return catalog.files(one.folder) if one.folder and catalog is not None else one.choices
 
 

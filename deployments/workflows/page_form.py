@@ -157,7 +157,7 @@ class _Page:
         return bare if self._draws is None else pick_words(bare, self._draws)
 
     def _source(self, place: _Place, link: Any, type: str) -> Link | _Literal | None:
-        """Return what a link gives: a node that is sent, a literal, or nothing."""
+        """Return the source of a link: a node that is sent, a literal, or nothing."""
         for _ in range(_MAX_STEPS):
             edge = place.graph.edges.get(_key(link))
             if edge is None:
@@ -195,7 +195,7 @@ class _Page:
         raise WorkflowError("links go in a circle through nodes that only hand on", "dependency_cycle")
 
     def _from_host(self, place: _Place, slot: int) -> Link | _Literal | None:
-        """Return what a subgraph's input gives: the link outside, or the value that its host keeps."""
+        """Return the source of a subgraph's input: the link outside, or the value that its host keeps."""
         if place.host is None or place.outer is None or not 0 <= slot < len(place.graph.inputs):
             return None
         name = place.graph.inputs[slot]
@@ -213,7 +213,7 @@ class _Page:
         return None
 
     def _feeds_widget(self, graph: _Graph, slot: int, depth: int) -> bool:
-        """Whether an input of a subgraph goes to a widget of an inner node, or of one further inside."""
+        """Return whether an input of a subgraph goes to a widget of an inner node, or of one further inside."""
         key = (id(graph), slot)
         if key not in self._widget_slots:
             self._widget_slots[key] = False  # of a subgraph in itself

@@ -27,7 +27,7 @@ def compiled(pattern: str, case_insensitive: bool, multiline: bool, dotall: bool
 
 
 def in_time(search: Callable[[float], _T]) -> _T:
-    """Return what a search finds; it is called with the seconds that it may take."""
+    """Return the result of a search; it is called with the seconds that it may take."""
     try:
         return search(_SECONDS)
     except TimeoutError:

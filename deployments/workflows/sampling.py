@@ -80,7 +80,7 @@ _NORMED: Final = "CFGNorm"  # equal to nothing without guidance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The terms of a sampling node, whatever its kind."""
+    """The request of a sampling node of any kind."""
 
     model: ModelValue
     positive: Conditioning

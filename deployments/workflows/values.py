@@ -1,4 +1,4 @@
-"""What goes from node to node: small values that say what a sampler will ask for. Images and latents are arrays.
+"""The values that go from node to node: small ones that say what a sampler will ask for. Images and latents are arrays.
 
 Before anything runs, `check` computes all values that need no computing on a device. What is not there then, an image
 or a latent, is `PENDING`: functions of nodes that hand such things on must not look into them.
@@ -41,7 +41,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """What a function of a node returns where a device or a file is needed: `act` gives the outputs.
+    """The return value of a node's function where a device or a file is needed: `act` gives the outputs.
 
     `outputs` stand for them while the workflow is only checked.
     """
@@ -151,7 +151,7 @@ class ControlUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inpainting:
-    """What InpaintModelConditioning gives as channels: the latent with the masked part gray, and the mask."""
+    """The channels of InpaintModelConditioning: the latent with the masked part gray, and the mask."""
 
     latent: Latent
     mask: Mask

@@ -59,7 +59,7 @@ _NOT_FOUND: Final = "another class"
 
 
 class Finding(NamedTuple):
-    """What became of a template: `lacks` is empty where it runs."""
+    """The outcome of a template: `lacks` is empty where it runs."""
 
     name: str
     lacks: str
@@ -144,7 +144,7 @@ def class_of(file: str) -> str:
 
 
 def finding(name: str, document: Any) -> Finding:
-    """Return what becomes of a template."""
+    """Return the outcome of a template."""
     try:
         workflow = read_workflow(document)
         found = check(workflow, StandIns(workflow))

@@ -34,22 +34,25 @@ def workflow(prompt: str, seed: int) -> dict[str, Any]:
     }
 
 
-async def followed(url: str, prompt: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Send a prompt, and return its id and what its client is told until it is over."""
+async def followed(url: str, prompt: dict[str, Any], **more: Any) -> tuple[str, list[dict[str, Any]], list[bytes]]:
+    """Send a prompt, and return its id, the events until it is over, and its previews."""
     client, address = uuid.uuid4().hex, url.replace("http://", "ws://")
-    events = []
+    events, previews = list[dict[str, Any]](), list[bytes]()
     async with (
         httpx.AsyncClient(base_url=url, timeout=120) as http,
         websockets.connect(f"{address}/ws?clientId={client}") as socket,
         asyncio.timeout(120),
     ):
-        answer = await http.post("/prompt", json={"prompt": prompt, "client_id": client})
+        answer = await http.post("/prompt", json={"prompt": prompt, "client_id": client, **more})
         assert answer.status_code == 200, answer.text
         id_ = answer.json()["prompt_id"]
         async for message in socket:
+            if isinstance(message, bytes):
+                previews.append(message[8:])
+                continue
             events.append(json.loads(message))
             if events[-1]["type"] == "executing" and events[-1]["data"]["node"] is None:
-                return id_, events
+                return id_, events, previews
     raise AssertionError("the websocket ended before the prompt")
 
 
@@ -64,7 +67,8 @@ def test_a_workflow_makes_the_image_of_its_seed(cluster: Cluster) -> None:
     with httpx.Client(base_url=cluster.url, timeout=120) as http:
         images = []
         for prompt in prompts:
-            id_, events = asyncio.run(followed(cluster.url, prompt))
+            id_, events, previews = asyncio.run(followed(cluster.url, prompt))
+            assert previews == []
             names = [event["type"] for event in events]
             assert names.count("execution_success") == 1
             steps = [event["data"]["value"] for event in events if event["type"] == "progress"]
@@ -81,6 +85,15 @@ def test_a_workflow_makes_the_image_of_its_seed(cluster: Cluster) -> None:
     assert np.array_equal(one, again)
     assert np.abs(one - other).max() > 50
     assert one.std() > 20  # there is a digit
+
+
+def test_previews_come_for_who_asks(cluster: Cluster) -> None:
+    asked = followed(cluster.url, workflow("a handwritten five", 6), extra_data={"preview_method": "auto"})
+    _, _, previews = asyncio.run(asked)
+    assert previews
+    for preview in previews:
+        image = Image.open(io.BytesIO(preview))
+        assert (image.format, image.size) == ("JPEG", (32, 32))
 
 
 def test_a_workflow_is_refused_before_it_runs(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""Forms of noise: latents that hold noise of a level, sigma, and the image that a model's output says is in them.
+"""The forms in which latents hold noise of a level, sigma, and a model's output tells of the image in them.
 
 Source: ComfyUI, `comfy/model_sampling.py`.
 """

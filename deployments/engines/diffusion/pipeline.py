@@ -192,8 +192,8 @@ class DenoisePipeline:
         return tuple(codec.noted)
 
     def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray | torch.Tensor:
-        """Return the output of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3),
-        or latents as results have them.
+        """Return the result of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3), or latents
+        as results have them, as the request wants.
 
         Raises ComputationFailed.
         """

@@ -55,7 +55,7 @@ struct Stretch {
     int64_t begin, end;
 };
 template <class Element>
-constexpr int64_t kStretch = 4096 / sizeof(Element);
+constexpr int64_t kStretch = 3072 / sizeof(Element);
 
 // Fold the sums of R rows of x and 4 Q rows of W into to[r * stride + i], or add them there behind the first stretch.
 template <int R, int Q>

@@ -177,8 +177,8 @@ class Kernels:
     ) -> None:
         """Add factor (x down^T) up^T to `result` (..., outputs), of x (..., columns) and two matrices.
 
-        `down` is (rank, columns), `up` (outputs, rank). All are contiguous float32 on the host; 16 divides the columns
-        and 4 the rank. A row's result does not depend on the other rows, bit for bit. Raises MemoryError.
+        `down` is (rank, columns), `up` (outputs, rank). All are contiguous float32 on the host; 4 divides the columns
+        and the rank. A row's result does not depend on the other rows, bit for bit. Raises MemoryError.
         """
         (rank, columns), outputs = down.shape, len(up)
         given = down.data_ptr(), up.data_ptr(), rank, columns, outputs, x.data_ptr(), x.numel() // columns, factor

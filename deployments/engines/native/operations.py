@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,24 +33,31 @@ class Operations:
         self._library.impl("add_pair", _nothing, "Meta")
         self.linear: Any = torch.ops.atelier.linear.default
         self.add_pair: Any = torch.ops.atelier.add_pair.default
-        self._products = {torch.ops.atelier.linear.out: _linear_product, self.add_pair: _pair_product}
+        self._products: dict[Any, Callable[..., Product]] = {
+            torch.ops.atelier.linear.out: _linear_product,
+            self.add_pair: _pair_product,
+        }
 
     def joined(self, calls: Iterable[BoundCall], workspace: torch.UntypedStorage) -> Iterator[BoundCall]:
         """Yield calls that do the same, those of our operations that follow each other as one."""
         for is_ours, run in itertools.groupby(calls, self._is_product):
             if is_ours:
-                yield _JoinedProducts(self._kernels, [self._product_of(call) for call in run], workspace), (), {}
+                yield _JoinedProducts(self, [_ProductCall(*call) for call in run], workspace), (), {}
             else:
                 yield from run
+
+    def bound(self, calls: Sequence[_ProductCall]) -> ctypes.Array[Product]:
+        """Return the products of some calls, bound to where their tensors are now."""
+        return (Product * len(calls))(*(self._products[call.op](*call.args, **call.kwargs) for call in calls))
+
+    def run(self, products: ctypes.Array[Product]) -> None:
+        """Compute products, one after the other. Raises MemoryError."""
+        self._kernels.run(products)
 
     def _is_product(self, call: BoundCall) -> bool:
         op, args, kwargs = call
         tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
         return op in self._products and all(one.is_contiguous() for one in tensors)
-
-    def _product_of(self, call: BoundCall) -> Callable[[], Product]:
-        op, args, kwargs = call
-        return functools.partial(self._products[op], *args, **kwargs)
 
     def _linear(
         self,
@@ -67,24 +75,29 @@ class Operations:
         self._kernels.add_pair(result, x.contiguous(), down, up, factor)
 
 
+class _ProductCall(NamedTuple):
+    """A call of one of our operations."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class _JoinedProducts:
     """Products that follow each other, in one call: of few rows, a call of Python takes longer than a product."""
 
-    def __init__(
-        self, kernels: Kernels, makes: Sequence[Callable[[], Product]], workspace: torch.UntypedStorage
-    ) -> None:
-        """Of the memory that products are bound to, that of the workspace alone moves."""
-        self._kernels = kernels
-        self._makes = makes
+    def __init__(self, operations: Operations, calls: Sequence[_ProductCall], workspace: torch.UntypedStorage) -> None:
+        """Bind the calls. Of the memory of their tensors that of the workspace alone moves."""
+        self._operations = operations
+        self._calls = calls
         self._workspace = workspace
         self._address: int | None = None
-        self._products = (Product * len(makes))()
+        self._products = operations.bound(())
 
     def __call__(self) -> None:
         if self._address != (address := self._workspace.data_ptr()):
-            self._products = (Product * len(self._makes))(*(make() for make in self._makes))
-            self._address = address
-        self._kernels.run(self._products)
+            self._address, self._products = address, self._operations.bound(self._calls)
+        self._operations.run(self._products)
 
 
 def _linear_product(

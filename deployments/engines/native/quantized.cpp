@@ -5,6 +5,8 @@
 
 #include <omp.h>
 
+#include <optional>
+
 #include "draws.h"
 #include "pair_product.h"
 #include "panel_product.h"
@@ -182,8 +184,8 @@ extern "C" int JOINED(atelier_linear, ISA)(const void* weight, int element, int6
     return multiply_linear<float>(matrix, bias, x, m, y, threads);
 }
 
-// y [m, n] += factor (x [m, k] down^T) up^T, all float32: down [rank, k], up [n, rank]; 16 divides k, and 4 the rank. Returns
-// 0, or 1 when memory ran out.
+// y [m, n] += factor (x [m, k] down^T) up^T, all float32: down [rank, k], up [n, rank]; 4 divides k and the rank. Returns 0,
+// or 1 when memory ran out.
 extern "C" int JOINED(atelier_add_pair, ISA)(const float* down, const float* up, int64_t rank, int64_t k, int64_t n,
                                              const float* x, int64_t m, float factor, float* y, int threads) {
     const Matrix inner{F32, reinterpret_cast<const uint8_t*>(down), nullptr, 0, rank, k, 4 * k};
@@ -191,14 +193,16 @@ extern "C" int JOINED(atelier_add_pair, ISA)(const float* down, const float* up,
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        char* own = tile_scratch.reserve(pair_scratch_bytes(rank));
+        char* own = tile_scratch.reserve(PairProduct::scratch_bytes(rank, k));
         if (!own) {
 #pragma omp atomic write
             failed = 1;
         }
+        std::optional<PairProduct> pair;
+        if (own) pair.emplace(inner, outer, own);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t row = 0; row < m; row += kPairRows)
-            if (own) add_pair(inner, outer, x + row * k, std::min(kPairRows, m - row), factor, y + row * n, own);
+            if (pair) pair->add(x + row * k, std::min(kPairRows, m - row), factor, y + row * n);
     }
     return failed;
 }

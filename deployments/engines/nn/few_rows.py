@@ -24,7 +24,7 @@ from weights.platform.processor import processor_name
 
 HOSTS: Final = ("cpu", "sim")  # a simulated accelerator computes on the host
 MOST_ROWS: Final = 32
-_RANK: Final = 4  # elements; pair_product.h turns so many at once
+_TURNED: Final = 4  # elements; pair_product.h turns so many at once
 _LEAST_WEIGHT: Final = 2**12  # elements; of a smaller one, the call takes longer than the product
 _VECTOR: Final = 16  # elements: dense_product.h leaves no remainder
 
@@ -80,7 +80,7 @@ def add_pair(result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torc
     given = (result, x, down, up)
     if x.device.type not in HOSTS or not all(one.dtype == torch.float32 and one.device == x.device for one in given):
         return False
-    if down.shape[0] % _RANK or down.shape[1] % _VECTOR or not (down.is_contiguous() and up.is_contiguous()):
+    if down.shape[0] % _TURNED or down.shape[1] % _TURNED or not (down.is_contiguous() and up.is_contiguous()):
         return False
     if x.numel() == 0 or _wants_gradient(result, x) or (operations := load_operations()) is None:
         return False

@@ -1,4 +1,4 @@
-"""What a workflow needs, from the ingress's service: its models, its images, and the files of the caller's key."""
+"""The backend of workflows over the ingress's service: its models, its images, and the files of the caller's key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KINDS: Final[Mapping[str, Literal["output", "temp", "input"]]] = {
 
 
 class ServiceCatalog:
-    """What is registered, as `deployments.workflows.backend.Catalog`: it stays the same during a workflow.
+    """The registered models, as `deployments.workflows.backend.Catalog`: they stay the same during a workflow.
 
     `solvers` are the configs of solvers, by model.
     """
@@ -114,7 +114,7 @@ class ServiceBackend(ServiceCatalog):
         self._has_previews = has_previews
 
     async def image(self, request: ImageRequest, report: Report) -> Array:
-        previews = MAX_PARTIAL_IMAGES if self._has_previews else 0
+        previews = MAX_PARTIAL_IMAGES if self._has_previews and not request.is_of_vae else 0
         asked = request.model_copy(update={"reports_steps": True, "partial_images": previews})
         result: ImageResult | None = None
         async with self._service.generate_stream(asked) as pieces:
@@ -190,10 +190,9 @@ def _plain_request(model: str, fields: Mapping[str, Any]) -> ImageRequest:
 
 
 def _array_of(result: ImageResult) -> Array:
-    """Return what a result has: an array, or images from 0 to 1."""
-    array: Array | None = getattr(result, "array", None)
-    if array is not None:
-        return array
+    """Return the array of a result, or its images from 0 to 1."""
+    if result.array is not None:
+        return result.array
     return np.stack(result.images).astype(np.float32) / np.float32(255)
 
 

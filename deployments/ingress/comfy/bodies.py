@@ -15,11 +15,11 @@ from deployments.workflows.records import NodeError, Workflow, WorkflowError
 
 MAX_IDS: Final = 1000  # of one request
 PromptId = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z_-]{1,64}$")]
-ClientId = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+ClientId = Annotated[str, StringConstraints(max_length=128)]
 
 
 class ComfyErrorBody(Answer):
-    """What is wrong, for programs and for a person."""
+    """The fault, for programs and for a person."""
 
     type: str
     message: str
@@ -73,7 +73,7 @@ def comfy_failure_response(failure: Failure) -> Response:
 
 
 def workflow_error_response(error: WorkflowError, workflow: Workflow | None) -> Response:
-    """Return what is wrong with a workflow, which is None where it could not be read."""
+    """Return the faults of a workflow, which is None where it could not be read."""
     details = "\n".join(map(str, error.errors))
     body = ComfyErrorBody(type=error.type, message=error.message, details=details, extra_info={})
     return json_response(ComfyError(error=body, node_errors=node_errors(error.errors, workflow)), 400)

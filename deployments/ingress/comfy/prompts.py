@@ -38,7 +38,7 @@ class Prompts:
         if body.front:
             headers[PRIORITY] = str(_MOST_URGENT)
             current_terms.set(replace(current_terms.get(), priority=_MOST_URGENT))  # or what the key may have
-        facts = {"prompt_id": id_, "client_id": body.client_id, "outputs": list(targets)}
+        facts = {"prompt_id": id_, "client_id": body.client_id or None, "outputs": list(targets)}
         content = await asyncio.to_thread(to_json, kept)
         try:
             return await self.desk.add(
@@ -135,7 +135,7 @@ def _status_without_result(job: Job) -> dict[str, Any]:
 def error_facts(
     message: str, type_: str, node: str = "", kind: str = "", executed: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return what ComfyUI's clients read of an error of a run. Nothing of the inside is in it."""
+    """Return an error of a run as ComfyUI's clients read it. Nothing of the inside is in it."""
     return {
         "node_id": node,
         "node_type": kind,

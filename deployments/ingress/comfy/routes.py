@@ -75,7 +75,7 @@ Preview = Annotated[str | None, Query(max_length=32, description="webp or jpeg, 
 
 @dataclass(frozen=True, slots=True)
 class ComfyParts:
-    """What the routes work with."""
+    """The parts that the routes share."""
 
     service: Service
     config: ClusterConfig
@@ -91,7 +91,7 @@ class ComfyParts:
         return self.config.ingress.limits
 
     async def catalog(self, workflow: Workflow | None = None) -> ServiceCatalog:
-        """Return what is registered now, with all that a workflow asks about it. Raises ModelUnavailable."""
+        """Return the registered models, with all that a workflow asks about them. Raises ModelUnavailable."""
         models = Catalog(self.service.snapshot)
         found = ServiceCatalog(await models.all_records(), {})
         named = sorted(found.named_in(workflow))[:_MAX_ASKED] if workflow is not None else []
@@ -194,7 +194,7 @@ async def _ran(
 
 
 def _texts_of(extra_data: dict[str, Any]) -> dict[str, Any]:
-    """Return what a client wants in PNG files, by name."""
+    """Return the texts that a client wants in PNG files, by name."""
     found = extra_data.get(_TEXTS)
     return {str(name)[:79]: value for name, value in found.items()} if isinstance(found, dict) else {}
 
@@ -209,10 +209,10 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
     @router.post("/queue", response_model=None, responses=_ERRORS)
     async def change_queue(body: ChangeBody) -> Response:
         """Take waiting prompts out of the queue."""
-        found = await prompts.of("queued") if body.clear else await _found(prompts, body.delete)
-        for job in found:
-            if job.status == "queued":
-                await prompts.desk.forget(job.id)
+        while body.clear and (waiting := await prompts.of("queued")):
+            await _forget(prompts, waiting)
+        named = await _found(prompts, body.delete)
+        await _forget(prompts, [job for job in named if job.status == "queued"])
         return Response()
 
     @router.get("/history", response_model=None, responses=_ERRORS)
@@ -225,10 +225,9 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
     @router.post("/history", response_model=None, responses=_ERRORS)
     async def change_history(body: ChangeBody) -> Response:
         """Forget prompts that have ended. Their files stay for their time."""
-        found = await prompts.ended(10**6, -1) if body.clear else await _found(prompts, body.delete)
-        for job in found:
-            if job.has_ended:
-                await prompts.desk.forget(job.id)
+        while body.clear and (ended := await prompts.ended(MAX_LISTED, -1)):
+            await _forget(prompts, ended)
+        await _forget(prompts, [job for job in await _found(prompts, body.delete) if job.has_ended])
         return Response()
 
     @router.get("/history/{prompt_id}", response_model=None, responses=_ERRORS)
@@ -253,6 +252,11 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
     async def free() -> Response:
         """Nothing: a cluster frees memory by itself, and other callers use it."""
         return Response()
+
+
+async def _forget(prompts: Prompts, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        await prompts.desk.forget(job.id)
 
 
 async def _found(prompts: Prompts, ids: Sequence[str]) -> list[Job]:
@@ -406,7 +410,7 @@ def _add_description_routes(router: APIRouter, parts: ComfyParts) -> None:
 
     @router.get("/features", response_model=None, responses=_ERRORS)
     async def features() -> Response:
-        """What this server can do beyond the first version of the protocol."""
+        """The features of this server beyond the first version of the protocol."""
         return json_response(features_of(parts.limits))
 
     @router.get("/system_stats", response_model=None, responses=_ERRORS)

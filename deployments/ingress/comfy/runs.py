@@ -26,7 +26,7 @@ class PromptRun:
     def __init__(self, body: PromptBody, key: str, workflow: Workflow, watches: Watches, job: RunningJob) -> None:
         self.messages: list[tuple[str, dict[str, Any]]] = []
         self._prompt_id = body.prompt_id or job.id
-        self._client = body.client_id
+        self._client = body.client_id or None
         self._has_previews = body.extra_data.get("preview_method") in _PREVIEW_METHODS
         self._key = key
         self._workflow = workflow

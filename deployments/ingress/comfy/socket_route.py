@@ -65,7 +65,7 @@ async def _send_all(websocket: WebSocket, socket: Socket) -> None:
 
 
 async def _read_all(websocket: WebSocket, socket: Socket, features: dict[str, Any]) -> None:
-    """Read what the client sends, until it goes. Its first message may tell its features; others have no meaning."""
+    """Read the client's messages until it goes. Its first message may tell its features; others have no meaning."""
     is_first = True
     while (message := await websocket.receive())["type"] == "websocket.receive":
         told = _features_in(message.get("text") or "") if is_first else None

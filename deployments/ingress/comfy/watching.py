@@ -1,4 +1,4 @@
-"""What clients with a websocket learn of their prompts, on whichever ingress those run.
+"""The news that clients with a websocket get of their prompts, on whichever ingress those run.
 
 A prompt that runs in this process tells its steps itself (`runs.py`). What it cannot tell, that its result is kept,
 and what happens elsewhere, is looked up here: once for all sockets of a key.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from cluster.jobs.records import Job
@@ -40,7 +40,7 @@ class Watches:
         self._of_key: dict[str, _Watch] = {}
 
     @contextlib.contextmanager
-    def opened(self, caller: Caller | None, client: str) -> Any:
+    def opened(self, caller: Caller | None, client: str) -> Iterator[Socket]:
         """Yield a new socket of the current key, which gets all news of its client's prompts. Raises RateLimited."""
         key = current_key()
         with self.sockets.opened(key, client) as socket:
@@ -159,9 +159,11 @@ class _Watch:
                         self._send(job, "execution_cached", {"nodes": []})
                 if job.has_ended and not told.get(job.id):
                     self._tell_end(job, await self._watches.prompts.entry(job))
-            except Exception as error:
-                logger.warning("job %s cannot be followed: %s", job.id, str(error).partition("\n")[0])
-            self._send(job, "executing", {"node": None, "display_node": None})
+            except Exception as error:  # it runs on: the next look follows it again
+                logger.warning("job %s cannot be followed now: %s", job.id, str(error).partition("\n")[0])
+                self._known.pop(job.id, None)
+                return
+        self._send(job, "executing", {"node": None, "display_node": None})
         self.look()
 
     def _tell_end(self, job: Job, entry: Mapping[str, Any]) -> None:

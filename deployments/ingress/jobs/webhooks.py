@@ -32,7 +32,7 @@ logger = logging.getLogger("atelier.ingress")
 
 
 def event_of(job: Job) -> bytes:
-    """Return what is told of a job: an event in OpenAI's form, `batch.completed` say, with the job's id."""
+    """Return the news of a job: an event in OpenAI's form, `batch.completed` say, with the job's id."""
     status = _STATUSES[job.status]
     if job.endpoint == BATCHES and job.error is not None and job.error.code == "batch_expired":
         status = "expired"
@@ -56,7 +56,7 @@ class Teller:
         self._clocks = clocks or Clocks()
 
     async def tell_on(self) -> None:
-        """Tell whoever is due, for ever."""
+        """Tell each receiver when it is due, for ever."""
         pauses = growing_pauses()
         while True:
             try:

@@ -169,7 +169,7 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, An
 async def read_named_form(
     request: Request, max_part_bytes: int
 ) -> tuple[dict[str, Any], dict[str, list[bytes]], dict[str, list[str]]]:
-    """Return what `read_form` does, and the names that the files have on their client."""
+    """Return a form as `read_form` does, and the names that the files have on their client."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("expected a body of multipart/form-data with the image as a file")
     fields: dict[str, Any] = {}

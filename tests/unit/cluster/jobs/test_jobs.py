@@ -175,12 +175,12 @@ async def test_a_job_is_found_by_its_idempotency_key_and_numbered(open_owner: Op
 async def test_the_body_of_a_job_is_there_until_it_ends(open_owner: OpenOwner) -> None:
     owner = open_owner()
     job = await owner.add_job(new("what is asked"))
-    assert await owner.read_body("mine", job.id) == b"what is asked"
-    assert await owner.read_body("yours", job.id) is None
+    assert await owner.files.read_body("mine", job.id) == b"what is asked"
+    assert await owner.files.read_body("yours", job.id) is None
     (taken,) = await owner.take_jobs("runner", 1, MOST, 0.0)
-    assert await owner.read_body("mine", job.id) == b"what is asked"
+    assert await owner.files.read_body("mine", job.id) == b"what is asked"
     await owner.end_job(job.id, taken.start, JobAnswer(200), b"result")
-    assert await owner.read_body("mine", job.id) is None
+    assert await owner.files.read_body("mine", job.id) is None
 
 
 async def test_the_same_idempotency_key_is_the_same_job_of_a_key(open_owner: OpenOwner) -> None:

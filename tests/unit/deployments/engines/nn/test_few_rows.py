@@ -137,7 +137,9 @@ def test_an_operation_of_torch_is_the_kernels_product():
 
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("columns", "outputs", "rank"), [(48, 33, 4), (96, 384, 16), (1040, 64, 20), (64, 130, 64)])
+@pytest.mark.parametrize(
+    ("columns", "outputs", "rank"), [(48, 33, 4), (96, 384, 16), (1040, 80, 20), (68, 130, 40), (64, 97, 72)]
+)
 def test_a_pair_of_low_rank_is_added_alike_in_any_company(columns, outputs, rank, threads):
     x, result = torch.randn(3, 67, columns), torch.randn(3, 67, outputs)
     down, up = torch.randn(rank, columns), torch.randn(outputs, rank)
@@ -154,7 +156,7 @@ def test_a_pair_of_low_rank_is_added_alike_in_any_company(columns, outputs, rank
         assert add_pair(turned, x, down, up, 0.3)
     finally:
         torch.set_num_threads(before)
-    assert torch.allclose(together.double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.allclose(together.double(), exact, rtol=1e-5, atol=1e-3)
     assert torch.equal(alone, together)
     assert torch.equal(turned, together)
 
@@ -188,7 +190,7 @@ def test_products_that_follow_each_other_are_one_call_which_follows_its_memory()
 
 def test_pairs_of_other_types_and_sizes_are_not_added():
     x, down, up, result = torch.randn(5, 48), torch.randn(4, 48), torch.randn(32, 4), torch.zeros(5, 32)
-    odd_rank, odd_width = (x, down[:3], up[:, :3].contiguous()), (x[:, :40], down[:, :40].contiguous(), up)
+    odd_rank, odd_width = (x, down[:3], up[:, :3].contiguous()), (x[:, :42], down[:, :42].contiguous(), up)
     for given in (odd_rank, odd_width, (x.double(), down.double(), up.double()), (x[:0], down, up)):
         assert not add_pair(result[: len(given[0])], *given, 1.0)
     assert not result.any()

@@ -8,6 +8,7 @@ import json
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import websockets
 from kit.serving import served
 from kit.waiting import until
 from PIL import Image
-from unit.deployments.ingress.http_fakes import CONFIG
+from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.ingress.jobs.job_fakes import RegistryWithJobs
 from unit.deployments.serve_fakes import FakeHandle
 
@@ -27,6 +28,26 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig, WorkflowFilesConfig
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service.service import Service
+from deployments.records import ImageRequest, ImageResult
+
+CELL = 8  # pixels of a latent's side
+
+
+class Samplers(Replicas):
+    """Replicas that sample, and whose VAE makes a square of pixels of each latent: as bright as that is."""
+
+    async def on_generate(self, request: ImageRequest) -> ImageResult:
+        result = await super().on_generate(request)
+        if request.output == "latent":
+            assert request.width is not None
+            assert request.height is not None
+            shape = request.n, 16, request.height // CELL, request.width // CELL
+            return replace(result, images=[], array=np.full(shape, 0.25, np.float32))
+        if request.output == "decoded":
+            assert request.latents is not None
+            squares = np.kron(request.latents[:, 0], np.ones((CELL, CELL), np.float32))
+            return replace(result, images=[], array=np.repeat(squares[..., None], 3, axis=3))
+        return result
 
 
 class Comfy(NamedTuple):
@@ -119,7 +140,7 @@ def text_to_image(steps: int = 4) -> dict[str, Any]:
     """The workflow that every page begins with."""
     return {
         "4": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "flux.safetensors"}},
-        "5": {"class_type": "EmptyLatentImage", "inputs": {"width": 16, "height": 8, "batch_size": 1}},
+        "5": {"class_type": "EmptyLatentImage", "inputs": {"width": 32, "height": 16, "batch_size": 1}},
         "6": {"class_type": "CLIPTextEncode", "inputs": {"text": "a seven", "clip": ["4", 1]}},
         "7": {"class_type": "CLIPTextEncode", "inputs": {"text": "", "clip": ["4", 1]}},
         "3": {
@@ -136,7 +157,7 @@ def text_to_image(steps: int = 4) -> dict[str, Any]:
 
 
 class Heard(NamedTuple):
-    """What a client was told: events in order, and binary messages."""
+    """The messages to a client: events in order, and binary ones."""
 
     events: list[tuple[str, dict[str, Any]]]
     frames: list[bytes]
@@ -149,7 +170,7 @@ class Heard(NamedTuple):
 
 
 async def heard_until_end(socket: Any, prompt_id: str) -> Heard:
-    """Return what comes until a prompt is over, as clients wait for it."""
+    """Return the messages until a prompt is over, as clients wait for it."""
     heard = Heard([], [])
     async with asyncio.timeout(60):
         async for message in socket:

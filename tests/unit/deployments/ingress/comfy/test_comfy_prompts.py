@@ -14,11 +14,13 @@ import pytest
 from kit.waiting import until
 from unit.deployments.ingress.comfy.comfy_fakes import (
     Comfy,
+    Samplers,
     comfy_over,
     enlarged_workflow,
     inverted_workflow,
     plain_workflow,
     png,
+    text_to_image,
 )
 from unit.deployments.ingress.http_fakes import CONFIG, Held, Replicas
 from unit.deployments.ingress.jobs.job_fakes import owner_in
@@ -27,7 +29,7 @@ from cluster.jobs.owner import JobOwner
 from cluster.registry.directory import ModelRecord
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
-from deployments.ingress.jobs import runner
+from deployments.ingress.jobs import asking, runner
 from deployments.ingress.service.service import Service
 from deployments.records.errors import NoReplica, QueueFull
 
@@ -35,8 +37,8 @@ from deployments.records.errors import NoReplica, QueueFull
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(runner, "LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
 
 
 @pytest.fixture
@@ -94,6 +96,20 @@ async def test_a_prompt_leaves_a_history_with_its_images(comfy: Comfy) -> None:
     again = await comfy.ended(await comfy.begin(workflow))
     assert again["outputs"]["2"]["images"][0]["filename"] == "made_00002_.png"
     assert again["prompt"][0] > number
+
+
+async def test_the_first_workflow_of_every_page_runs(owner: JobOwner, tmp_path: Path) -> None:
+    samplers = Samplers()
+    async with comfy_over(samplers, owner, tmp_path / "files") as comfy:
+        entry = await comfy.ended(await comfy.begin(text_to_image(steps=4)))
+        assert entry["status"]["completed"], entry["status"]
+        image = await comfy.image(entry["outputs"]["9"]["images"][0])
+    assert (image.size, image.getpixel((3, 3))) == ((32, 16), (63, 63, 63))
+    sampled, decoded = samplers.requests
+    assert (sampled.model, sampled.prompt, sampled.seed, sampled.n) == ("flux", "a seven", 5, 1)
+    assert (sampled.width, sampled.height, sampled.output) == (32, 16, "latent")
+    assert (sampled.sampler.name, sampled.sampler.num_steps, sampled.sampler.sigmas[-1]) == ("euler", 4, 0.0)
+    assert (decoded.model, decoded.output) == ("flux", "decoded")
 
 
 async def test_all_routes_are_there_below_api_too(comfy: Comfy) -> None:
@@ -190,6 +206,7 @@ async def test_a_client_may_ask_for_some_outputs(comfy: Comfy) -> None:
         ({"prompt": {"1": {"class_type": "SaveImage", "inputs": []}}}, "invalid_prompt"),
         ({"prompt": []}, "invalid_value"),
         ({"prompt": plain_workflow(), "client_id": 5}, "invalid_value"),
+        ({"prompt": plain_workflow(), "client_id": "x" * 129}, "invalid_value"),
         ({"prompt": plain_workflow(), "prompt_id": "../x"}, "invalid_value"),
         ({"prompt": plain_workflow(), "prompt_id": "x" * 65}, "invalid_value"),
         ({"prompt": plain_workflow(), "extra_data": []}, "invalid_value"),

@@ -14,20 +14,22 @@ import websockets
 from kit.waiting import until
 from unit.deployments.ingress.comfy.comfy_fakes import (
     Comfy,
+    Samplers,
     comfy_over,
     enlarged_workflow,
     heard_until_end,
     inverted_workflow,
     plain_workflow,
     preview_in,
+    text_to_image,
 )
-from unit.deployments.ingress.http_fakes import CONFIG, Held, Replicas
+from unit.deployments.ingress.http_fakes import CHAT, CONFIG, Held, Replicas
 from unit.deployments.ingress.jobs.job_fakes import owner_in
 
 from cluster.jobs.owner import JobOwner
 from cluster.registry.directory import ModelRecord
 from configs.access import AccessConfig
-from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
+from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
 from deployments.ingress.comfy import sockets, watching
 from deployments.ingress.comfy.sockets import Socket, Sockets
 from deployments.ingress.jobs import runner
@@ -87,6 +89,49 @@ async def test_a_client_is_told_all_of_its_prompt_in_order(comfy: Comfy) -> None
     assert {"status": {"exec_info": {"queue_remaining": 1}}} in heard.data("status")
 
 
+async def test_who_connects_after_its_prompt_hears_that_it_is_not_done(owner: JobOwner, tmp_path: Path) -> None:
+    """Some clients send first, and take a first message with an empty queue for the end."""
+    held = Held()
+    held.states["x2"] = ModelRecord("x2", "ready", "upscaler", 1, "v", variant={"scale": 2})
+    async with comfy_over(held, owner, tmp_path / "files") as comfy:
+        async with comfy.socket("other") as first_of_key:
+            await first_of_key.recv()
+            id_ = await comfy.begin(enlarged_workflow("x2"), client_id="me")
+            async with comfy.socket("me") as socket:
+                told = json.loads(await socket.recv())["data"]
+                assert told == {"status": {"exec_info": {"queue_remaining": 1}}, "sid": "me"}
+                held.gate.set()
+                heard = await heard_until_end(socket, id_)
+        assert heard.names()[-2:] == ["execution_success", "executing"]
+        await comfy.ended(id_)
+        async with comfy.socket("me") as socket:
+            assert json.loads(await socket.recv())["data"]["status"]["exec_info"]["queue_remaining"] == 0
+
+
+async def test_a_prompt_is_not_over_when_the_owner_of_jobs_is_away(
+    owner: JobOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, asked, watch = Held(), 0, JobOwner.watch_job
+    held.states["x2"] = ModelRecord("x2", "ready", "upscaler", 1, "v", variant={"scale": 2})
+
+    async def away_at_first(self: JobOwner, *arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise ConnectionError("it restarts")
+        return await watch(self, *arguments)
+
+    monkeypatch.setattr(JobOwner, "watch_job", away_at_first)
+    async with comfy_over(held, owner, tmp_path / "files") as comfy, comfy.socket("me") as socket:
+        id_ = await comfy.begin(enlarged_workflow("x2"), client_id="me")
+        await until(lambda: asked > 2 and held.requests)
+        held.gate.set()
+        heard = await heard_until_end(socket, id_)
+        assert heard.names()[-2:] == ["execution_success", "executing"]
+        assert heard.names().count("execution_start") == 1
+        assert id_ in (await comfy.http.get(f"/history/{id_}")).json()
+
+
 async def test_the_number_of_unfinished_prompts_is_told_to_all_of_a_key(comfy: Comfy) -> None:
     async with comfy.socket("me") as mine, comfy.socket("other") as other:
         await comfy.ended(await comfy.begin(plain_workflow(), client_id="me"))
@@ -123,6 +168,27 @@ async def test_previews_are_small_files_with_facts_for_who_takes_them() -> None:
         assert isinstance(await with_facts.next(), bytes)
         plain.put("no preview came before")
         assert await plain.next() == "no preview came before"
+
+
+@pytest.mark.parametrize("asks", ["prompt", "client", "nobody"])
+async def test_steps_are_told_with_previews_for_who_asks(owner: JobOwner, tmp_path: Path, asks: str) -> None:
+    async with comfy_over(Samplers(), owner, tmp_path / "files") as comfy, comfy.socket("me") as socket:
+        if asks == "client":
+            await socket.send(json.dumps({"type": "feature_flags", "data": {"supports_preview_metadata": True}}))
+        extra = {"preview_method": "auto"} if asks == "prompt" else {}
+        id_ = await comfy.begin(text_to_image(steps=4), client_id="me", extra_data=extra)
+        heard = await heard_until_end(socket, id_)
+    steps = [(data["value"], data["max"]) for data in heard.data("progress") if data["node"] == "3"]
+    assert steps == sorted(steps)
+    assert steps[-1] == (3, 4)  # the fakes tell no last step
+    if asks == "nobody":
+        assert heard.frames == []
+        return
+    assert heard.frames
+    for frame in heard.frames:
+        image, facts = preview_in(frame)
+        assert image.size == (32, 16)
+        assert (facts or {}).get("node_id") == (None if asks == "prompt" else "3")
 
 
 async def test_features_are_told_to_who_tells_them(comfy: Comfy) -> None:
@@ -226,6 +292,45 @@ async def test_a_websocket_needs_a_key_and_ends_with_others_unheard(
             other = (await comfy.http.post("/prompt", json=body, headers=yours)).json()["prompt_id"]
             heard = await heard_until_end(spying, other)  # and nothing of the first one came before
             assert {data["prompt_id"] for name, data in heard.events if name != "status"} == {other}
+
+
+async def test_open_websockets_take_none_of_the_requests_that_a_key_may_have(
+    replicas: Replicas, owner: JobOwner, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    add_key(tmp_path / "keys", KeyEntry(name="mine", sha256=hash_of("atl_mine"), max_concurrent=1))
+    config = CONFIG.model_copy(update={"access": AccessConfig(keys_file=tmp_path / "keys")})
+    mine = {"Authorization": "Bearer atl_mine"}
+    async with (
+        comfy_over(replicas, owner, tmp_path / "files", config) as comfy,
+        comfy.socket("me", additional_headers=mine) as socket,
+        comfy.socket("me too", additional_headers=mine) as other,
+    ):
+        await asyncio.gather(socket.recv(), other.recv())
+        assert (await comfy.http.post("/v1/chat/completions", json=CHAT, headers=mine)).status_code == 200
+        body = {"prompt": plain_workflow(), "client_id": "me"}
+        id_ = (await comfy.http.post("/prompt", json=body, headers=mine)).json()["prompt_id"]
+        assert "execution_success" in (await heard_until_end(socket, id_)).names()
+
+
+async def test_a_revoked_key_hears_nothing_more(replicas: Replicas, owner: JobOwner, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    keys = tmp_path / "keys"
+    for name in ("mine", "other"):
+        add_key(keys, KeyEntry(name=name, sha256=hash_of(f"atl_{name}")))
+    config = CONFIG.model_copy(update={"access": AccessConfig(keys_file=keys)})
+    mine = {"Authorization": "Bearer atl_mine"}
+    async with (
+        comfy_over(replicas, owner, tmp_path / "files", config, num_runners=0) as comfy,
+        comfy.socket("me", additional_headers=mine) as socket,
+    ):
+        await socket.recv()
+        await comfy.http.post("/prompt", json={"prompt": plain_workflow(), "client_id": "me"}, headers=mine)
+        revoke_key(keys, "mine")
+        async with asyncio.timeout(60):
+            async for message in socket:
+                assert json.loads(message)["type"] == "status"
+        assert socket.close_code == 1008
 
 
 async def test_pages_of_others_get_no_websocket(comfy: Comfy) -> None:
