@@ -10,7 +10,7 @@ from cluster.jobs.records import Job, JobAnswer, JobError
 
 _PLAIN: Final = (
     *("id", "key", "endpoint", "status", "created_s", "started_s", "ended_s", "expires_s"),
-    *("num_starts", "num_bytes"),
+    *("num_starts", "num_bytes", "number"),
 )
 
 

@@ -29,7 +29,7 @@ from cluster.jobs.owner import JobOwner
 from cluster.registry.directory import ModelRecord
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
-from deployments.ingress.jobs import runner
+from deployments.ingress.jobs import asking, runner
 from deployments.ingress.service.service import Service
 from deployments.records.errors import NoReplica, QueueFull
 
@@ -37,8 +37,8 @@ from deployments.records.errors import NoReplica, QueueFull
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(runner, "LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
 
 
 @pytest.fixture
