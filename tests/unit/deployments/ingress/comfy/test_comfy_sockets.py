@@ -330,12 +330,9 @@ async def test_a_revoked_key_hears_nothing_more(replicas: Replicas, owner: JobOw
         await socket.recv()
         await comfy.http.post("/prompt", json={"prompt": plain_workflow(), "client_id": "me"}, headers=mine)
         revoke_key(keys, "mine")
-        with pytest.raises(websockets.ConnectionClosedError) as caught:
-            async with asyncio.timeout(60):
-                async for message in socket:
-                    assert json.loads(message)["type"] == "status"
-        assert caught.value.rcvd is not None
-        assert caught.value.rcvd.code == 1008
+        async with asyncio.timeout(60):
+            await socket.wait_closed()
+        assert socket.close_code == 1008
 
 
 async def test_pages_of_others_get_no_websocket(comfy: Comfy) -> None:
