@@ -77,11 +77,11 @@ inline void fetch(const void* at) {
     _mm_prefetch(static_cast<const char*>(at), R < kDenseRows ? _MM_HINT_T1 : _MM_HINT_T0);
 }
 
-// R rows of x times 4 Q rows of W in some columns, whose number 16 divides. HAZARD: without `unroll`, GCC 12 keeps the sums in memory, and a product takes
-// three times as long.
+// R rows of x times 4 Q rows of W in some columns, whose number 16 divides. HAZARD: without `unroll`, GCC 12 keeps the
+// sums in memory, and a product takes three times as long.
 template <int R, int Q, class Weight>
-inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns, Stretch stretch, const float* x,
-                                int64_t x_stride, float* to, int64_t stride) {
+inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], Stretch stretch, const float* x, int64_t x_stride,
+                                float* to, int64_t stride) {
     Floats sums[R][4 * Q];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -94,7 +94,7 @@ inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const Floats ws = load(w[i] + k);
-            fetch<R>(w[i] + 4 * Q * columns + k);
+            fetch<R>(w[i] + 4 * Q * (w[1] - w[0]) + k);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = add_product(ws, xs[r], sums[r][i]);
         }
@@ -107,9 +107,9 @@ inline bool has_half_products() { return __builtin_cpu_supports("avx512bf16"); }
 
 // The same of bfloat16, 32 columns at a time. HAZARD: the processor takes numbers below 2^-126 for zeros here.
 template <int R, int Q>
-__attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], int64_t columns,
-                                                                      Stretch stretch, const uint16_t* x, int64_t x_stride,
-                                                                      float* to, int64_t stride) {
+__attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], Stretch stretch,
+                                                                      const uint16_t* x, int64_t x_stride, float* to,
+                                                                      int64_t stride) {
     Floats sums[R][4 * Q];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -123,7 +123,7 @@ __attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const __m512bh ws = (__m512bh)_mm512_maskz_loadu_epi16(mask, w[i] + k);
-            fetch<R>(w[i] + 4 * Q * columns + k);
+            fetch<R>(w[i] + 4 * Q * (w[1] - w[0]) + k);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], ws, xs[r]);
         }
@@ -138,12 +138,12 @@ template <class Weight, class Element, int R = kDenseRows>
 void multiply_dense_stretches(const Matrix& matrix, int64_t first, int64_t last, Stretch stretches, const Element* x,
                               int64_t x_stride, int64_t m, float* to, int64_t stride) {
     constexpr int kQuads = R == 1 ? 2 : 1, kRows = 4 * kQuads;
-    const Weight* weights = reinterpret_cast<const Weight*>(matrix.data);
+    const auto row_of = [&](int64_t row) { return reinterpret_cast<const Weight*>(matrix.data + row * matrix.row_bytes); };
     for (; m >= R; m -= R, x += R * x_stride, to += R * stride)
         for (int64_t at = first; at < last; at += kRows) {
             const bool is_whole = at + kRows <= last;
             const Weight* w[kRows];
-            for (int i = 0; i < kRows; ++i) w[i] = weights + std::min(at + i, last - 1) * matrix.columns;
+            for (int i = 0; i < kRows; ++i) w[i] = row_of(std::min(at + i, last - 1));
             float own[R * kRows];
             float* into = is_whole ? to + at - first : own;
             const int64_t by = is_whole ? stride : kRows;
@@ -151,7 +151,7 @@ void multiply_dense_stretches(const Matrix& matrix, int64_t first, int64_t last,
                 for (int r = 0; r < R; ++r) std::memcpy(own + r * kRows, to + r * stride + at - first, 4 * (last - at));
             for (int64_t begin = stretches.begin; begin < stretches.end; begin += kStretch<Element>) {
                 const Stretch stretch{begin, std::min(stretches.end, begin + kStretch<Element>)};
-                multiply_dense_tile<R, kQuads>(w, matrix.columns, stretch, x, x_stride, into, by);
+                multiply_dense_tile<R, kQuads>(w, stretch, x, x_stride, into, by);
             }
             if (!is_whole)
                 for (int r = 0; r < R; ++r) std::memcpy(to + r * stride + at - first, own + r * kRows, 4 * (last - at));
