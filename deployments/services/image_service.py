@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.diffusion.rows import adapter_names
 from deployments.engines.graph.replay import Replays
+from deployments.engines.ranks.following import RankChannel
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
@@ -56,6 +57,7 @@ from weights.records.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 ImagePiece = ImageProgress | ImageResult
+ChannelOf = Callable[[Any], RankChannel | None]
 MAX_SETTINGS: Final = 1024
 _NO_PREVIEWS: Final = "partial_images: none were made, the device has no room for denoiser and VAE together"
 KEEP_COSTS_S: Final = 30.0  # between two writings of the measured costs
@@ -72,6 +74,11 @@ class _PipelineEngine(NamedTuple):
 
 def _ignore(_: ImageProgress) -> None:
     """Ignore progress that nobody asked for."""
+
+
+def no_channel(_: Any) -> RankChannel | None:
+    """Return no way to other ranks: one process computes all models."""
+    return None
 
 
 @dataclass(slots=True)
@@ -91,10 +98,13 @@ class ImageService:
         module_cache: ModuleCache,
         settings: WorkerConfig,
         device: DeviceThread,
+        channel_of: ChannelOf = no_channel,
     ) -> None:
+        """`channel_of` returns the way to other ranks' copies of a module, None where they have none."""
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
+        self._channel_of = channel_of
         self._sequential = SequentialPhases(module_cache, settings, device)
         self._stock = StockService(module_cache, device)
         self._upscaling = UpscaleService(module_cache, settings, device)
@@ -309,6 +319,7 @@ class ImageService:
             bounds=batch_bounds(self._settings),
             replays=self._replays(),
             workspace=self._module_cache.forwards.workspace(lease.manifest),
+            ranks=self._channel_of(lease.modules[family_of(lease.manifest.class_name or "").denoiser_name]),
         )
 
     def _replays(self) -> Replays | None:
