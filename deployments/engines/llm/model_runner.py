@@ -151,7 +151,10 @@ class ModelRunner:
         rows = _last_rows(chunks)
         hidden, logits = self._decoder.run_step(spans, rows, check)
         self._read_prompts(chunks, hidden)
-        return self._logits(hidden, rows) if logits is None else logits
+        if logits is None:
+            return self._logits(hidden, rows)
+        assert isinstance(self._model, LoadedModel)
+        return self._model.whole_logits(logits) if rows else logits.new_empty(0, self._model.spec.vocab_size)
 
     def _read_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
         """Note hidden states and log probabilities of prompts that ask for them.

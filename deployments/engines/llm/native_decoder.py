@@ -14,6 +14,7 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
 from deployments.engines.llm.sequences.kv_cache import KVCache, LayerSlots
 from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
+from deployments.engines.ranks.group import RankGroup
 
 _CACHE_ELEMENTS: Final = {**ELEMENTS, torch.int8: 2, torch.float16: 3}  # attention.h's
 _VECTOR: Final = 16  # elements: attention.h and dense_product.h leave no remainder
@@ -39,7 +41,10 @@ _SIZES: Final = (
     "num_kv_heads",
     "head_dim",
 )
-_OTHERS: Final = ("rms_norm_eps", "max_positions", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+_OTHERS: Final = (
+    *("rms_norm_eps", "max_positions", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"),
+    "head_rows",
+)
 _PRODUCTS: Final = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
@@ -88,6 +93,9 @@ class _Span(ctypes.Structure):
     )
 
 
+_Sum: Any = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_float), ctypes.c_int64)
+
+
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_rows", "num_spans", "first_layer", "last_layer")),
@@ -96,6 +104,8 @@ class _Step(ctypes.Structure):
         ("num_logits", ctypes.c_int64),
         ("logit_rows", ctypes.POINTER(ctypes.c_int64)),
         ("logits", ctypes.c_void_p),
+        ("sum_ranks", _Sum),
+        ("is_first_rank", ctypes.c_int),
     )
 
 
@@ -122,7 +132,8 @@ class NativeDecoder:
         numbers = range(spec.num_layers) if part is None else part
         # The module computes a head of another kind than the layers.
         has_head = part is None and _kind_of(head) == _kind_of(decoder.layers[0].mlp.up_proj)
-        self.vocab_size = spec.vocab_size if has_head else 0
+        self.vocab_size = (spec.head_rows or spec.vocab_size) if has_head else 0
+        self._sum = _RankSum(model.ranks) if model.ranks is not None and spec.head_rows else None
         self._layers = (_Layer * len(numbers))(
             *(self._layer(decoder.layers[number], cache.layer_slots(number)) for number in numbers)
         )
@@ -174,9 +185,10 @@ class NativeDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store the tokens' keys and values; return the last layer's normalized output, and logits of `logit_rows`.
 
-        These are (rows, hidden) and (N, vocabulary) in float32; there are no logits if the head is of another kind
-        than the layers. A row's result depends on its sequence's tokens alone, bit for bit. With more than a few rows
-        `check` is called before each layer, and its exception ends the step. Raises MemoryError.
+        These are (rows, hidden) and (N, vocabulary), or a rank's part of it, in float32; there are no logits if the
+        head is of another kind than the layers. A row's result depends on its sequence's tokens alone, bit for bit.
+        With more than a few rows `check` is called before each layer, and its exception ends the step. Raises
+        MemoryError.
         """
         return self._run_rows(
             self.embedded([token for span in spans for token in span.token_ids]), spans, logit_rows, check
@@ -203,13 +215,16 @@ class NativeDecoder:
             )
         )
         outputs = len(asked), (ctypes.c_int64 * len(asked))(*asked), logits_NV.data_ptr()
+        ranks = () if self._sum is None else (self._sum.function, self._sum.is_first)
         pointers = x_NC.data_ptr(), angles.data_ptr(), angles.data_ptr() + angles.nbytes // 2, rows, *outputs
         at_once = num_layers if num_rows <= _FEW_ROWS else 1
         for first in range(0, num_layers, at_once):
             if at_once == 1:
                 check()
-            step = _Step(num_rows, len(spans), first, first + at_once, *pointers)
+            step = _Step(num_rows, len(spans), first, first + at_once, *pointers, *ranks)
             if self._kernels.decode(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads()):
+                if self._sum is not None and self._sum.error is not None:
+                    raise self._sum.error
                 raise MemoryError(f"no memory for a step of {num_rows} tokens")
         return x_NC, logits_NV if self.vocab_size else None
 
@@ -245,6 +260,24 @@ class NativeDecoder:
         return self._kept[-1].data_ptr()
 
 
+class _RankSum:
+    """The sum over all ranks of what the kernels have computed, as a function that they call; `error` is its last."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.function, self.is_first = _Sum(self._run), ranks.place.tensor == 0
+        self.error: Exception | None = None
+        self._ranks = ranks
+
+    def _run(self, pointer: Any, count: int) -> int:
+        try:
+            values = torch.from_numpy(np.ctypeslib.as_array(pointer, (count,)))
+            values.copy_(self._ranks.all_reduce(values, "tensor"))
+        except Exception as error:  # no kernel knows it
+            self.error = error
+            return 1
+        return 0
+
+
 def _is_computed(model: LoadedModel, part: range | None = None) -> bool:
     spec, decoder = model.spec, model.module.model
     every: Any = decoder.layers
@@ -272,6 +305,6 @@ def _kind_of(product: nn.Module) -> str | None:
     """Return the kernels' kind of a product; None where they have none for it."""
     if isinstance(product, PackedLinear):
         return _INT8 if product_path(product.packed, product.arithmetic).startswith(_INT8) else None
-    if type(product) is not nn.Linear or product.in_features % _VECTOR or not product.weight.is_contiguous():
+    if type(product) is not nn.Linear or product.in_features % _VECTOR or product.weight.stride(1) != 1:
         return None
     return _DENSE.get(product.weight.dtype)

@@ -49,6 +49,9 @@ struct Step {
     int64_t num_logits;   // of rows `logit_rows`, computed behind the last layer
     const int64_t* logit_rows;
     float* logits;  // [num_logits, rows of the head]
+    // Of one of several ranks: makes `count` floats their sum over all ranks, and returns 0; null without others.
+    int (*sum_ranks)(float*, int64_t count);
+    int is_first_rank;  // what its x was before is in the sum, once
 };
 
 inline void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
@@ -247,17 +250,25 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
     team.share(step.num_rows, [&](int64_t row, int64_t) { prepare_row_of(b.attended, row, q_size, row, b.of_attended); });
 }
 
-// x += W input, by pieces.
+// x += W input, by pieces; of slices of W and input, x becomes the sum over all ranks.
 template <class Rows>
 void add_product(Team& team, const Linear& linear, const Linear& after, const Rows& input, const Step& step,
-                 const Own& own) {
+                 const Own& own, std::atomic<bool>& failed) {
     const Linear* const one[] = {&linear};
+    const bool adds = !step.sum_ranks || step.is_first_rank;
     share_products(team, one, after, [&](int, int64_t first, int64_t last, const NextRows& next) {
         apply(linear, first, last, input, step.num_rows, own.columns[0], own, next);
         for (int64_t row = 0; row < step.num_rows; ++row)
-            for (int64_t i = first; i < last; ++i)
-                step.x[row * linear.weight.rows + i] += own.columns[0][row * kPiece + i - first];
+            for (int64_t i = first; i < last; ++i) {
+                float& x = step.x[row * linear.weight.rows + i];
+                x = (adds ? x : 0.0f) + own.columns[0][row * kPiece + i - first];
+            }
     });
+    // HAZARD: all threads must see a failure at the same place: it is noted before they go on from here.
+    if (step.sum_ranks)
+        team.share(1, [&](int64_t, int64_t) {
+            if (!failed && step.sum_ranks(step.x, step.num_rows * linear.weight.rows)) failed = true;
+        });
 }
 
 template <class Rows>
@@ -348,10 +359,10 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
         for (int64_t i = step.first_layer; !failed && i < step.last_layer; ++i) {
             const Layer& layer = d.layers[i];
             run_attention(*team, d, layer, step, tiles, buffers, own);
-            add_product(*team, layer.output, layer.gate, buffers.of_attended, step, own);
+            add_product(*team, layer.output, layer.gate, buffers.of_attended, step, own, failed);
             run_mlp(*team, d, layer, step, buffers, own);
             const Linear& after = i + 1 < step.last_layer ? d.layers[i + 1].q : layer.down;
-            add_product(*team, layer.down, after, buffers.of_intermediate, step, own);
+            add_product(*team, layer.down, after, buffers.of_intermediate, step, own, failed);
         }
         if (!failed && step.last_layer == d.num_layers) run_head(*team, d, step, buffers, own);
     }

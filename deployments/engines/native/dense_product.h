@@ -66,7 +66,7 @@ inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns
         for (int i = 0; i < 4 * Q; ++i) {
             const Floats ws = load(w[i] + k);
             // With few rows of x the time is that of memory: the next rows of W are fetched meanwhile.
-            if constexpr (R < kDenseRows) _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * columns + k), _MM_HINT_T1);
+            if constexpr (R < kDenseRows) _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * (w[1] - w[0]) + k), _MM_HINT_T1);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = add_product(ws, xs[r], sums[r][i]);
         }
@@ -101,7 +101,7 @@ __attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint
             const __m512bh ws = (__m512bh)_mm512_maskz_loadu_epi16(mask, w[i] + k);
             // With few rows of x the time is that of memory: the next rows of W are fetched meanwhile.
             if constexpr (R < kDenseRows)
-                _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * columns + k), _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * (w[1] - w[0]) + k), _MM_HINT_T1);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], ws, xs[r]);
         }
@@ -120,11 +120,11 @@ template <class Weight, class Element, int R = kDenseRows>
 void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, const Element* x, int64_t x_stride, int64_t m,
                          float* to, int64_t stride) {
     constexpr int kQuads = R == 1 ? 2 : 1, kRows = 4 * kQuads;
-    const Weight* weights = reinterpret_cast<const Weight*>(matrix.data);
+    const auto row_of = [&](int64_t row) { return reinterpret_cast<const Weight*>(matrix.data + row * matrix.row_bytes); };
     for (; m >= R; m -= R, x += R * x_stride, to += R * stride)
         for (int64_t at = first; at < last; at += kRows) {
             const Weight* w[kRows];
-            for (int i = 0; i < kRows; ++i) w[i] = weights + std::min(at + i, last - 1) * matrix.columns;
+            for (int i = 0; i < kRows; ++i) w[i] = row_of(std::min(at + i, last - 1));
             if (at + kRows <= last) {
                 multiply_dense_tile<R, kQuads>(w, matrix.columns, x, x_stride, to + at - first, stride);
                 continue;

@@ -56,7 +56,7 @@ class PackedMatrix(NamedTuple):
     group_size: int = 0
 
     def pointers(self) -> MatrixPointers:
-        """Return the pointers for the kernels. The caller has checked that the memory is contiguous on the host."""
+        """Return the pointers for the kernels. The caller has checked that each row is contiguous, on the host."""
         return MatrixPointers(
             KERNEL_TYPES[self.kind],
             self.data.data_ptr(),
@@ -64,7 +64,7 @@ class PackedMatrix(NamedTuple):
             self.group_size,
             self.rows,
             self.columns,
-            self.data.nbytes // self.rows,
+            self.data.stride(0) * self.data.itemsize,
         )
 
 

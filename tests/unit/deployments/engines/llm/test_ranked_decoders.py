@@ -26,6 +26,7 @@ from deployments.engines.llm.models.registry import ARCHITECTURES, check_ranks, 
 from deployments.engines.llm.models.stored_slices import stored_slices
 from deployments.engines.llm.ranked_steps import StepReader, StepWriter
 from deployments.engines.llm.sequences.sequence import Chunk, Sequence
+from deployments.engines.native.library import load_kernels
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.packed_weights import PackedWeight, group_int8_weight, packed_weight, unpack_rows
 from deployments.engines.ranks.following import RankChannel, follow
@@ -122,26 +123,30 @@ def step_logits(runner: ModelRunner, sequence: Sequence) -> torch.Tensor:
     return torch.cat([runner.run([part]) for part in parts])
 
 
+@pytest.mark.parametrize("inner", [80, 128])  # the kernels take parts of the second one alone
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_step_sends_what_the_formula_says(size: int, tiny: Any) -> None:
+def test_a_step_sends_what_the_formula_says(size: int, inner: int, tiny: Any) -> None:
     """Two sums of the activations a layer, and a part of the logits; float32 differs by what an order of sums does."""
-    model = tiny("llama", 7, num_key_value_heads=4, vocab_size=263)
+    model = tiny("llama", 7, num_key_value_heads=4, vocab_size=263, hidden_size=64, intermediate_size=inner)
+    has_kernels = inner == 128 and load_kernels() is not None
     sequence = drawn_sequence(40, seeded_random())
     expected = step_logits(runner_of(model.folder, model.tensors, None), sequence)
 
     def rank_of(group: RankGroup) -> tuple[torch.Tensor, int]:
         runner = runner_of(model.folder, model.tensors, group)
         assert runner._model.spec.num_kv_heads == 4 // size
+        assert (runner._decoder is not None) == has_kernels
         return step_logits(runner, drawn_like(sequence)), group.sent_bytes["tensor"]
 
     found = run_ranks(RankLayout(tensor=size), rank_of)
     for logits, _ in found:
         assert torch.equal(logits, found[0][0])
         assert float((logits - expected).norm() / expected.norm()) < 1e-5
-    padded = [-(-rows // settled_rows()) * settled_rows() for rows in (39, 1)]
+    multiple = 1 if has_kernels else settled_rows()
+    padded = [-(-rows // multiple) * multiple for rows in (39, 1)]
     rounds, config = size - 1, model.stock.config
     sums = 2 * config.num_hidden_layers * sum(padded) * config.hidden_size * 4 * rounds
-    heads = 2 * settled_rows() * -(-263 // size) * 4 * rounds
+    heads = 2 * multiple * -(-263 // size) * 4 * rounds
     assert {sent for _, sent in found} == {sums + heads}
 
 
@@ -164,7 +169,9 @@ def test_packed_weights_are_cut_at_whole_groups(kind: str, arithmetic: str, tiny
     expected = step_logits(runner_of(folder, tensors, None, arithmetic), sequence)
 
     def rank_of(group: RankGroup) -> torch.Tensor:
-        return step_logits(runner_of(folder, tensors, group, arithmetic), drawn_like(sequence))
+        runner = runner_of(folder, tensors, group, arithmetic)
+        assert (runner._decoder is not None) == (arithmetic == "fast" and load_kernels() is not None)
+        return step_logits(runner, drawn_like(sequence))
 
     found = run_ranks(RankLayout(tensor=2), rank_of)
     limit = 1e-5 if arithmetic == "exact" else 0.05
