@@ -159,7 +159,7 @@ def check(
 
 
 def _ranks_line(worker: WorkerConfig, each: int) -> str:
-    """Return what the workers of several ranks take in all."""
+    """Return the line on workers of several ranks: their processes and resources."""
     counts = {axis: getattr(worker.ranks, axis) for axis in ("cfg", "sequence", "tensor")}
     axes = ", ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
     total = worker.num_replicas * each

@@ -53,7 +53,7 @@ def layout_of(ranks: RanksConfig) -> RankLayout:
 
 
 class RankBuilder(ComponentBuilder):
-    """What all ranks have in common: the slices of each, and that what they share is on their devices as a whole."""
+    """The builder of any rank: it knows its own slices, and keeps all that ranks share on its device."""
 
     def __init__(self, settings: WorkerConfig, rank: int) -> None:
         super().__init__(settings)
@@ -88,7 +88,7 @@ class RankBuilder(ComponentBuilder):
 
     @property
     def _shares_rows(self) -> bool:
-        """Whether the forwards of a denoiser are computed by several ranks."""
+        """True where several ranks compute the forwards of a denoiser."""
         return self._ranks.cfg * self._ranks.sequence > 1
 
     def _is_divided(self, component: Component) -> bool:
@@ -96,7 +96,7 @@ class RankBuilder(ComponentBuilder):
 
 
 class _Shared(NamedTuple):
-    """What rank 0 has built and the others have parts of: the number that they know it by, and the way to them."""
+    """A thing that rank 0 has built and the others have parts of: the number that they know it by, and the way there."""
 
     thing: Any  # kept, since it is found by its id
     number: int
@@ -154,7 +154,7 @@ class FollowingBuilder(RankBuilder):
         self._group = group
 
     def build_part(self, order: BuildOrder, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Follower:
-        """Return what computes this rank's part of a component, as rank 0 says. Raises EngineError."""
+        """Return the function that computes this rank's part of a component, as rank 0 says. Raises EngineError."""
         component = order.component
         if is_language_model(component):
             config = replace(self.engine_config(component, skeleton), kv_cache_bytes=order.kv_cache_bytes)

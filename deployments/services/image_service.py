@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -26,8 +26,9 @@ from deployments.engines.ranks.following import RankChannel
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
-from deployments.modules.loading import batch_bounds, is_denoise_component
+from deployments.modules.loading import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.modules.parts import Merging
+from deployments.modules.ranked_building import LeadingBuilder
 from deployments.records import (
     CacheUse,
     ClipRequest,
@@ -57,7 +58,6 @@ from weights.records.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 ImagePiece = ImageProgress | ImageResult
-ChannelOf = Callable[[Any], RankChannel | None]
 MAX_SETTINGS: Final = 1024
 _NO_PREVIEWS: Final = "partial_images: none were made, the device has no room for denoiser and VAE together"
 KEEP_COSTS_S: Final = 30.0  # between two writings of the measured costs
@@ -74,11 +74,6 @@ class _PipelineEngine(NamedTuple):
 
 def _ignore(_: ImageProgress) -> None:
     """Ignore progress that nobody asked for."""
-
-
-def no_channel(_: Any) -> RankChannel | None:
-    """Return no way to other ranks: one process computes all models."""
-    return None
 
 
 @dataclass(slots=True)
@@ -98,13 +93,13 @@ class ImageService:
         module_cache: ModuleCache,
         settings: WorkerConfig,
         device: DeviceThread,
-        channel_of: ChannelOf = no_channel,
+        builder: ComponentBuilder | None = None,
     ) -> None:
-        """`channel_of` returns the way to other ranks' copies of a module, None where they have none."""
+        """`builder` has built the modules of the cache, perhaps with other ranks of the replica."""
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._channel_of = channel_of
+        self._builder = builder
         self._sequential = SequentialPhases(module_cache, settings, device)
         self._stock = StockService(module_cache, device)
         self._upscaling = UpscaleService(module_cache, settings, device)
@@ -319,8 +314,14 @@ class ImageService:
             bounds=batch_bounds(self._settings),
             replays=self._replays(),
             workspace=self._module_cache.forwards.workspace(lease.manifest),
-            ranks=self._channel_of(lease.modules[family_of(lease.manifest.class_name or "").denoiser_name]),
+            ranks=self._channel_of(lease),
         )
+
+    def _channel_of(self, lease: Lease) -> RankChannel | None:
+        """Return the way to the other ranks' denoisers; None where this process computes alone."""
+        if not isinstance(self._builder, LeadingBuilder):
+            return None
+        return self._builder.channel_of(lease.modules[family_of(lease.manifest.class_name or "").denoiser_name])
 
     def _replays(self) -> Replays | None:
         asked = self._settings.replay

@@ -40,14 +40,15 @@ from deployments.records import (
 )
 from deployments.records.errors import ModelUnavailable
 from deployments.replicas.output_channel import OutputChannel
+from deployments.replicas.replica_end import ReplicaEnd
 from deployments.replicas.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_requests import OnProgress
-from deployments.services.image_service import ChannelOf, ImagePiece, ImageService, no_channel
+from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.ordered_models import OrderedModels
 from deployments.services.text_service import TextService, whole_text
-from deployments.services.worker_ranks import WorkerRanks, end_without, start_ranks
+from deployments.services.worker_ranks import WorkerRanks, start_ranks
 from deployments.text.client import EncoderDown, TextEncoderClient
 from deployments.text.fallback import FallbackEncoder
 from weights.records.manifest import ModelKind
@@ -82,15 +83,14 @@ class Worker(ModelReplica):
         self._settings = within_memory(config.worker, config.simulated)
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = TextEncoderClient(calls, config.http.request_timeout_s)
-        self._device = DeviceThread(on_lost=end_without)
+        end = ReplicaEnd()
+        self._device = DeviceThread(end=end)
         self._metrics = RequestMetrics()
         self._name = serve.get_replica_context().replica_id.unique_id
         builder = ComponentBuilder(self._settings)
-        channel_of: ChannelOf = no_channel
         if self._settings.num_processes > 1:
-            self._ranks = await start_ranks(config, self._settings, f"worker-{self._name}")
-            leading = LeadingBuilder(self._settings, self._ranks)
-            builder, channel_of = leading, leading.channel_of
+            self._ranks = await start_ranks(config, self._settings, f"worker-{self._name}", end)
+            builder = LeadingBuilder(self._settings, self._ranks)
         await self._open(
             config,
             f"worker-{self._name}",
@@ -98,7 +98,7 @@ class Worker(ModelReplica):
             builder,
             self._settings.num_threads,
         )
-        self._images = ImageService(self._module_cache, self._settings, self._device, channel_of)
+        self._images = ImageService(self._module_cache, self._settings, self._device, builder)
         self._texts = TextService(self._module_cache, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
         if config.controller.enabled:

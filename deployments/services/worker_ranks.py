@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,37 +23,20 @@ from configs.cluster import ClusterConfig, WorkerConfig
 from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.ranks.links import listening
 from deployments.modules.builder import BuildOrder
+from deployments.replicas.replica_end import ReplicaEnd
 from deployments.services.rank_follower import RankFollower, address_of, join_group
-
-logger = logging.getLogger("atelier.replica")
 
 START_S: Final = 180.0  # for a follower's process and its imports
 BUILD_S: Final = 600.0  # for weights that come over a slow network; a follower that is lost is noticed at once
 PING_S: Final = 10.0
-_LOST: Final = 70  # the exit status of a replica that has lost a rank
-
-EndReplica = Callable[[str], None]
-
-
-def end_process(reason: str) -> None:
-    """End this replica at once, as a crash would: nobody may get an answer of ranks that have lost one of them."""
-    logger.error("the replica ends: %s", reason)
-    logging.shutdown()
-    os._exit(_LOST)
-
-
-def end_without(lost: RankLost) -> None:
-    """End this replica, whose group of ranks has ended."""
-    end_process(str(lost))
-
 
 class WorkerRanks:
-    """Rank 0's view of the others. `end` ends the replica, with a reason; it is called from any thread.
+    """Rank 0's view of the others. When one is lost, it ends the replica by `end`.
 
     Builds and releases may come from any thread; a group's steps from one.
     """
 
-    def __init__(self, group: RankGroup, followers: Sequence[Any], end: EndReplica) -> None:
+    def __init__(self, group: RankGroup, followers: Sequence[Any], end: ReplicaEnd) -> None:
         """`followers` are the actors of ranks 1 and on."""
         self.group = group
         self._followers = tuple(followers)
@@ -121,7 +103,7 @@ class WorkerRanks:
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0] or repr(error)
-        self._end(f"rank {number} is lost: {reason}")
+        self._end.now(f"rank {number} is lost: {reason}")
 
     def _calls(self, call: Callable[[Any], Any]) -> list[Any]:
         return [call(actor) for actor in self._followers]
@@ -132,12 +114,12 @@ class WorkerRanks:
                 get(ref, timeout_s)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 reason = str(error).partition("\n")[0]
-                self._end(f"rank {rank} is lost: {reason}")
+                self._end.now(f"rank {rank} is lost: {reason}")
                 raise RankLost(f"rank {rank} is lost: {reason}", [rank]) from None
 
 
 async def start_ranks(
-    config: ClusterConfig, settings: WorkerConfig, name: str, end: EndReplica = end_process
+    config: ClusterConfig, settings: WorkerConfig, name: str, end: ReplicaEnd
 ) -> WorkerRanks:
     """Start the followers of this replica, each in its place of the replica's placement group, and meet them.
 

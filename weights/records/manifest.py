@@ -94,7 +94,7 @@ class TensorRef(_Record):
         return _contiguous_strides(self.shape)
 
     def part(self, dimension: int, start: int, stop: int) -> SlicedRef:
-        """Return what lies from `start` to `stop` along a dimension: a tensor of its own, in the bytes of this one.
+        """Return the part from `start` to `stop` along a dimension: a tensor of its own, in the bytes of this one.
 
         Raises WeightsError for a range that is not in the tensor, and for blocks, which have no elements to cut at.
         """

@@ -32,9 +32,10 @@ from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.modules.ranked_building import FollowingBuilder, LeadingBuilder
 from deployments.records import ImageRequest, ImageResult
 from deployments.records.errors import CannotLoad
+from deployments.replicas.replica_end import ReplicaEnd
 from deployments.replicas.step_loop import DeviceThread
 from deployments.requests.defaults import with_image_defaults
-from deployments.services.image_service import ImageService, no_channel
+from deployments.services.image_service import ImageService
 from deployments.services.rank_follower import RankFollower, join_group
 from deployments.services.worker import Worker
 from deployments.services.worker_ranks import WorkerRanks
@@ -128,15 +129,25 @@ def node(store: WeightStore, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     made.keeper.close()
 
 
+class NotedEnd(ReplicaEnd):
+    """The reasons why a replica would have ended."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def now(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
 class Replica:
     """A worker of two ranks, and what ended it."""
 
-    def __init__(self, worker: Any, ranks: WorkerRanks, follower: RankFollower, ended: list[str]) -> None:
-        self.worker, self.ranks, self.follower, self.ended = worker, ranks, follower, ended
-        self.device = DeviceThread(on_lost=lambda lost: ended.append(str(lost)))
+    def __init__(self, worker: Any, ranks: WorkerRanks, follower: RankFollower, end: NotedEnd) -> None:
+        self.worker, self.ranks, self.follower, self.ended = worker, ranks, follower, end.reasons
+        self.device = DeviceThread(end=end)
 
     async def answer(self) -> str:
-        """Return what the model writes, by its engine's own steps."""
+        """Return the text that the model writes, by its engine's own steps."""
         async with self.worker._module_cache.lease(MODEL, is_denoise_component) as lease:
             return await self.device.run_work(written, lease.modules["model"])
 
@@ -160,7 +171,7 @@ async def alone(node: Node) -> Worker:
 
 
 async def picture(
-    model: str, worker: Worker, settings: WorkerConfig, device: DeviceThread, channel_of: Any = no_channel
+    model: str, worker: Worker, settings: WorkerConfig, device: DeviceThread
 ) -> Any:
     """Return an image."""
     asked = {"prompt": "a handwritten five", "seed": 3, "width": 32, "height": 32, "num_inference_steps": 3}
@@ -169,7 +180,7 @@ async def picture(
     manifest = await cache.manifests.find_version(model, None)
     variant = variant_of(manifest, cache.skeleton(manifest))
     request = with_image_defaults(request, GenerationDefaults(guidance_scale=4.0), manifest.class_name or "", variant)
-    images = ImageService(cache, settings, device, channel_of)
+    images = ImageService(cache, settings, device, worker._builder)
     encoder = FallbackEncoder(cache, device, warnings=())
     result = await images.generate(request, encoder.condition, encode_first=True)
     assert isinstance(result, ImageResult)
@@ -178,19 +189,19 @@ async def picture(
 
 @asynccontextmanager
 async def replica(node: Node) -> AsyncIterator[Replica]:
-    settings, ended = node.config.worker, list[str]()
+    settings, end = node.config.worker, NotedEnd()
     process = FollowerProcess()
     await process.open.remote(node.config, settings, "rank 1")
     meeting, listener = listening()
     coming = process.join.remote(1, meeting)
     group = await asyncio.to_thread(join_group, settings, 0, meeting, listener)
     await coming
-    ranks = WorkerRanks(group, [process], ended.append)
+    ranks = WorkerRanks(group, [process], end)
     ranks.watch()
     worker = object.__new__(Worker)  # the rest of its constructor needs Serve
     await worker._open(node.config, "rank 0", settings, LeadingBuilder(settings, ranks))
     try:
-        yield Replica(worker, ranks, process.follower, ended)
+        yield Replica(worker, ranks, process.follower, end)
     finally:
         await asyncio.to_thread(group.close)
         process.close()
@@ -220,8 +231,7 @@ async def test_an_image_of_two_ranks_is_that_of_one(node: Node, model: str, axis
     settings = node.config.worker
     expected = await picture(model, await alone(node), settings, DeviceThread())
     async with replica(node) as two:
-        builder = two.worker._builder
-        found = [await picture(model, two.worker, settings, two.device, builder.channel_of) for _ in range(2)]
+        found = [await picture(model, two.worker, settings, two.device) for _ in range(2)]
         for one in found:
             assert np.abs(np.int16(one) - np.int16(expected)).max() <= tolerance
         assert two.ranks.group.sent_bytes[axis] > 0
@@ -288,7 +298,7 @@ async def test_a_follower_that_ends_while_nothing_runs_ends_the_replica(node: No
     indirect=True,
 )
 async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore) -> None:
-    """What both ranks have of the model is the model, and, twice, what each needs whole: norms and the embedding."""
+    """Both together move the model, and twice the tensors that each needs whole: norms and the embedding."""
     component = store.manifest(MODEL).components["model"]
     whole = sum(ref.nbytes for name, ref in component.tensors.items() if "norm" in name or "embed" in name)
     async with replica(node) as two:
