@@ -234,6 +234,23 @@ class ImageLinksConfig(StrictModel):
     )
 
 
+class WorkflowFilesConfig(StrictModel):
+    """Files of ComfyUI's workflows: uploaded images, and images that were made."""
+
+    folder: Path | None = Field(
+        None,
+        description="folder of the files; default: `workflows` in the store's. Ingress replicas on several nodes must "
+        "share it",
+    )
+    keep_s: float = Field(
+        604_800.0, gt=0, le=366 * 86_400.0, allow_inf_nan=False, description="seconds that a file is kept after it came"
+    )
+    max_bytes: Bytes = Field(
+        2**32, ge=2**20, validate_default=True, description="maximum size of all files; the oldest are removed"
+    )
+    max_files: int = Field(10_000, ge=1, le=1_000_000, description="maximum files; the oldest are removed")
+
+
 class StoredResponsesConfig(StrictModel):
     """Stored responses of /v1/responses; a request opts out with `store: false`."""
 
@@ -289,6 +306,7 @@ class IngressConfig(ReplicaConfig):
     image_links: ImageLinksConfig = ImageLinksConfig()
     image_streams: ImageStreamsConfig = ImageStreamsConfig()
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
+    workflow_files: WorkflowFilesConfig = WorkflowFilesConfig()
     shared_memory: SharedMemoryConfig | None = Field(
         None, description="shared memory of clients; null: off. Needs num_replicas: 1"
     )

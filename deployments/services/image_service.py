@@ -49,6 +49,7 @@ from deployments.services.image_requests import (
     ignored_inputs,
     progress_of,
     result_of,
+    vae_result,
 )
 from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.stock_service import StockService, TextSource
@@ -178,6 +179,9 @@ class ImageService:
     ) -> ImagePiece:
         start = time.perf_counter()
         denoise = denoise_request(request)
+        if request.is_of_vae:
+            array, switch = await self._sequential.run_vae(ImageJob(request, manifest, denoise, None, start))
+            return vae_result(request, array, switch, time.perf_counter() - start)
         with self._movable(denoise.request_id, request.model):
             make_text = partial(conditioning_request, request, denoise, manifest.class_name or "")
             text = await in_thread(make_text) if denoise.references else make_text()

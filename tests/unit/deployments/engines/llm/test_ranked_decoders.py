@@ -48,7 +48,7 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "kv_
 
 
 def on_ranks(model: Any, size: int, lead: Callable[[LLMEngine, RankGroup], Any]) -> list[Any]:
-    """Return what `lead` makes of the engine of rank 0, and what ended the followers, which run what it says."""
+    """Return the result of `lead` with the engine of rank 0, and the errors that ended its followers."""
     config = LLMEngineConfig(**OPTIONS)
 
     def rank_of(group: RankGroup) -> Any:
