@@ -106,7 +106,7 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
     (
         (Concern.WORKER,),
         "worker",
-        "num_cpus num_gpus placement devices resident_bytes device_budget_bytes encodes_alone max_batch_rows "
+        "num_cpus num_gpus placement devices ranks resident_bytes device_budget_bytes encodes_alone max_batch_rows "
         "max_batch_pixels max_decode_pixels max_vae_bytes num_threads kv_cache_bytes kv_dtype max_step_tokens "
         "max_decode_delay max_prefill_beside_decode deterministic prompt_lookup packed_arithmetic decode_threads "
         "prefill_threads replay",

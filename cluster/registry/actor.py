@@ -31,7 +31,7 @@ from cluster.jobs.owner import JobOwner
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.process.logs import configure_logs
-from cluster.process.ray_calls import call_actor, get, node_addresses
+from cluster.process.ray_calls import OWN_PLACE, call_actor, get, node_addresses
 from cluster.ray_seam.serve_control import draining_nodes
 from cluster.records.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.records.errors import RegistrationRefused
@@ -483,6 +483,7 @@ def connect_registry(config: ClusterConfig) -> Any:
         get_if_exists=True,
         max_restarts=-1,
         num_cpus=0,
+        scheduling_strategy=OWN_PLACE,
         **config.ray.control_plane.ray_options,
     )
     # A restarted actor gets the arguments of its first start: the secret stays.

@@ -33,7 +33,7 @@ from weights.platform.private_folder import private_folder, state_folder
 
 if TYPE_CHECKING:
     from cluster.start.session_records import SessionRecord
-    from configs.cluster import ClusterConfig
+    from configs.cluster import ClusterConfig, WorkerConfig
     from configs.errors import Problem
     from deployments.preflight import ReadSource
 
@@ -152,8 +152,22 @@ def check(
     _out.print(
         f"{config}: {len(sources)} models and adapters, {len(loaded.pipelines)} pipelines, {total}: nothing wrong"
     )
+    if (each := loaded.worker.num_processes) > 1:
+        _out.print(_ranks_line(loaded.worker, each), markup=False, soft_wrap=True)
     if unseen:
         _out.print(f"not checked, because they are elsewhere: {', '.join(unseen)}", markup=False, soft_wrap=True)
+
+
+def _ranks_line(worker: WorkerConfig, each: int) -> str:
+    """Return the line on workers of several ranks: their processes and resources."""
+    counts = {axis: getattr(worker.ranks, axis) for axis in ("cfg", "sequence", "tensor")}
+    axes = ", ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
+    total = worker.num_replicas * each
+    gpus = f" and {total * worker.num_gpus:g} GPUs" if worker.num_gpus else ""
+    return (
+        f"workers: {worker.num_replicas}, each of {each} ranks ({axes}): {total} processes with "
+        f"{total * worker.num_cpus:g} CPUs{gpus}"
+    )
 
 
 @app.command()

@@ -450,6 +450,17 @@ def test_what_up_would_refuse_check_finds_with_the_same_options(run: Run, tmp_pa
     assert "`atelier keys add NAME --admin` makes a key" in err
 
 
+def test_check_counts_the_processes_of_workers_of_several_ranks(run: Run, tmp_path: Path) -> None:
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    config = {"ray": {"num_cpus": 9}, "store": {"path": "store"}, "models": [model]}
+    (tmp_path / "c.yaml").write_text(json.dumps(config | {"worker": {"num_cpus": 1, "ranks": {"tensor": 2}}}))
+    code, out, _ = run("check", "c.yaml")
+    assert code == 0
+    assert "workers: 1, each of 2 ranks (tensor 2): 2 processes with 2 CPUs\n" in out
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    assert "ranks" not in run("check", "c.yaml")[1]
+
+
 def test_a_detached_start_with_unusable_models_says_so_last_and_in_its_exit_code(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
