@@ -1,4 +1,4 @@
-"""What the tool says of a template: it runs over stand-ins, or the node that lacks is named."""
+"""The verdict of the tool on a template: it runs over stand-ins, or the node that lacks is named."""
 
 from __future__ import annotations
 
