@@ -1,4 +1,4 @@
-"""What ranks send each other: plans as they were said, sums in one order, and the loss of a rank within a bound."""
+"""Plans come as they were said, sums have one order, and the loss of a rank is seen within a bound."""
 
 from __future__ import annotations
 

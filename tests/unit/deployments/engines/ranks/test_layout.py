@@ -1,4 +1,4 @@
-"""Who computes which part: each rank has one place, and the peers of an axis differ in it alone."""
+"""Each rank has one place, and the peers of an axis differ in it alone."""
 
 from __future__ import annotations
 
