@@ -15,12 +15,12 @@ TIMES ?= 10
 MINUTES ?= 60
 SEED ?=
 SHARE ?= 8
-PARTS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)  # one more than cores: tests of clusters and servers wait a lot
+PARTS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)  # of the unit tests at once: one more than cores, since some wait
 PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-unit test-ray test-engines test-deployments test-cluster test-weights test-rest test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-openvino judge-templates judge-zipnn demo test test-unit test-ray test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -35,16 +35,24 @@ $(STAMP): pyproject.toml constraints.txt
 
 judges: $(JUDGES)/protocol/.installed  ## Clients that test us and cannot share our pins
 
-judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/comfyui/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 
-# It computes with our torch and numpy; built from source, it wants a compiler.
+# They compute with our torch and numpy; zipnn, built from source, wants a compiler.
 judge-zipnn: $(JUDGES)/zipnn/.installed  ## zipnn, beside which `python -m infra.bench deltas` measures
 
-$(JUDGES)/zipnn/.installed: infra/judges/zipnn.txt
+judge-openvino: $(JUDGES)/openvino/.installed  ## OpenVINO (180 MB), beside which `python -m infra.bench peers` measures
+
+$(JUDGES)/zipnn/.installed $(JUDGES)/openvino/.installed: $(JUDGES)/%/.installed: infra/judges/%.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	@touch $@
+
+judge-templates: $(JUDGES)/comfy_templates/.installed  ## ComfyUI's own workflows, which `python -m infra.supported.workflows` checks
+
+$(JUDGES)/comfy_templates/.installed: infra/judges/comfy_templates.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 
@@ -78,28 +86,20 @@ judge-llama: $(JUDGES)/llama_cpp/.installed  ## llama.cpp, compiled here in some
 demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after it; DEVICE=sim|cuda: compute there)
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))
 
-# Each part is one process. Two workers of pytest-xdist would both collect all tests, and each would ask the first process
-# before a test whether it is to run again: a question that waits 40 ms for the network's acknowledgement.
-UNIT_TESTS := test-deployments test-engines test-cluster test-weights test-rest
-LONGEST_FIRST := test-ray test-deployments test-engines test-cluster check test-device test-weights test-rest
-FOLDERS_deployments := tests/unit/deployments --ignore tests/unit/deployments/engines
-FOLDERS_engines := tests/unit/deployments/engines
-FOLDERS_cluster := tests/unit/cluster
-FOLDERS_weights := tests/unit/weights
-FOLDERS_rest := tests/unit --ignore tests/unit/deployments --ignore tests/unit/cluster --ignore tests/unit/weights
+# Copies of one process run the unit tests (tests/kit/forks.py): workers of pytest-xdist would each import libraries and
+# collect all tests. The plugin for repeated tests begins a thread where it finds xdist, and copies have no threads.
+IN_COPIES := -p no:xdist --forks $(PARTS)
 
-test: setup judges  ## Lint, types, contracts, unit and Ray tests: PARTS (cores + 1) at once, each told when it has ended
+test: setup judges  ## Lint, types, contracts, all tests but the long ones: Ray's, PARTS of the unit tests and all else side by side
 	@rm -rf $(TIME_FILES)
-	@$(MAKE) --jobs $(PARTS) --keep-going --output-sync=target --no-print-directory $(LONGEST_FIRST); \
+	@$(MAKE) --jobs 3 --keep-going --output-sync=target --no-print-directory test-ray test-unit check test-device; \
 	  outcome=$$?; $(BIN)/python infra/times_report.py $$(ls $(TIME_FILES)/*.tsv); exit $$outcome
 
 test-ray: setup judges
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" --times $(TIME_FILES)/ray.tsv $(TWICE)
 
-test-unit: $(UNIT_TESTS)  ## The unit tests of `make test`
-
-$(UNIT_TESTS): test-%: setup judges
-	$(PYTEST) $(FOLDERS_$*) -m "not long" --times $(TIME_FILES)/unit-$*.tsv $(TWICE)
+test-unit: setup judges  # nicer than the tests of Ray, which take longest and wait for processes that start
+	nice -n 5 $(PYTEST) tests/unit -m "not long" $(IN_COPIES) --times $(TIME_FILES)/unit.tsv $(TWICE)
 
 test-device: setup
 	$(PYTEST) tests/device -m "not long" --times $(TIME_FILES)/device.tsv $(TWICE)
@@ -108,16 +108,16 @@ times: setup     ## Store what the last `make test` took, where the next reader 
 	$(BIN)/python infra/times_report.py $(TIME_FILES)/*.tsv --to tests/times.md
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
-	$(PYTEST) tests/unit -m long -n 2 --dist worksteal
+	$(PYTEST) tests/unit -m long $(IN_COPIES)
 	$(PYTEST) tests/device -m long -n 2 --dist worksteal
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
 
 test-eighth: setup judges-long ## One eighth of test-long but for its soak, which the Python files draw (SHARE=3/8: the third)
-	$(PYTEST) tests/unit -m long -n 2 --dist worksteal --share $(SHARE)
-	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE)
-	$(PYTEST) tests/e2e -m long --share $(SHARE) --ignore tests/e2e/test_soak.py || [ $$? = 5 ]  # no test is in this share
-	$(PYTEST) tests/integration -m long --share $(SHARE) || [ $$? = 5 ]
+	$(PYTEST) tests/unit -m long $(IN_COPIES) --share $(SHARE) $(TWICE)
+	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE) $(TWICE)
+	$(PYTEST) tests/e2e -m long --share $(SHARE) --ignore tests/e2e/test_soak.py $(TWICE) || [ $$? = 5 ]  # no test is in this share
+	$(PYTEST) tests/integration -m long --share $(SHARE) $(TWICE) || [ $$? = 5 ]
 
 abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of another key have to go on as before
 	PYTHONPATH=.:tests $(BIN)/python tests/abuse/run_abuse.py
@@ -125,7 +125,7 @@ abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of ano
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \
 	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
-	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py \
+	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py tests/integration/test_killed_jobs.py \
 	    -k "kill or keeper or registry or 64 or images" || exit 1; \
 	done
 
@@ -146,7 +146,7 @@ test-gpu: setup  ## The device tests on this machine's CUDA cards instead of a s
 	$(PYTEST) tests/device --device cuda
 
 unit: setup      ## The quick tests without Ray, in under a minute
-	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) tests/unit -m "not slow" $(IN_COPIES)
 
 coverage: setup  ## Share of the product's lines that the unit tests run, and the modules with the least of them
 	rm -rf out/coverage && mkdir -p out/coverage

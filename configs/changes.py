@@ -70,7 +70,7 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
         (Concern.INGRESS,),
         "ingress",
         "num_replicas num_cpus num_gpus placement max_ongoing_requests limits image_hosts image_links image_streams "
-        "stored_responses shared_memory",
+        "stored_responses workflow_files shared_memory",
     ),
     (
         (Concern.LIMITS,),
@@ -81,7 +81,8 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
     (
         (Concern.INGRESS,),
         "jobs",
-        "keep_s max_bytes max_jobs max_unfinished max_running max_result_bytes timeout_s max_starts",
+        "keep_s max_bytes max_jobs max_unfinished max_running max_result_bytes timeout_s max_starts max_file_bytes "
+        "max_files_bytes keep_files_s webhooks",
     ),
     ((Concern.CONTROL_PLANE,), "controller", "enabled"),
     ((Concern.LIMITS,), "controller", "policy tick_s slo_classes models"),
@@ -105,7 +106,7 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
     (
         (Concern.WORKER,),
         "worker",
-        "num_cpus num_gpus placement devices resident_bytes device_budget_bytes encodes_alone max_batch_rows "
+        "num_cpus num_gpus placement devices ranks resident_bytes device_budget_bytes encodes_alone max_batch_rows "
         "max_batch_pixels max_decode_pixels max_vae_bytes num_threads kv_cache_bytes kv_dtype max_step_tokens "
         "max_decode_delay max_prefill_beside_decode deterministic prompt_lookup packed_arithmetic decode_threads "
         "prefill_threads replay",

@@ -26,6 +26,7 @@ from configs.model import (
     located_errors,
 )
 from configs.pipeline import PipelineConfig, nearest_name
+from configs.ranks import RanksConfig
 from configs.simulated import SimulatedConfig
 
 _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
@@ -210,6 +211,11 @@ class ReplicaConfig(StrictModel):
         """Options of each replica's actor in Ray's names."""
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **self.placement.ray_options}
 
+    @property
+    def num_processes(self) -> int:
+        """Processes of a replica, each with the replica's resources."""
+        return 1
+
 
 class ImageLinksConfig(StrictModel):
     """Links to images, for answers with `response_format: url`."""
@@ -226,6 +232,23 @@ class ImageLinksConfig(StrictModel):
         pattern=r"^https?://[^?#\s]+[^/?#\s]$",
         description="beginning of the links; default: the Host of the request",
     )
+
+
+class WorkflowFilesConfig(StrictModel):
+    """Files of ComfyUI's workflows: uploaded images, and images that were made."""
+
+    folder: Path | None = Field(
+        None,
+        description="folder of the files; default: `workflows` in the store's. Ingress replicas on several nodes must "
+        "share it",
+    )
+    keep_s: float = Field(
+        604_800.0, gt=0, le=366 * 86_400.0, allow_inf_nan=False, description="seconds that a file is kept after it came"
+    )
+    max_bytes: Bytes = Field(
+        2**32, ge=2**20, validate_default=True, description="maximum size of all files; the oldest are removed"
+    )
+    max_files: int = Field(10_000, ge=1, le=1_000_000, description="maximum files; the oldest are removed")
 
 
 class StoredResponsesConfig(StrictModel):
@@ -283,6 +306,7 @@ class IngressConfig(ReplicaConfig):
     image_links: ImageLinksConfig = ImageLinksConfig()
     image_streams: ImageStreamsConfig = ImageStreamsConfig()
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
+    workflow_files: WorkflowFilesConfig = WorkflowFilesConfig()
     shared_memory: SharedMemoryConfig | None = Field(
         None, description="shared memory of clients; null: off. Needs num_replicas: 1"
     )
@@ -371,6 +395,9 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
         "layers on the next ones, each with the same budget, and with `cpu` as the last one on the host (default: "
         "[device, cpu]). num_gpus is the number of cuda devices",
     )
+    ranks: RanksConfig = Field(
+        RanksConfig(), description="processes that compute one model together; by default one does"
+    )
     standby: bool = Field(
         True,
         description="keep a process each for workers and text encoders that has imported torch and the engines; new "
@@ -427,7 +454,21 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
     def _devices_fit(self) -> Self:
         if self.devices and (problem := _device_problem(self.devices, self.device, self.num_gpus)):
             raise located_errors(type(self).__name__, [(("devices",), problem)])
+        if self.num_processes > 1 and (found := _rank_problem(self)):
+            key, problem = found
+            raise located_errors(type(self).__name__, [((key,), problem)])
         return self
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of a replica, each with the replica's resources."""
+        return self.ranks.size
+
+    @property
+    def ray_options(self) -> dict[str, Any]:
+        """Options of each replica's actor in Ray's names; the places of ranks have the labels that a node must have."""
+        options = super().ray_options
+        return {name: value for name, value in options.items() if name != "label_selector" or self.ranks.size == 1}
 
     @property
     def other_devices(self) -> tuple[str, ...]:
@@ -458,6 +499,22 @@ def _device_problem(devices: Sequence[str], device: str, num_gpus: float) -> str
         return (
             f"Ray shows each replica its own GPUs as cuda:0 and on: {', '.join(accelerators)} with num_gpus "
             f"{num_gpus:g} is not cuda:0 to cuda:{len(whole) - 1} with num_gpus {len(whole)}"
+        )
+    return None
+
+
+def _rank_problem(worker: WorkerConfig) -> tuple[str, str] | None:
+    """Return the key and the problem of a replica that cannot have ranks, None without one."""
+    if worker.devices:
+        return "devices", f"{len(worker.devices)} devices are for one process, and each of the ranks has one: `device`"
+    if not worker.num_cpus and not worker.num_gpus:
+        return "num_cpus", "0 with num_gpus 0: Ray keeps a place for each rank, so it takes a CPU or a GPU, or a part"
+    kind, _, index = worker.device.partition(":")
+    if kind == "cuda" and (worker.num_gpus != 1 or int(index or 0)):
+        return (
+            "num_gpus",
+            f"{worker.num_gpus:g} with device {worker.device}: each of {worker.num_processes} ranks has a GPU of its "
+            "own, which Ray shows it as cuda:0; expected num_gpus 1 and device cuda",
         )
     return None
 

@@ -8,6 +8,13 @@ from pydantic import Field
 
 from configs.model import StrictModel
 
+# ComfyUI's paths, which are there under /api too.
+COMFYUI_PATHS: Final = (
+    *("/prompt", "/queue", "/history", "/view", "/upload", "/interrupt", "/free", "/object_info", "/system_stats"),
+    *("/embeddings", "/models", "/features", "/ws"),
+)
+
+
 # Beginnings of the paths that ask models: their POSTs wait for turns and may be sent to another replica. All others,
 # probes, lists and operators, never wait behind them.
 INFERENCE_PATHS: Final = (
@@ -30,6 +37,7 @@ INFERENCE_PATHS: Final = (
     "/api/embed",
     "/sdapi/v1/txt2img",
     "/sdapi/v1/img2img",
+    *("/prompt", "/api/prompt"),
 )
 # Beginnings of those whose bodies may have images in them, which have a bound of their own.
 UPLOAD_PATHS: Final = (
@@ -44,11 +52,17 @@ UPLOAD_PATHS: Final = (
         "/v1/messages",
     ),
     *("/api/chat", "/api/generate", "/tokenize", "/v1/pipelines/"),
+    "/upload/",
 )
 
 
 # Beginnings of those by which jobs are followed while they are in progress.
-JOB_PATHS: Final = ("/v1/jobs", "/v1/videos")
+JOB_PATHS: Final = (
+    *("/v1/jobs", "/v1/videos", "/v1/batches", "/v1/files"),
+    *("/prompt", "/queue", "/history", "/view", "/interrupt", "/ws"),
+)
+# Beginnings of those whose bodies are files: they go to the disk piece by piece.
+FILE_PATHS: Final = ("/v1/files",)
 
 
 class CompatConfig(StrictModel):
@@ -60,6 +74,7 @@ class CompatConfig(StrictModel):
     anthropic: bool = Field(True, description="/v1/messages")
     ollama: bool = Field(True, description="/api/chat, /api/generate, /api/embed, /api/tags, ...")
     a1111: bool = Field(True, description="/sdapi/v1/txt2img, /sdapi/v1/img2img, ...: Stable Diffusion WebUI")
+    comfyui: bool = Field(True, description="/prompt, /queue, /history, /view, /ws, ...: ComfyUI's workflows")
 
 
 class HaproxyConfig(StrictModel):

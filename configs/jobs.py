@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from configs.model import Bytes, StrictModel
 
 _MOST_S = 366 * 86_400.0
+MAX_FILE_BYTES = 2**28
+
+
+WebhookHost = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?$")]
+
+
+class WebhooksConfig(StrictModel):
+    """Webhooks: what is told to a client's own server when its job ends."""
+
+    hosts: tuple[WebhookHost, ...] = Field((), description="hosts, or host:port, that may be told; no other is called")
+    may_be_inner: bool = Field(False, description="whether these hosts may be at inner addresses")
 
 
 class JobsConfig(StrictModel):
-    """Jobs of /v1/jobs, /v1/videos and `background: true`, kept in the folder `jobs` of the store."""
+    """Jobs of /v1/jobs, /v1/videos, /v1/batches and `background: true`, and files of /v1/files, kept in the folder
+    `jobs` of the store."""
 
     keep_s: float = Field(
         86_400.0, gt=0, le=_MOST_S, allow_inf_nan=False, description="seconds that a result is kept after its job ended"
@@ -47,6 +59,25 @@ class JobsConfig(StrictModel):
     max_starts: int = Field(
         20, ge=1, le=10_000, description="maximum starts of a job whose ingress died; then it has failed"
     )
+
+    max_file_bytes: Bytes = Field(
+        MAX_FILE_BYTES, ge=2**10, validate_default=True, description="maximum size of one file of a client"
+    )
+    max_files_bytes: Bytes = Field(
+        2**34,
+        ge=2**20,
+        validate_default=True,
+        description="maximum size of all files of clients and batches; where there are keys, one has at most half",
+    )
+    keep_files_s: float = Field(
+        30 * 86_400.0,
+        gt=0,
+        le=_MOST_S,
+        allow_inf_nan=False,
+        description="seconds that a client's file is kept; batches' files are kept for keep_s",
+    )
+
+    webhooks: WebhooksConfig = WebhooksConfig()
 
     @model_validator(mode="after")
     def _results_fit(self) -> Self:

@@ -253,6 +253,12 @@ class GenerationDefaults(StrictModel, SamplingOptions, PictureOptions):
         return self
 
 
+FileNames = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=300)], ...], Field(max_length=64)]
+_FILE_NAMES = (
+    "further names of its files in ComfyUI's workflows: of itself, its VAE and its text encoders (ae.safetensors, say)"
+)
+
+
 class ModelConfig(StrictModel):
     """A checkpoint folder in a stock layout: diffusers pipeline, transformers LLM or sentence encoder.
 
@@ -285,6 +291,7 @@ class ModelConfig(StrictModel):
     )
     defaults: GenerationDefaults = GenerationDefaults()
     description: str = ""
+    file_names: FileNames = Field((), description=_FILE_NAMES)
     gpu_layers: GpuLayers = Field(
         "auto",
         description="layers of a language model that are on the worker's device, the others are computed on the host: "
@@ -346,3 +353,4 @@ class AdapterConfig(StrictModel):
         allow_inf_nan=False,
         description="scale at which an image LoRA runs merged, for requests that name it alone; null: never",
     )
+    file_names: FileNames = Field((), description=_FILE_NAMES)

@@ -15,8 +15,9 @@ _MAX_INT32: Final = 2**31 - 1
 _Count = Annotated[int, Field(ge=1, le=_MAX_INT32)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--.
-PromptSyntax = Literal["plain", "weighted", "compel"]
+# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--;
+# "comfyui": (word) and (word:1.3), whose vectors lie from those of an empty prompt.
+PromptSyntax = Literal["plain", "weighted", "compel", "comfyui"]
 
 
 class Acceleration(BaseModel):
@@ -52,6 +53,54 @@ class Variation(BaseModel):
 
     seed: int = Field(ge=0, lt=2**63)
     strength: _Finite = Field(ge=0, le=1)
+
+
+# Samplers of k-diffusion, by their names in ComfyUI.
+SamplerName = Literal[
+    "euler",
+    "euler_ancestral",
+    "ddim",
+    "heun",
+    "dpm_2",
+    "dpm_2_ancestral",
+    "lms",
+    "dpmpp_2s_ancestral",
+    "dpmpp_2m",
+    "res_multistep",
+    "lcm",
+    "uni_pc",
+    "uni_pc_bh2",
+]
+
+
+class Sampler(BaseModel):
+    """A sampler of k-diffusion over given levels of noise, as ComfyUI runs it.
+
+    It is in place of all that a pipeline has for its steps: scheduler, schedule and guidance. Latents are float32. The
+    first noise is one draw of `torch.randn` for all images, of a generator on the CPU with the seed; noise of steps is
+    of one with the seed that follows, as where ComfyUI runs on a CPU.
+
+    `sigmas` are one more than there are steps; the last one is 0 unless noise is left over. `cfg` is the scale of
+    guidance by the negative prompt, which is not read at 1. `picks` are places in a longer batch whose noise the images
+    have. Without `adds_noise` the latents of the request have theirs. `eta` and `s_noise` are those of the samplers
+    that add noise as they go.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: SamplerName
+    sigmas: tuple[_Finite, ...] = Field(min_length=2, max_length=1001)
+    cfg: _Finite = Field(1.0, ge=0, le=100)
+    adds_noise: bool = True
+    noise_seed: int | None = Field(None, ge=0, lt=2**64, description="of the noise; default: the image's")
+    picks: tuple[Annotated[int, Field(ge=0, lt=64)], ...] | None = Field(None, min_length=1, max_length=64)
+    eta: _Finite = Field(1.0, ge=0, le=1)
+    s_noise: _Finite = Field(1.0, ge=0, le=100)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps, some of which have two forwards."""
+        return len(self.sigmas) - 1
 
 
 class SamplingOptions(BaseModel):
@@ -119,7 +168,7 @@ class PictureOptions(DiffusionOptions):
     prompt_syntax: PromptSyntax | None = Field(
         None,
         description="weighted: (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; compel: word++, "
-        "(words)-- and (words)1.3 as in Compel; else plain",
+        "(words)-- and (words)1.3 as in Compel; comfyui: (word) and (word:1.3) as ComfyUI has them; else plain",
     )
     clip_skip: int | None = Field(
         None, ge=0, le=64, description="layers of its CLIPs that a Stable Diffusion 1, 2 or XL leaves out of prompts"
@@ -130,6 +179,11 @@ class PictureOptions(DiffusionOptions):
     )
     variation: Variation | None = Field(
         None, description='another seed whose noise is mixed in, such as {"seed": 7, "strength": 0.2}'
+    )
+    sampler: Sampler | None = Field(
+        None,
+        description="a sampler of k-diffusion over given sigmas, as ComfyUI runs it, such as "
+        '{"name": "euler", "sigmas": [14.6, 4.1, 1.2, 0], "cfg": 7}',
     )
 
 
@@ -145,6 +199,7 @@ class Denoising:
     deterministic: bool = False
     acceleration: Acceleration | None = None
     variation: Variation | None = None
+    sampler: Sampler | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

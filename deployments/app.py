@@ -27,12 +27,12 @@ from ray.serve.config import RequestRouterConfig
 from cluster.placement.serving.actor import connect_controller
 from cluster.process.logs import serve_logging
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
-from cluster.ray_seam.serve_control import replaced_by_version
+from cluster.ray_seam.serve_control import demand_of, replaced_by_version
 from cluster.records.actor_names import hash_of
 from cluster.registry.actor import connect_registry, tell_registry
 from cluster.start.process_starts import template_environment
 from configs.changes import BEYOND, Concern
-from configs.cluster import ClusterConfig, LoggingConfig, ReplicaConfig
+from configs.cluster import ClusterConfig, LoggingConfig, ReplicaConfig, WorkerConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.planning import load_checked_config
 from deployments.services.replica_classes import TEMPLATE, TEXT_ENCODER, WORKER
@@ -108,5 +108,22 @@ def _deployment(
         num_replicas=settings.num_replicas,
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options=options,
+        **_places_of_ranks(settings),
         **serve_logging(logs.format),
     )(class_)
+
+
+def _places_of_ranks(settings: ReplicaConfig) -> dict[str, Any]:
+    """Return Serve's options for a replica of several ranks: a place for each, reserved together; rank 0 has the first.
+
+    HAZARD: what such a replica starts has these places too, and ends with them, unless Ray is told otherwise
+    (`OWN_PLACE`).
+    """
+    if settings.num_processes == 1 or not isinstance(settings, WorkerConfig):
+        return {}
+    labels = settings.placement.labels
+    return {
+        "placement_group_bundles": [dict(demand_of(settings))] * settings.num_processes,
+        "placement_group_strategy": settings.ranks.strategy,
+        **({"placement_group_bundle_label_selector": [dict(labels)]} if labels else {}),
+    }

@@ -27,6 +27,8 @@ from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_clust
 from configs.model import AdapterConfig, ModelConfig
 from deployments.engines.adapter_bases import check_base
 from deployments.engines.needs import PartSizes, needs_of
+from deployments.engines.ranks.layout import RankLayout
+from deployments.engines.records.protocol import EngineError
 from deployments.engines.servable import why_unservable
 from deployments.modules.parts import CANNOT_SPLIT
 from deployments.pipelines.planning import check_pipeline
@@ -69,7 +71,7 @@ def check_config(path: Path) -> tuple[ClusterConfig | None, dict[str, ReadSource
     sources: dict[str, ReadSource] = {}
     mistakes = [*_source_mistakes(config, path, sources), *_adapter_mistakes(config, sources)]
     mistakes += [*_pipeline_mistakes(config, sources), *device_mistakes(config), *_machine_mistakes(config)]
-    mistakes += _budget_mistakes(config, sources)
+    mistakes += [*_budget_mistakes(config, sources), *_rank_mistakes(config, sources)]
     # What is wrong in itself may be wrong with others for no other reason; but a path is wrong by itself.
     found = [(keys, text) for keys, text in mistakes if entry_of(keys) not in wrong or keys[-1] == "path"]
     return config, sources, sorted([*problems, *locate_problems(path, found)], key=_line)
@@ -297,7 +299,7 @@ def _machine_mistakes(config: ClusterConfig) -> Iterator[Mistake]:
             text = f"{shown_bytes(settings.resident_bytes)}; this machine has {shown_bytes(memory_bytes)} of memory"
             yield (section, "resident_bytes"), text
     roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
-    wanted = {name: role.num_replicas * role.num_cpus for name, role in roles.items()}
+    wanted = {name: role.num_replicas * role.num_processes * role.num_cpus for name, role in roles.items()}
     available = config.ray.num_cpus or os.cpu_count() or 1
     if sum(wanted.values()) > available:
         each = ", ".join(f"{name} {count:g}" for name, count in wanted.items())
@@ -320,6 +322,24 @@ def _budget_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -
             continue
         for lack in room.shortages(entry.id, sources[entry.id].record.needs, entry.gpu_layers):
             yield (*keys, "gpu_layers") if lack.is_wish else keys, lack.text
+
+
+def _rank_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
+    """Yield language models that the ranks of a worker cannot divide among them."""
+    ranks = config.worker.ranks
+    if ranks.tensor == 1:
+        return
+    from deployments.engines.llm.models.registry import check_ranks, load_config  # it needs torch
+
+    for keys, entry in _entries(config):
+        if entry.id not in sources or sources[entry.id].record.kind != "llm" or not isinstance(entry.path, Path):
+            continue
+        folder = entry.path if entry.path.is_dir() or entry.path.suffix == ".gguf" else entry.path.parent
+        try:
+            if folder.exists():
+                check_ranks(load_config(folder), RankLayout(ranks.cfg, ranks.sequence, ranks.tensor))
+        except EngineError as error:
+            yield (*keys, "path"), f"worker.ranks: {error}"
 
 
 def _why_whole(config: ClusterConfig, source: ReadSource) -> str | None:

@@ -4,6 +4,8 @@ every processor.
 
 import os
 
-pytest_plugins = ["kit.seeding", "kit.browser", "kit.unsynced", "kit.drawing", "kit.shares", "kit.times"]
+# Before numpy is loaded: copies of a process have none of its threads (kit/forks.py).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+pytest_plugins = ["kit.seeding", "kit.browser", "kit.unsynced", "kit.drawing", "kit.shares", "kit.times", "kit.forks"]
 # With AMX a product in half precision is another beside other rows (docs/operations/limits.md).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

@@ -1,7 +1,8 @@
 """A request's own deadline, kept from Serve: the ingress alone ends a request that is late, in words of its protocol.
 
 Serve would cut the request off by the same header, in plain text, a moment earlier. The header therefore passes Serve
-under another name: `HideDeadline` stands before what Serve reads, `ShowDeadline` within the ingress.
+under another name: `HideDeadline` stands before what Serve reads, `ShowDeadline` within the ingress. A websocket has no
+deadline: it lasts as long as its client, and Serve is told so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _DEADLINE: Final = b"x-request-timeout-seconds"
 _HIDDEN: Final = b"x-atelier-timeout-seconds"
+_NONE: Final = (_DEADLINE, b"0")  # to Serve, no time limit
 
 
 class HideDeadline:
@@ -21,7 +23,10 @@ class HideDeadline:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(_renamed(scope, _DEADLINE, _HIDDEN), receive, send)
+        scope = _renamed(scope, _DEADLINE, _HIDDEN)
+        if scope["type"] == "websocket":
+            scope = {**scope, "headers": [*scope["headers"], _NONE]}
+        await self._app(scope, receive, send)
 
 
 class ShowDeadline:

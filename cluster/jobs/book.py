@@ -9,18 +9,21 @@ locked. A job ends once: the end of an abandoned start changes nothing.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import secrets
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from cluster.jobs.records import Headers, Job, JobAnswer, JobError, JobFilter, NewJob, Order, Status, TakenJob
+from cluster.jobs.file_book import FILES_SCHEMA, FileBook
+from cluster.jobs.hook_book import HOOKS_SCHEMA, HookBook, add_hook
+from cluster.jobs.records import BATCHES, Headers, Job, JobAnswer, JobError, JobFilter, NewJob, Order, Status, TakenJob
+from cluster.jobs.rows import job_of
+from cluster.jobs.transactions import writing
 from cluster.records.errors import JobConflict, JobsFull
 from configs.jobs import JobsConfig
 from weights.platform.durable import make_folder
@@ -42,20 +45,24 @@ CREATE TABLE IF NOT EXISTS jobs (
     "CREATE INDEX IF NOT EXISTS by_key ON jobs (key, number)",
     "CREATE INDEX IF NOT EXISTS by_turn ON jobs (status, key, priority, number)",
     "CREATE UNIQUE INDEX IF NOT EXISTS by_idempotency ON jobs (key, idempotency_key) WHERE idempotency_key IS NOT NULL",
+    *FILES_SCHEMA,
+    *HOOKS_SCHEMA,
 )
 _PAGE: Final = {
     "asc": """
 SELECT * FROM jobs WHERE key = ? AND number > ? AND (expires_s IS NULL OR expires_s >= ?)
-AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY number LIMIT ?6""",
+AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) AND (?6 IS NULL OR idempotency_key = ?6)
+ORDER BY number LIMIT ?7""",
     "desc": """
 SELECT * FROM jobs WHERE key = ? AND number < ? AND (expires_s IS NULL OR expires_s >= ?)
-AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) ORDER BY number DESC LIMIT ?6""",
+AND (?4 IS NULL OR status = ?4) AND (?5 IS NULL OR endpoint = ?5) AND (?6 IS NULL OR idempotency_key = ?6)
+ORDER BY number DESC LIMIT ?7""",
 }
-_PLAIN: Final = (
-    *("id", "key", "endpoint", "status", "created_s", "started_s", "ended_s", "expires_s"),
-    *("num_starts", "num_bytes"),
-)
 _FIRST: Final = {"asc": 0, "desc": 2**62}
+_RUNNING_BY_KEY: Final = """
+SELECT key, COUNT(*) FROM jobs WHERE status = 'running' AND (endpoint = ?) = ? GROUP BY key"""
+_FIRST_QUEUED: Final = """
+SELECT priority, key, MIN(number) FROM jobs WHERE status = 'queued' AND (endpoint = ?) = ? GROUP BY key, priority"""
 _END: Final = """
 UPDATE jobs SET status = ?, ended_s = ?, expires_s = ?, error = ?, answer = ?, num_bytes = ?
 WHERE id = ? AND num_starts = ? AND ended_s IS NULL RETURNING id"""
@@ -84,6 +91,7 @@ class JobBook:
             for beside in (f"{BOOK_FILE}-wal", f"{BOOK_FILE}-journal"):
                 (folder / beside).unlink(missing_ok=True)
             self._db = _opened(file, busy_s)
+        self.files, self.hooks = FileBook(self._db), HookBook(self._db)
 
     def close(self) -> None:
         """Let another process have the book."""
@@ -94,7 +102,7 @@ class JobBook:
     def add(self, new: NewJob, config: JobsConfig, now_s: float) -> Job:
         """Take in a job that is queued, or return the one of its idempotency key. Raises JobConflict, JobsFull."""
         digest = _digest_of(new)
-        with self._writing() as run:
+        with writing(self._db) as run:
             if new.idempotency_key is not None and (known := self._known(new, digest)) is not None:
                 return known
             self._check_room(new, config)
@@ -106,6 +114,8 @@ class JobBook:
                 (id_, new.key, new.endpoint, *texts, new.priority, new.idempotency_key, digest, len(new.body), now_s),
             )
             run("INSERT INTO bodies VALUES (?, ?)", (id_, new.body))
+            if new.webhook is not None:
+                add_hook(run, id_, new.webhook, now_s)
         job = self.find(new.key, id_, now_s)
         assert job is not None
         return job
@@ -116,7 +126,14 @@ class JobBook:
             "SELECT * FROM jobs WHERE id = ? AND key = ? AND (expires_s IS NULL OR expires_s >= ?)",
             (id_, key, now_s),
         ).fetchall()
-        return _job_of(rows[0]) if rows else None
+        return job_of(rows[0]) if rows else None
+
+    def body(self, key: str, id_: str) -> bytes | None:
+        """Return the body of an unfinished job's request; None for another job."""
+        rows = self._db.execute(
+            "SELECT body FROM bodies JOIN jobs USING (id) WHERE id = ? AND key = ?", (id_, key)
+        ).fetchall()
+        return rows[0][0] if rows else None
 
     def page(
         self, key: str, wanted: JobFilter, after: str | None, limit: int, order: Order, now_s: float
@@ -128,12 +145,12 @@ class JobBook:
             if not found:
                 return None
             ((place,),) = found
-        values = (key, place, now_s, wanted.status, wanted.endpoint, limit)
-        return [_job_of(row) for row in self._db.execute(_PAGE[order], values)]
+        values = (key, place, now_s, wanted.status, wanted.endpoint, wanted.idempotency_key, limit)
+        return [job_of(row) for row in self._db.execute(_PAGE[order], values)]
 
     def cancel(self, key: str, id_: str, keep_s: float, now_s: float) -> Job | None:
         """End an unfinished job, and return its new state; None for an unknown one."""
-        with self._writing() as run:
+        with writing(self._db) as run:
             run(
                 "UPDATE jobs SET status = 'cancelled', ended_s = ?, expires_s = ?, num_bytes = 0"
                 " WHERE id = ? AND key = ? AND ended_s IS NULL",
@@ -144,7 +161,7 @@ class JobBook:
 
     def forget(self, key: str, id_: str) -> str | None:
         """Remove a job, and return the name of its result file; None for an unknown job."""
-        with self._writing() as run:
+        with writing(self._db) as run:
             gone = run("DELETE FROM jobs WHERE id = ? AND key = ? RETURNING id, num_starts", (id_, key)).fetchall()
             for id_, _ in gone:
                 run("DELETE FROM bodies WHERE id = ?", (id_,))
@@ -152,28 +169,30 @@ class JobBook:
 
     # what ingresses do
 
-    def take(self, count: int, held: Mapping[str, int], max_of_key: int, now_s: float) -> list[TakenJob]:
+    def take(
+        self, count: int, held: Mapping[str, int], max_of_key: int, now_s: float, *, are_batches: bool = False
+    ) -> list[TakenJob]:
         """Begin up to `count` queued jobs: the most urgent, of the key with the fewest running, the oldest.
 
-        `held` are the caller's running jobs by key, at most `max_of_key` each.
+        `held` are the caller's running jobs by key, at most `max_of_key` each. Batches are apart from other jobs: they
+        take hours.
         """
         taken: list[TakenJob] = []
         own = Counter(held)
-        with self._writing() as run:
-            running = Counter(dict(run("SELECT key, COUNT(*) FROM jobs WHERE status = 'running' GROUP BY key")))
+        with writing(self._db) as run:
+            kind = (BATCHES, are_batches)
+            running = Counter(dict(run(_RUNNING_BY_KEY, kind)))
             while len(taken) < count:
-                waiting = run(
-                    "SELECT priority, key, MIN(number) FROM jobs WHERE status = 'queued' GROUP BY key, priority"
-                ).fetchall()
+                waiting = run(_FIRST_QUEUED, kind).fetchall()
                 if (number := _next_turn(waiting, running, own, max_of_key)) is None:
                     break
-                ((id_, start, key, endpoint, headers),) = run(
+                ((id_, start, key, endpoint, headers, created_s),) = run(
                     "UPDATE jobs SET status = 'running', num_starts = num_starts + 1, started_s = ? WHERE number = ?"
-                    " RETURNING id, num_starts, key, endpoint, headers",
+                    " RETURNING id, num_starts, key, endpoint, headers, created_s",
                     (now_s, number),
                 ).fetchall()
                 ((body,),) = run("SELECT body FROM bodies WHERE id = ?", (id_,)).fetchall()
-                taken.append(TakenJob(id_, start, key, endpoint, _headers_of(headers), body))
+                taken.append(TakenJob(id_, start, key, endpoint, _headers_of(headers), body, created_s))
                 running[key] += 1
                 own[key] += 1
         return taken
@@ -192,22 +211,25 @@ class JobBook:
         answer = json.dumps([end.status, end.headers]) if isinstance(end, JobAnswer) else None
         said = end.error if isinstance(end, JobAnswer) else end
         error = None if said is None else json.dumps([said.code, said.message])
-        with self._writing() as run:
+        with writing(self._db) as run:
             values = (status, now_s, now_s + keep_s, error, answer, num_bytes, id_, start)
             ended = run(_END, values).fetchall()
             if ended:
                 run("DELETE FROM bodies WHERE id = ?", (id_,))
         return bool(ended)
 
-    def running(self) -> list[tuple[str, int, str]]:
-        """Return id, start and key of the running jobs."""
-        return [tuple(row) for row in self._db.execute("SELECT id, num_starts, key FROM jobs WHERE status = 'running'")]
+    def running(self) -> list[tuple[str, int, str, str]]:
+        """Return id, start, key and endpoint of the running jobs."""
+        rows = self._db.execute("SELECT id, num_starts, key, endpoint FROM jobs WHERE status = 'running'")
+        return [tuple(row) for row in rows]
 
-    def requeue(self, lost: Collection[tuple[str, int]], config: JobsConfig, now_s: float) -> None:
-        """Queue jobs of a dead ingress again; a job without further starts has failed."""
+    def requeue(
+        self, lost: Collection[tuple[str, int]], config: JobsConfig, now_s: float, *, were_given_back: bool = False
+    ) -> None:
+        """Queue jobs of a dead ingress again; one without further starts has failed, unless it was given back."""
         for id_, start in lost:
-            if start < config.max_starts:
-                with self._writing() as run:
+            if were_given_back or start < config.max_starts:
+                with writing(self._db) as run:
                     run(
                         "UPDATE jobs SET status = 'queued' WHERE id = ? AND num_starts = ? AND status = 'running'",
                         (id_, start),
@@ -226,14 +248,14 @@ class JobBook:
             return gone
         rows = self._db.execute("SELECT id, key, num_bytes, ended_s, num_starts FROM jobs ORDER BY number").fetchall()
         surplus = set(_surplus(rows, config.max_bytes, config.max_jobs))
-        with self._writing() as run:
+        with writing(self._db) as run:
             for id_ in surplus:
                 run("DELETE FROM jobs WHERE id = ?", (id_,))
         return [*gone, *(result_name(row[0], row[4]) for row in rows if row[0] in surplus)]
 
     def expire(self, now_s: float) -> list[str]:
         """Remove the jobs whose time is over, and return the names of their result files."""
-        with self._writing() as run:
+        with writing(self._db) as run:
             gone = run("DELETE FROM jobs WHERE expires_s < ? RETURNING id, num_starts", (now_s,)).fetchall()
         return [result_name(*row) for row in gone]
 
@@ -255,7 +277,7 @@ class JobBook:
             return None
         if rows[0]["digest"] != digest:
             raise JobConflict(f"idempotency_key {new.idempotency_key!r} is that of another request, {rows[0]['id']}")
-        return _job_of(rows[0])
+        return job_of(rows[0])
 
     def _check_room(self, new: NewJob, config: JobsConfig) -> None:
         """Raise JobsFull if the job has no room beside the unfinished ones."""
@@ -266,18 +288,6 @@ class JobBook:
             raise JobsFull(f"{count} jobs of this key are not finished, the maximum; wait for one of them")
         if (total or 0) + len(new.body) > config.max_bytes:
             raise JobsFull(f"the bodies of unfinished jobs have {total or 0} of {config.max_bytes} bytes; try again")
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[Any]:
-        """Yield `execute` of a transaction, which is atomic."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db.execute
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
 
 
 def _opened(file: Path, busy_s: float) -> sqlite3.Connection:
@@ -309,16 +319,6 @@ def _next_turn(
 
 def _headers_of(text: str) -> Headers:
     return tuple((name, value) for name, value in json.loads(text))
-
-
-def _job_of(row: sqlite3.Row) -> Job:
-    error = None if row["error"] is None else JobError(*json.loads(row["error"]))
-    answer = None
-    if row["answer"] is not None:
-        status, headers = json.loads(row["answer"])
-        answer = JobAnswer(status, tuple((name, value) for name, value in headers), error)
-    plain = {name: row[name] for name in _PLAIN}
-    return Job(**plain, facts=json.loads(row["facts"]), error=error, answer=answer)
 
 
 def _surplus(rows: Sequence[tuple[Any, ...]], max_bytes: int, max_jobs: int) -> list[str]:

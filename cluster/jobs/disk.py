@@ -1,17 +1,18 @@
-"""The disk of jobs: their book and their result files, opened at the first use, in one thread."""
+"""The disk of jobs: their book, their result files and clients' files, opened at the first use, in one thread."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from cluster.jobs.book import BOOK_FILE, JobBook, result_name
-from cluster.jobs.records import Job, JobAnswer, JobError, NewJob
+from cluster.jobs.file_book import OUTPUT
+from cluster.jobs.records import ClientFile, DueHook, Job, JobAnswer, JobError, LineResult, NewJob
 from cluster.jobs.results import ResultFiles
 from cluster.records.errors import JobsUnavailable
 from configs.jobs import JobsConfig
@@ -19,6 +20,7 @@ from weights.platform.durable import allocated_bytes
 
 FOLDER: Final = "jobs"  # of a store; below it one of each cluster
 RESULTS: Final = "results"
+FILES: Final = "files"
 _R = TypeVar("_R")
 
 
@@ -30,6 +32,7 @@ class JobDisk:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self._opened: JobBook | None = None
         self._results = ResultFiles(folder / RESULTS)
+        self._files = ResultFiles(folder / FILES)
 
     async def run(self, work: Callable[..., _R], *arguments: Any) -> _R:
         """Return the result of `work`, a method that blocks, for these arguments. Raises JobsUnavailable."""
@@ -43,12 +46,14 @@ class JobDisk:
         if self._opened is None:
             self._opened = JobBook(self._folder)
             self._results.remove(self._results.strays(self._opened.result_names()))
+            self._files.remove(self._files.strays(self._opened.files.names()))
         return self._opened
 
     def add(self, new: NewJob, config: JobsConfig, now_s: float) -> Job:
         """Take in a job, and make room for its result. Raises JobConflict, JobsFull."""
         job = self.book.add(new, config, now_s)
         self._results.remove(self.book.sweep(config, now_s))
+        self._files.remove(self.book.files.expire(now_s))
         return job
 
     def end(
@@ -77,7 +82,80 @@ class JobDisk:
         """Remove a job and its result, and return whether there was one."""
         name = self.book.forget(key, id_)
         self._results.remove([name] if name else [])
+        self._files.remove(self._files.strays(self.book.files.names()) if name else [])  # those of a batch
         return name is not None
+
+    # files
+
+    def begin_file(self, key: str, now_s: float) -> ClientFile:
+        """Begin an upload. Raises JobsFull."""
+        self._files.remove(self.book.files.expire(now_s))
+        return self.book.files.begin(key, now_s)
+
+    def append_file(
+        self, key: str, id_: str, offset: int, piece: bytes, config: JobsConfig, now_s: float
+    ) -> int | None:
+        """Return the size of an upload, with the piece if that begins at its end; None for an unknown one.
+
+        Raises JobsFull. A piece that came before changes nothing.
+        """
+        if (file := self.book.files.unfinished(key, id_)) is None:
+            return None
+        if offset != file.num_bytes or not piece:
+            return file.num_bytes
+        self.book.files.check_room(key, len(piece), config)
+        self._files.append(id_, offset, piece)
+        self.book.files.grow(id_, offset + len(piece), now_s)
+        return offset + len(piece)
+
+    def read_file(self, key: str, id_: str, offset: int, num_bytes: int, now_s: float) -> bytes | None:
+        """Return a part of a file; None without one."""
+        file = self.book.files.find(key, id_, now_s)
+        if file is None:
+            return None
+        return self._files.read(id_, offset, min(num_bytes, file.num_bytes - offset)) if file.num_bytes else b""
+
+    def forget_file(self, key: str, id_: str) -> bool:
+        """Remove a file, and return whether there was one. Raises FileInUse."""
+        was_there = self.book.files.forget(key, id_)
+        self._files.remove([id_] if was_there else [])
+        return was_there
+
+    # batches
+
+    def begin_lines(self, id_: str, start: int, total: int) -> list[int] | None:
+        """Note the number of a batch's lines, and return those that have ended; None for an unwanted start."""
+        return self.book.files.begin_lines(id_, total) if self.book.is_wanted(id_, start) == "open" else None
+
+    def end_lines(
+        self, id_: str, start: int, key: str, results: Sequence[LineResult], config: JobsConfig, now_s: float
+    ) -> bool:
+        """Keep the results of lines, each once; return whether the start is wanted. Raises JobsFull.
+
+        What is written to a file is behind its end for the book, until that has the lines as well.
+        """
+        if self.book.is_wanted(id_, start) != "open":
+            return False
+        books, new = self.book.files, self.book.files.not_ended(id_, results)
+        books.check_room(key, sum(len(one.content) for one in new), config)
+        sizes: dict[str, tuple[str, int]] = {}
+        for fact, (file, size) in books.outputs(id_).items():
+            if content := b"".join(one.content for one in new if one.is_good == (fact == OUTPUT)):
+                self._files.append(file, size, content)
+                sizes[fact] = (file, size + len(content))
+        if new:
+            books.end_lines(id_, new, sizes, now_s)
+        return True
+
+    # webhooks
+
+    def take_hooks(self, count: int, now_s: float) -> list[DueHook]:
+        """Begin up to `count` tries of webhooks."""
+        return self.book.hooks.take(count, now_s)
+
+    def next_hook_s(self) -> float | None:
+        """Return when the next try of a webhook is due, None for never."""
+        return self.book.hooks.next_s()
 
     def close(self) -> None:
         """Let another process have the folder. Blocks."""
@@ -93,25 +171,28 @@ class JobDisk:
 
 
 def collect_results(store: Path, now_s: float, *, dry_run: bool = False) -> tuple[list[Path], int]:
-    """Remove the expired results of a store's clusters; return their files, and the bytes of those.
+    """Remove the expired results and files of a store's clusters; return them, and their bytes.
 
     The jobs of a running cluster are left to their owner.
     """
     removed: list[Path] = []
     num_bytes = 0
     for file in sorted(store.glob(f"{FOLDER}/*/{BOOK_FILE}")):
-        results = ResultFiles(file.parent / RESULTS)
         try:
             book = JobBook(file.parent, busy_s=0.0)
         except sqlite3.OperationalError:  # it is open
             continue
         with contextlib.closing(book):
-            expired = book.expired(now_s)
-            gone = [*expired, *results.strays(book.result_names())]
-            paths = [path for name in gone if (path := file.parent / RESULTS / name).exists()]
-            removed += paths
-            num_bytes += sum(map(allocated_bytes, paths))
-            if not dry_run:
-                book.expire(now_s)
-                results.remove(gone)
+            for folder, expired, known, expire in (
+                (file.parent / RESULTS, book.expired(now_s), book.result_names(), book.expire),
+                (file.parent / FILES, book.files.expired(now_s), book.files.names(), book.files.expire),
+            ):
+                files = ResultFiles(folder)
+                gone = [*expired, *files.strays(known)]
+                paths = [path for name in gone if (path := folder / name).exists()]
+                removed += paths
+                num_bytes += sum(map(allocated_bytes, paths))
+                if not dry_run:
+                    expire(now_s)
+                    files.remove(gone)
     return removed, num_bytes

@@ -19,6 +19,7 @@ class _Lease:
     key: str
     runner: str
     until_s: float
+    is_batch: bool = False
     progress: int | None = None
 
 
@@ -28,9 +29,9 @@ class JobLeases:
     def __init__(self) -> None:
         self._leases: dict[str, _Lease] = {}
 
-    def add(self, id_: str, start: int, key: str, runner: str, now_s: float) -> None:
+    def add(self, id_: str, start: int, key: str, runner: str, now_s: float, *, is_batch: bool = False) -> None:
         """Give a job to an ingress, "" for one not known yet."""
-        self._leases[id_] = _Lease(start, key, runner, now_s + LOST_S)
+        self._leases[id_] = _Lease(start, key, runner, now_s + LOST_S, is_batch)
 
     def renew(self, runner: str, progress: Mapping[str, tuple[int, int | None]], now_s: float) -> tuple[str, ...]:
         """Take in an ingress's heartbeat for these starts, with their progress; return those with new progress."""
@@ -48,9 +49,14 @@ class JobLeases:
         """Return the start that each job runs by."""
         return {id_: lease.start for id_, lease in self._leases.items()}
 
-    def held_by(self, runner: str) -> Counter[str]:
-        """Return the numbers of an ingress's jobs by key."""
-        return Counter(lease.key for lease in self._leases.values() if lease.runner == runner)
+    def held_by(self, runner: str, *, are_batches: bool = False) -> Counter[str]:
+        """Return the numbers of an ingress's batches, or of its other jobs, by key."""
+        held = (lease for lease in self._leases.values() if lease.runner == runner)
+        return Counter(lease.key for lease in held if lease.is_batch == are_batches)
+
+    def of(self, runner: str) -> list[tuple[str, int]]:
+        """Return id and start of an ingress's jobs."""
+        return [(id_, lease.start) for id_, lease in self._leases.items() if lease.runner == runner]
 
     def progress(self, id_: str) -> int | None:
         """Return the progress of a job in percent."""

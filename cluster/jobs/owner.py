@@ -9,32 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from cluster.jobs.disk import JobDisk
+from cluster.jobs.files import Clocks, FileOwner
+from cluster.jobs.hooks import HookOwner
 from cluster.jobs.leases import LOST_S, JobLeases
-from cluster.jobs.records import Job, JobAnswer, JobError, JobFilter, JobState, NewJob, Order, TakenJob
+from cluster.jobs.records import BATCHES, Job, JobAnswer, JobError, JobFilter, JobState, NewJob, Order, TakenJob
 from configs.jobs import JobsConfig
 
 logger = logging.getLogger("atelier.jobs")
 
+_MAX_ENDED: Final = 1000  # ingresses that are known to have ended: one asks no more after some seconds
 _LOOK_S: Final = LOST_S / 4  # between two looks of waiting calls for jobs of silent ingresses
-
-
-class Clocks:
-    """The clocks of this machine: the wall clock, and one that is never set."""
-
-    def unix_s(self) -> float:
-        """Return the time since 1970."""
-        return time.time()
-
-    def steady_s(self) -> float:
-        """Return a time whose differences alone have a meaning."""
-        return time.monotonic()
 
 
 class JobOwner:
@@ -58,7 +49,10 @@ class JobOwner:
         self._is_known = False  # who runs what
         self._knowing = asyncio.Lock()
         self._disk = JobDisk(folder)
+        self.files = FileOwner(self._disk, config, self._clocks)
+        self.hooks = HookOwner(self._disk, self._clocks)
         self._leases = JobLeases()
+        self._ended_runners: deque[str] = deque(maxlen=_MAX_ENDED)
         self._queued = asyncio.Event()  # replaced whenever there may be work
         self._changed: dict[str, asyncio.Event] = {}  # of watched jobs
 
@@ -115,30 +109,35 @@ class JobOwner:
         self._let_go(id_, is_gone=was_there)
         return was_there
 
-    async def read_result(self, key: str, id_: str, offset: int, num_bytes: int) -> bytes | None:
-        """Return a part of a job's result; None where there is none."""
-        return await self._disk.run(self._disk.read, key, id_, offset, num_bytes, self._clocks.unix_s())
-
     # ingresses
 
-    async def take_jobs(self, runner: str, count: int, max_of_key: int, wait_s: float) -> list[TakenJob]:
-        """Return up to `count` jobs for the ingress `runner` to run now; none after `wait_s` without work."""
+    async def take_jobs(
+        self, runner: str, count: int, max_of_key: int, wait_s: float, are_batches: bool = False
+    ) -> list[TakenJob]:
+        """Return up to `count` jobs for the ingress `runner` to run now; none after `wait_s` without work.
+
+        Batches are taken apart from other jobs.
+        """
         deadline_s = self._clocks.steady_s() + wait_s
         while True:
             queued = self._queued
             await self._requeue_lost()
             # It completes even if the caller leaves: a begun job has a lease, which ends.
-            taken = await asyncio.shield(asyncio.ensure_future(self._take(runner, count, max_of_key)))
+            taken = await asyncio.shield(asyncio.ensure_future(self._take(runner, count, max_of_key, are_batches)))
             left_s = deadline_s - self._clocks.steady_s()
             if taken or left_s <= 0:
                 return taken
             await _wait_for(queued, min(left_s, _LOOK_S))
 
-    async def _take(self, runner: str, count: int, max_of_key: int) -> list[TakenJob]:
-        held = self._leases.held_by(runner)
-        taken = await self._disk.run(lambda: self._disk.book.take(count, held, max_of_key, self._clocks.unix_s()))
+    async def _take(self, runner: str, count: int, max_of_key: int, are_batches: bool) -> list[TakenJob]:
+        if runner in self._ended_runners:  # it has asked before it ended
+            return []
+        held = self._leases.held_by(runner, are_batches=are_batches)
+        taken = await self._disk.run(
+            lambda: self._disk.book.take(count, held, max_of_key, self._clocks.unix_s(), are_batches=are_batches)
+        )
         for job in taken:
-            self._leases.add(job.id, job.start, job.key, runner, self._clocks.steady_s())
+            self._leases.add(job.id, job.start, job.key, runner, self._clocks.steady_s(), is_batch=are_batches)
             self._tell(job.id)
         return taken
 
@@ -149,6 +148,13 @@ class JobOwner:
             self._tell(id_)
         starts = self._leases.starts()
         return [id_ for id_, (start, _) in progress.items() if starts.get(id_) != start]
+
+    async def release_jobs(self, runner: str) -> None:
+        """Queue the jobs of an ingress again, which ends; it takes no more."""
+        await self._know_running()
+        self._ended_runners.append(runner)
+        if given_back := self._leases.of(runner):
+            await self._requeue(given_back, were_given_back=True)
 
     async def end_job(self, id_: str, start: int, end: JobAnswer | JobError, body: bytes) -> bool:
         """Keep the end of a start, and return whether anybody wanted it. The same again changes nothing."""
@@ -168,11 +174,11 @@ class JobOwner:
             if self._is_known:
                 return
             running = await self._disk.run(lambda: self._disk.book.running())
-            for id_, start, key in running:
-                self._leases.add(id_, start, key, "", self._clocks.steady_s())
+            for id_, start, key, endpoint in running:
+                self._leases.add(id_, start, key, "", self._clocks.steady_s(), is_batch=endpoint == BATCHES)
             self._is_known = True
             if not self._was_restarted:
-                await self._requeue([(id_, start) for id_, start, _ in running])
+                await self._requeue([(id_, start) for id_, start, *_ in running])
 
     async def _requeue_lost(self) -> None:
         """Queue the jobs of silent ingresses again."""
@@ -180,13 +186,16 @@ class JobOwner:
         if lost := self._leases.lost(self._clocks.steady_s()):
             await self._requeue(lost)
 
-    async def _requeue(self, lost: list[tuple[str, int]]) -> None:
-        await self._disk.run(lambda: self._disk.book.requeue(lost, self.config, self._clocks.unix_s()))
+    async def _requeue(self, lost: list[tuple[str, int]], *, were_given_back: bool = False) -> None:
+        await self._disk.run(
+            lambda: self._disk.book.requeue(lost, self.config, self._clocks.unix_s(), were_given_back=were_given_back)
+        )
         self._leases.drop_starts(lost)
         for id_, _ in lost:
             self._tell(id_)
         if lost:
-            logger.warning("%d jobs begin again: the ingress that ran them is gone", len(lost))
+            why = "has ended" if were_given_back else "is gone"
+            logger.warning("%d jobs begin again: the ingress that ran them %s", len(lost), why)
             self._wake_runners()
 
     def _with_progress(self, job: Job) -> Job:
@@ -196,6 +205,7 @@ class JobOwner:
         """Drop the lease of a job, if it runs no more, and tell who watches it."""
         self._leases.drop([id_] if is_gone else [])
         self._tell(id_)
+        self.hooks.note_end()
 
     def _wake_runners(self) -> None:
         self._queued.set()

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Status = Literal["queued", "running", "done", "failed", "cancelled"]
 Order = Literal["asc", "desc"]
 Headers = tuple[tuple[str, str], ...]
+BATCHES: Final = "/v1/batches"  # the endpoint of jobs whose lines are requests
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """The address to be told of a job's end, and the secret that signs what is sent there."""
+
+    url: str
+    secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,7 @@ class NewJob:
     facts: Mapping[str, Any] = field(default_factory=dict)
     idempotency_key: str | None = None
     prefix: str = "job"
+    webhook: Webhook | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,9 @@ class JobAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job. `num_starts` counts its starts, `progress` is in percent, None if it is not known."""
+    """A job. `num_starts` counts its starts, `progress` is in percent, None if it is not known. Later ones have higher
+    numbers.
+    """
 
     id: str
     key: str
@@ -68,6 +80,7 @@ class Job:
     error: JobError | None = None
     answer: JobAnswer | None = None
     progress: int | None = None
+    number: int = 0
 
     @property
     def has_ended(self) -> bool:
@@ -85,6 +98,7 @@ class TakenJob:
     endpoint: str
     headers: Headers
     body: bytes = field(repr=False)
+    created_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,7 @@ class JobFilter:
 
     status: Status | None = None
     endpoint: str | None = None
+    idempotency_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +117,35 @@ class JobState:
     status: Status
     progress: int | None
     num_starts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFile:
+    """A file of a key. `ended_s` is None while it is written; its reader finds it afterwards."""
+
+    id: str
+    key: str
+    name: str
+    purpose: str
+    num_bytes: int
+    created_s: float
+    expires_s: float | None
+    ended_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The result of a line of a batch, as a line of its file: that of outputs if it is good, else that of errors."""
+
+    number: int
+    content: bytes = field(repr=False)
+    is_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DueHook:
+    """A job that has ended, whose webhook is to be told; `num_tries` counts this try."""
+
+    job: Job
+    webhook: Webhook
+    num_tries: int

@@ -1,8 +1,9 @@
-"""Result files: each is whole and on the disk before the book has it. Blocks; raises OSError."""
+"""Files of results and of clients: each byte is on the disk before the book has it. Blocks; raises OSError."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -22,6 +23,21 @@ class ResultFiles:
             staged.write_bytes(content)
             sync(staged)
         sync(self._folder)
+
+    def append(self, name: str, offset: int, content: bytes) -> None:
+        """Write content behind the first `offset` bytes of a file, durably. What was behind them is gone."""
+        make_folder(self._folder)
+        file = self._folder / name
+        with file.open("r+b" if offset else "wb") as written:
+            if (size := written.seek(0, os.SEEK_END)) < offset:
+                raise OSError(f"{file} has {size} bytes, {offset} were written")
+            written.truncate(offset)
+            written.seek(offset)
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+        if not offset:
+            sync(self._folder)
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
         """Return a part of a file."""

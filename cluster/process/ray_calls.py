@@ -27,6 +27,10 @@ def node_addresses() -> dict[str, str]:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# The strategy by which Ray places an actor that others share. HAZARD: by default one that a replica of several ranks
+# starts has one of that replica's places, and ends with it.
+OWN_PLACE: Final = "DEFAULT"
+
 
 def call_actor(
     actor: Any, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
@@ -55,6 +59,7 @@ def connect_actor(
         max_restarts=-1,
         max_concurrency=max_calls,
         num_cpus=0,
+        scheduling_strategy=OWN_PLACE,
         **placement.ray_options,
     )
     return actor.remote(*arguments, **options)

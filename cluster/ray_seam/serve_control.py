@@ -161,14 +161,16 @@ def _serve_controller() -> Any:
 
 
 def unplaced_demands() -> list[dict[str, float]]:
-    """Return the resources of each actor that waits for a node, those of equal ones once. Blocks.
+    """Return the resources of each actor that waits for a node, those of equal ones once; of ranks, those of each
+    rank. Blocks.
 
     They are what Ray would show to its autoscaler, also where none runs. Raises RayIncompatible, and Ray's errors while
     it does not answer.
     """
+    demands = _cluster_status().resource_demands
     return [
         dict(shape.bundle)
-        for demand in _cluster_status().resource_demands.ray_task_actor_demand
+        for demand in (*demands.ray_task_actor_demand, *demands.placement_group_demand)
         for shape in demand.bundles_by_count
     ]
 
@@ -190,7 +192,7 @@ def _cluster_status() -> Any:
 
 
 def demand_of(settings: ReplicaConfig) -> Mapping[str, float]:
-    """Return the resources of one replica as Ray names them in a demand."""
+    """Return the resources of one process of a replica as Ray names them in a demand, and in a bundle of ranks."""
     placement = settings.placement
     resources = {"CPU": settings.num_cpus, "GPU": settings.num_gpus, **placement.resources}
     if placement.accelerator_type:

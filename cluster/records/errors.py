@@ -12,6 +12,7 @@ ClusterError
 │   └── NotKept                  the disk does not take what is to survive; also a RegistrationRefused
 ├── JobsFull                     the key, or the disk, has as many jobs as it may have
 ├── JobConflict                  the idempotency key is that of another request
+├── FileInUse                    a batch that has not ended reads the file
 ├── JobsUnavailable              the folder of jobs cannot be used now; names the reason
 ├── KeeperFailed                 a node's keeper cannot start; names the reason
 ├── PeerUnavailable              another node's keeper cannot give an extent; storage or another peer may
@@ -78,6 +79,10 @@ class JobsFull(ClusterError):
 
 class JobConflict(ClusterError):
     """A key has sent another request with the same idempotency key. Nothing was kept."""
+
+
+class FileInUse(ClusterError):
+    """A batch that has not ended reads the file. It stays."""
 
 
 class JobsUnavailable(ClusterError):

@@ -25,11 +25,13 @@ import psutil
 import ray
 
 from cluster.jobs.disk import FOLDER as JOBS_FOLDER
+from cluster.jobs.files import FileOwner
+from cluster.jobs.hooks import HookOwner
 from cluster.jobs.owner import JobOwner
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.process.logs import configure_logs
-from cluster.process.ray_calls import call_actor, get, node_addresses
+from cluster.process.ray_calls import OWN_PLACE, call_actor, get, node_addresses
 from cluster.ray_seam.serve_control import draining_nodes
 from cluster.records.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.records.errors import RegistrationRefused
@@ -197,6 +199,7 @@ class WeightRegistry:
         self._settings = RuntimeSettings(overrides_file(store.path, config.name))
         self._settings.follow(first, config)
         self._jobs = JobOwner(store.path / JOBS_FOLDER / config.name, config.jobs, was_restarted=_is_restarted())
+        self._files, self._hooks = self._jobs.files, self._jobs.hooks
         await self._models.begin_imports()
         self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
         self._polling = asyncio.ensure_future(self._nodes.follow())
@@ -234,7 +237,7 @@ class WeightRegistry:
             try:
                 await self._models.configure(config.entries, Room.of(config))
                 self._settings.follow(before, config)
-                self._jobs.config = config.jobs
+                self._jobs.config = self._files.config = config.jobs
             except BaseException:
                 config = before.with_entries(self._models.configured)
                 with contextlib.suppress(RegistrationRefused):
@@ -263,6 +266,7 @@ class WeightRegistry:
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)
     model_details = _expose("_models", ServedModels.model_details)
+    solver_config = _expose("_models", ServedModels.solver_config)
     report_attach = _expose("_loads", ModelLoads.report_attach)
     want = _expose("_models", ServedModels.want)
 
@@ -378,10 +382,23 @@ class WeightRegistry:
     watch_job = _in_group(WATCHING)(_expose("_jobs", JobOwner.watch_job))
     cancel_job = _expose("_jobs", JobOwner.cancel_job)
     forget_job = _expose("_jobs", JobOwner.forget_job)
-    read_result = _expose("_jobs", JobOwner.read_result)
     take_jobs = _in_group(WATCHING)(_expose("_jobs", JobOwner.take_jobs))
     beat_jobs = _expose("_jobs", JobOwner.beat_jobs)
+    release_jobs = _expose("_jobs", JobOwner.release_jobs)
     end_job = _expose("_jobs", JobOwner.end_job)
+    read_body = _expose("_files", FileOwner.read_body)
+    read_result = _expose("_files", FileOwner.read_result)
+    begin_file = _expose("_files", FileOwner.begin_file)
+    append_file = _expose("_files", FileOwner.append_file)
+    end_file = _expose("_files", FileOwner.end_file)
+    find_file = _expose("_files", FileOwner.find_file)
+    list_files = _expose("_files", FileOwner.list_files)
+    forget_file = _expose("_files", FileOwner.forget_file)
+    read_file = _expose("_files", FileOwner.read_file)
+    begin_lines = _expose("_files", FileOwner.begin_lines)
+    take_hooks = _in_group(WATCHING)(_expose("_hooks", HookOwner.take_hooks))
+    end_hook = _expose("_hooks", HookOwner.end_hook)
+    end_lines = _expose("_files", FileOwner.end_lines)
 
 
 def _node_of_several() -> str:
@@ -466,6 +483,7 @@ def connect_registry(config: ClusterConfig) -> Any:
         get_if_exists=True,
         max_restarts=-1,
         num_cpus=0,
+        scheduling_strategy=OWN_PLACE,
         **config.ray.control_plane.ray_options,
     )
     # A restarted actor gets the arguments of its first start: the secret stays.

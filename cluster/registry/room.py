@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.keeper.object_store import budget_within_store
-from configs.cluster import ClusterConfig, ModelReplicaConfig
+from configs.cluster import ClusterConfig, ModelReplicaConfig, WorkerConfig
 from weights.memory.layer_plan import AUTO, DecoderSizes, GpuLayers, plan_layers
 from weights.memory.needs import Needs
 from weights.records.errors import BudgetExceeded, WeightsError
@@ -29,7 +29,8 @@ class Shortage(NamedTuple):
 class ServiceRoom:
     """The room of each replica of a service. `key` is the budget's in the config; `computes_layers`: also on devices.
 
-    Layers of language models have `num_devices`, and the host where `has_host`.
+    Layers of language models have `num_devices`, and the host where `has_host`; or each of `num_ranks` has a slice of
+    all of them.
     """
 
     section: str
@@ -39,6 +40,7 @@ class ServiceRoom:
     computes_layers: bool
     num_devices: int
     has_host: bool
+    num_ranks: int = 1
 
     @classmethod
     def of(cls, section: str, settings: ModelReplicaConfig) -> ServiceRoom:
@@ -51,6 +53,7 @@ class ServiceRoom:
             section == "worker" and settings.torch_device != "cpu",
             1 + len(settings.other_devices),
             settings.host_bytes is not None,
+            settings.ranks.tensor if isinstance(settings, WorkerConfig) else 1,
         )
 
 
@@ -93,6 +96,14 @@ def _layer_shortages(
     model: str, decoder: DecoderSizes, service: ServiceRoom, gpu_layers: GpuLayers
 ) -> Iterator[Shortage]:
     """Yield the reasons why the layers of a language model do not fit where they are wanted, without its KV cache."""
+    if service.num_ranks > 1:
+        needed = decoder.rest_bytes + -(-sum(decoder.layers) // service.num_ranks)
+        if needed > service.budget_bytes:
+            yield Shortage(
+                f"{service.key} is {shown_bytes(service.budget_bytes)}; each of {service.num_ranks} ranks needs "
+                f"{shown_bytes(needed)} of {model!r}"
+            )
+        return
     if gpu_layers == AUTO and decoder.rest_bytes + sum(decoder.layers) <= service.budget_bytes:
         return
     budgets = [service.budget_bytes] * service.num_devices

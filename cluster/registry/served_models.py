@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 from cluster.records.errors import ModelTooLarge, RegistrationConflict, RegistrationRefused, WeightsUnavailable
 from cluster.registry.directory import Entry, ModelRecord, check_entry
@@ -14,8 +16,10 @@ from cluster.registry.publishing import ModelSources, Publishing
 from cluster.registry.registrations import Registrations
 from cluster.registry.room import Room
 from cluster.registry.watched_directory import WatchedDirectory
+from weights.formats.folder import read_json
 from weights.formats.language_models import LanguageModelDetails, language_model_details
-from weights.records.errors import WeightsError
+from weights.formats.pipeline_parts import SOLVER_CONFIG
+from weights.records.errors import FormatError, WeightsError
 from weights.records.manifest import Manifest
 from weights.storage.store import WeightStore
 
@@ -167,6 +171,13 @@ class ServedModels:
         """Return the facts in a language model's files. Raises as `manifest` does."""
         manifest = await self.manifest(model)
         return await asyncio.to_thread(language_model_details, manifest, self._store.skeleton(manifest))
+
+    async def solver_config(self, model: str) -> dict[str, Any]:
+        """Return the config of a pipeline's solver, empty for a model without one. Raises as `manifest` does."""
+        skeleton = self._store.skeleton(await self.manifest(model))
+        with contextlib.suppress(FormatError):
+            return await asyncio.to_thread(read_json, skeleton / SOLVER_CONFIG)
+        return {}
 
     async def list_models(self) -> list[ModelRecord]:
         """Return the records of all models, in the order in which they came."""

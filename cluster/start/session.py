@@ -1,55 +1,32 @@
-"""The Ray session of a cluster: start it, find it again from another process, end it without leftovers.
+"""The Ray of a cluster: check that it can start, start it or join it, and end it without leftovers.
 
-A cluster without `ray.address` gets a private Ray whose processes are children of `atelier up`. A small record file
-lets `atelier down` and `atelier status` find that process. Ray takes most of a second to import: where it is needed.
+A cluster without `ray.address` gets a private Ray whose processes are children of `atelier up`. Ray takes most of a
+second to import: where it is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
-import shutil
-import signal
-import tempfile
-import threading
-import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import psutil
 
 from cluster.door.places import why_taken
-from cluster.process.processes import is_alive
 from cluster.records.actor_names import NAMESPACE
 from cluster.records.errors import SessionError
 from cluster.start.door_plan import check_helper_ports
+from cluster.start.ray_folders import begin_removing_old_sessions, own_folder, usual_folder
+from cluster.start.session_records import record_folder, running_sessions
 from configs.cluster import ClusterConfig, RayConfig
 from configs.http import GrpcConfig, HttpConfig
-from weights.platform.private_folder import private_folder, temporary_folder
 
-__all__ = [
-    "SessionFile",
-    "SessionRecord",
-    "check_can_start",
-    "check_http_ports",
-    "join_ray",
-    "ray_logs",
-    "ray_session",
-    "record_folder",
-    "running_sessions",
-    "stop_session",
-]
+__all__ = ["check_can_start", "check_http_ports", "join_ray", "ray_session"]
 
-_STOP_TIMEOUT_S = 60.0
-_KILL_TIMEOUT_S = 5.0
-_MAX_FOLDER_CHARS: Final = 37  # of the folder of a Ray, in which its sockets have 70 more
-_POLL_S = 0.1
 _LOOPBACK: Final = "127.0.0.1"
 _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own reading
 _TOKEN_FILE: Final = "ray_token"  # noqa: S105  # its name
@@ -57,67 +34,7 @@ _TOKEN_FILE: Final = "ray_token"  # noqa: S105  # its name
 _LOG_LIMITS: Final = {"RAY_ROTATION_MAX_BYTES": str(16 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
 # What Ray counts of its own handlers, and of every call, for its dashboard and what asks that.
 _NO_COUNTS: Final = {"RAY_event_stats": "0", "RAY_task_events_report_interval_ms": "0"}
-_SESSION_NAME: Final = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6}_\d+")
 _VERSIONS: Final = re.compile(r"Ray: (\S+)\s+Python: (\S+)")  # of Ray and of this process, as Ray words it
-_QUIET_S: Final = 600.0  # a Ray that runs writes its state down every 10 s, also one in another container
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRecord:
-    """A running `atelier up`: its process and where it listens. `started` guards against a reused `pid`.
-
-    `lacking` says which models could not be used when it was `ready`, "" where all could. `ray` is the address of its
-    private Ray, "" before it is there and for a Ray of others.
-    """
-
-    name: str
-    pid: int
-    started: float
-    url: str
-    config: str
-    ready: bool = False
-    lacking: str = ""
-    ray: str = ""
-
-    @property
-    def alive(self) -> bool:
-        """Return whether that very process runs."""
-        try:
-            process = psutil.Process(int(self.pid))  # a damaged record may hold anything
-            return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-
-def record_folder() -> Path:
-    """Return the user's private folder of session records, created if need be.
-
-    It is $XDG_RUNTIME_DIR/atelier, or a folder in the temporary directory. Raises SessionError when another user could
-    write there, who could then choose the processes that `atelier down` ends.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    try:
-        return private_folder(Path(base) / "atelier" if base else temporary_folder())
-    except OSError as error:
-        raise SessionError(str(error)) from None
-
-
-def running_sessions(folder: Path) -> list[SessionRecord]:
-    """Return the user's clusters that are up on this machine, and remove the records of dead processes."""
-    sessions = []
-    for file in sorted(folder.glob("*.json")):
-        try:
-            record = SessionRecord(**json.loads(file.read_text()))
-            alive = record.alive
-        except FileNotFoundError:
-            continue  # its process ended just now
-        except (ValueError, TypeError):
-            alive = False
-        if alive:
-            sessions.append(record)
-        else:
-            file.unlink(missing_ok=True)
-    return sessions
 
 
 def check_can_start(config: ClusterConfig, folder: Path) -> None:
@@ -148,6 +65,16 @@ def _check_port_free(where: HttpConfig | GrpcConfig) -> None:
             f"cannot listen on {where.host}:{where.port}: {why}{_listener(where.port)}; "
             f"choose another port with `{section}: {{port: ...}}`{option}"
         )
+
+
+def _listener(port: int) -> str:
+    """Return the process that listens on the port as text, "" when it cannot be seen."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("inet"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                name = psutil.Process(connection.pid).name() if connection.pid else "unknown"
+                return f" (process {connection.pid}, {name})"
+    return ""
 
 
 @contextlib.contextmanager
@@ -189,8 +116,8 @@ def _start_private_ray(config: RayConfig, name: str) -> None:
     from cluster.ray_seam.processes import without_spare_processes
 
     _guard_ray_token()
-    folder = _own_folder(name)
-    _begin_removing_old_sessions(Path(folder) if folder else _usual_folder())
+    folder = own_folder(name)
+    begin_removing_old_sessions(Path(folder) if folder else usual_folder())
     for variable, value in {**_LOG_LIMITS, **({} if config.dashboard else _NO_COUNTS)}.items():
         os.environ.setdefault(variable, value)
     with contextlib.ExitStack() as around:
@@ -209,30 +136,6 @@ def _start_private_ray(config: RayConfig, name: str) -> None:
         )
     if folder:
         _write_address(folder)
-
-
-def ray_folder(name: str) -> Path:
-    """Return the folder of the files of this user's private Ray for a cluster, if it has its own."""
-    return temporary_folder() / f"r-{zlib.crc32(name.encode()):08x}"
-
-
-def ray_logs(name: str) -> Path:
-    """Return the logs of the last private Ray of a cluster of this user."""
-    own = ray_folder(name)
-    return (own if own.exists() else _usual_folder()) / "session_latest" / "logs"
-
-
-def _own_folder(name: str) -> str | None:
-    """Return `ray_folder`, made if need be; None for Ray's usual place: where that is named, or paths get too long.
-
-    The usual folder may be another user's, and says which Ray `auto` means: that stays the one of who began it there.
-    Raises OSError.
-    """
-    folder = str(ray_folder(name))
-    if os.environ.get("RAY_TMPDIR") or len(folder) > _MAX_FOLDER_CHARS:
-        return None
-    private_folder(temporary_folder())
-    return folder
 
 
 def _write_address(folder: str) -> None:
@@ -293,6 +196,11 @@ def _is_on_loopback(pid: int) -> bool:
     return False
 
 
+def _ray_processes() -> list[int]:
+    """Return the ids of processes that are Ray's control service."""
+    return [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
+
+
 def _guard_ray_token() -> None:
     """Let nobody else join the Ray that this process starts: with a token beside the session records, mode 0600.
 
@@ -325,116 +233,3 @@ def _make_private_token(path: Path) -> None:
         if not file.read().strip():
             file.seek(0)
             file.write(secrets.token_hex(32))
-
-
-class SessionFile:
-    """The record file of this process's cluster. It exists for the length of a `with` block."""
-
-    def __init__(self, config: ClusterConfig, url: str, config_path: str, folder: Path) -> None:
-        started = psutil.Process().create_time()
-        self._record = SessionRecord(config.name, os.getpid(), started, url, config_path)
-        self._file = folder / f"{config.name}.json"
-
-    def __enter__(self) -> Self:
-        self._write(self._record)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.unlink(missing_ok=True)
-
-    def note_ray(self) -> None:
-        """Record where its private Ray, which is up now, has its files, for who joins it."""
-        self._record = replace(self._record, ray=_own_folder(self._record.name) or "")
-        self._write(self._record)
-
-    def mark_ready(self, lacking: str = "") -> None:
-        """Record that the cluster answers requests, and what it lacks."""
-        self._write(replace(self._record, ready=True, lacking=lacking))
-
-    def _write(self, record: SessionRecord) -> None:
-        staged = self._file.with_suffix(f".{os.getpid()}.tmp")
-        staged.write_text(json.dumps(asdict(record)))
-        staged.replace(self._file)
-
-
-def stop_session(record: SessionRecord, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-    """End an `atelier up` and all its processes: terminate them, then kill those that remain after `timeout_s`.
-
-    Raises SessionError when a process survives that.
-    """
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = [psutil.Process(record.pid), *psutil.Process(record.pid).children(recursive=True)]
-        os.kill(record.pid, signal.SIGTERM)
-        for process in _left_of(family, timeout_s):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        if remaining := _left_of(family, _KILL_TIMEOUT_S):
-            raise SessionError(f"processes that would not end: {', '.join(str(p.pid) for p in remaining)}")
-
-
-def _left_of(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until the processes have ended, and return those that have not in that time.
-
-    One that has ended and that nobody reaps, as below a container's PID 1, counts as ended.
-    """
-    end_s = time.monotonic() + timeout_s
-    while (left := [process for process in processes if is_alive(process)]) and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
-    return left
-
-
-def _ray_processes() -> list[int]:
-    """Return the ids of processes that are Ray's control service."""
-    return [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
-
-
-def _listener(port: int) -> str:
-    """Return the process that listens on the port as text, "" when it cannot be seen."""
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("inet"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                name = psutil.Process(connection.pid).name() if connection.pid else "unknown"
-                return f" (process {connection.pid}, {name})"
-    return ""
-
-
-def _begin_removing_old_sessions(folder: Path) -> None:
-    """Remove this user's ended Ray sessions in a folder, in a thread, except the last: its logs may be needed."""
-    threading.Thread(target=lambda: _remove_old_sessions(folder, time.time()), daemon=True).start()
-
-
-def _usual_folder() -> Path:
-    """Return Ray's default folder of files."""
-    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
-
-
-def _remove_old_sessions(folder: Path, now_s: float) -> None:
-    """Remove the ended sessions in Ray's folder but the last one. `now_s` is the time of files."""
-    written_s = {path: _last_written_s(path) for path in _sessions(folder)}
-    ended = {path for path, last_s in written_s.items() if last_s < now_s - _QUIET_S}
-    ended -= {path for path in ended if path.name in _running_sessions()} if ended else set()
-    for path in sorted(ended, key=lambda path: written_s[path])[:-1]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _sessions(folder: Path) -> Iterator[Path]:
-    """Yield the folders of sessions of this user."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if _SESSION_NAME.fullmatch(path.name) and not path.is_symlink() and path.lstat().st_uid == os.geteuid():
-                yield path
-
-
-def _last_written_s(path: Path) -> float:
-    """Return when something was last written into a session's logs."""
-    last_s = path.lstat().st_mtime
-    with contextlib.suppress(OSError), os.scandir(path / "logs") as files:
-        for file in files:
-            last_s = max(last_s, file.stat(follow_symlinks=False).st_mtime)
-    return last_s
-
-
-def _running_sessions() -> set[str]:
-    """Return the sessions that processes of this machine name in their command lines, as Ray's own do."""
-    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
-    return {name for line in lines for name in _SESSION_NAME.findall(line)}

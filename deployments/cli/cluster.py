@@ -32,8 +32,8 @@ from deployments.console.progress import StartDisplay, usable_line
 from weights.platform.private_folder import private_folder, state_folder
 
 if TYPE_CHECKING:
-    from cluster.start.session import SessionRecord
-    from configs.cluster import ClusterConfig
+    from cluster.start.session_records import SessionRecord
+    from configs.cluster import ClusterConfig, WorkerConfig
     from configs.errors import Problem
     from deployments.preflight import ReadSource
 
@@ -79,7 +79,7 @@ def down(
     address: Address = None,
 ) -> None:
     """Stop clusters, with everything that belongs to them: those of `atelier up` here, and those of a Ray by name."""
-    from cluster.start.session import record_folder, running_sessions, stop_session
+    from cluster.start.session_records import record_folder, running_sessions, stop_session
 
     found = running_sessions(record_folder()) if address is None else []
     sessions = [record for record in found if name in (None, record.name)]
@@ -152,8 +152,22 @@ def check(
     _out.print(
         f"{config}: {len(sources)} models and adapters, {len(loaded.pipelines)} pipelines, {total}: nothing wrong"
     )
+    if (each := loaded.worker.num_processes) > 1:
+        _out.print(_ranks_line(loaded.worker, each), markup=False, soft_wrap=True)
     if unseen:
         _out.print(f"not checked, because they are elsewhere: {', '.join(unseen)}", markup=False, soft_wrap=True)
+
+
+def _ranks_line(worker: WorkerConfig, each: int) -> str:
+    """Return the line on workers of several ranks: their processes and resources."""
+    counts = {axis: getattr(worker.ranks, axis) for axis in ("cfg", "sequence", "tensor")}
+    axes = ", ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
+    total = worker.num_replicas * each
+    gpus = f" and {total * worker.num_gpus:g} GPUs" if worker.num_gpus else ""
+    return (
+        f"workers: {worker.num_replicas}, each of {each} ranks ({axes}): {total} processes with "
+        f"{total * worker.num_cpus:g} CPUs{gpus}"
+    )
 
 
 @app.command()
@@ -321,7 +335,7 @@ def _wait_for_record(
 
     The process has its own time limit. Raises SessionError with its last lines.
     """
-    from cluster.start.session import record_folder, running_sessions
+    from cluster.start.session_records import record_folder, running_sessions
 
     num_shown = 0
     while True:
@@ -398,7 +412,7 @@ def logs(
     earlier: Annotated[int, typer.Option(min=0, max=KEPT, help="How many starts ago.")] = 0,
 ) -> None:
     """Print the log of a cluster that was started with `atelier up --detach`."""
-    from cluster.start.session import ray_logs
+    from cluster.start.ray_folders import ray_logs
 
     known = _known_logs()
     if name is None and known:

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from configs.distribution import COMMANDS, installed_version, left_out_parts, optional_parts
 from configs.errors import ConfigError
-from deployments.cli import apply, chat, cluster, doctor, generate, keys, models, orders, run, status, weights
+from deployments.cli import apply, chat, cluster, doctor, generate, keys, models, orders, run, status, weights, workflow
 from deployments.console.client import ClientError
 from deployments.console.output import OptionError
 
@@ -44,6 +44,7 @@ for group in (cluster, run, apply, doctor, status, models, orders, generate, cha
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")
+_app.add_typer(workflow.app, name="workflow")
 for name, tool in optional_parts(COMMANDS).items():
     is_group = tool.registered_callback or len(tool.registered_commands) > 1
     _app.add_typer(tool, name=name if is_group else None)

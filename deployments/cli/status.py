@@ -95,7 +95,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
     for encoder in cluster["text_encoders"]:
         _print_replica("encoder", encoder, f"{_cache_use(encoder)}{_programs(encoder)}")
     for worker in cluster["workers"]:
-        _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising")
+        _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising{_ranks(worker)}")
     _print_templates(cluster.get("templates"))
 
 
@@ -218,6 +218,15 @@ def _print_replica(role: str, replica: dict[str, Any], doing: str) -> None:
     else:
         held = f"{len(replica['modules'])} modules, {size(replica['resident_bytes'])}"
         print_line(f"{role}-{replica['name']}: {held}; {doing}")
+
+
+def _ranks(worker: dict[str, Any]) -> str:
+    """Return the ranks of a worker, for the end of its line; "" where one process computes a model."""
+    if (ranks := worker.get("ranks")) is None:
+        return ""
+    axes = ", ".join(f"{axis} {ranks[axis]}" for axis in ("cfg", "sequence", "tensor") if ranks[axis] > 1)
+    silent = [str(one["rank"]) for one in ranks["processes"] if "process" not in one]
+    return f"; {len(ranks['processes'])} ranks ({axes})" + (f", no answer of {', '.join(silent)}" if silent else "")
 
 
 def _print_templates(found: dict[str, Any] | None) -> None:

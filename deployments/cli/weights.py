@@ -344,15 +344,18 @@ def gc(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Remove bytes that no model of the store needs, and results of jobs whose time is over."""
+    """Remove bytes that no model of the store needs, and results of jobs and files of workflows whose time is over."""
     from cluster.jobs.disk import collect_results
+    from deployments.ingress.comfy.files import collect_files
     from weights.operations.maintenance import gc as collect
 
     opened = _open(store)
     report = collect(opened, grace_s=grace_s, dry_run=dry_run)
-    results, num_bytes = collect_results(opened.path, time.time(), dry_run=dry_run)
-    report = replace(report, freed_bytes=report.freed_bytes + num_bytes)
-    removed = [str(path) for path in (*report.removed, *(path.relative_to(opened.path) for path in results))]
+    now_s = time.time()
+    results, num_bytes = collect_results(opened.path, now_s, dry_run=dry_run)
+    files, more_bytes = collect_files(opened.path, now_s, dry_run=dry_run)
+    report = replace(report, freed_bytes=report.freed_bytes + num_bytes + more_bytes)
+    removed = [str(path) for path in (*report.removed, *(path.relative_to(opened.path) for path in (*results, *files)))]
     summary = f"{decimal(report.freed_bytes)} {'would be ' if dry_run else ''}freed"
     rows = [[path] for path in removed]
     _print_report(asdict(report) | {"removed": removed}, (Column("removed", "name"),), rows, summary, as_json, wide)

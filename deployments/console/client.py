@@ -191,7 +191,7 @@ class Client:
 
 def find_client(url: str | None, key: str | None = None) -> Client:
     """Return a client of the cluster at `url`, or of the first one that is up on this machine."""
-    from cluster.start.session import record_folder, running_sessions
+    from cluster.start.session_records import record_folder, running_sessions
 
     if url is None:
         sessions = running_sessions(record_folder())

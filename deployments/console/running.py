@@ -28,7 +28,8 @@ from cluster.records.errors import ProxyUnavailable, RayIncompatible, SessionErr
 from cluster.start.door_plan import DoorPlan, plan_door
 from cluster.start.node_checks import Wanted, node_problems, wanted_of
 from cluster.start.process_starts import quick_starts, template_environment, template_stats
-from cluster.start.session import SessionFile, check_can_start, check_http_ports, ray_session, record_folder
+from cluster.start.session import check_can_start, check_http_ports, ray_session
+from cluster.start.session_records import SessionFile, record_folder
 from configs.cluster import ClusterConfig
 from deployments.console.applications import check_beside_others, end_cluster
 from deployments.console.progress import MAX_MODELS, StartState, StartWatch, unplaced_line, usable_line

@@ -9,6 +9,8 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from configs.http import COMFYUI_PATHS
+from deployments.ingress.comfy.bodies import ComfyError, comfy_failure_response
 from deployments.ingress.compat.a1111_bodies import WebuiError, webui_failure_response
 from deployments.ingress.compat.anthropic import MessageError, message_failure_response
 from deployments.ingress.compat.ollama_answers import OllamaError, ollama_failure_response
@@ -38,6 +40,7 @@ _OTHERS: Final = (
     ErrorForm("/v2/rerank", ErrorAnswer, failure_response),  # of Cohere's clients, and no model of the protocol
     ErrorForm(PREFIX, ProtocolError, protocol_failure_response),
     ErrorForm("/v1/messages", MessageError, message_failure_response),
+    *(ErrorForm(path, ComfyError, comfy_failure_response) for path in COMFYUI_PATHS),
     ErrorForm("/api", OllamaError, ollama_failure_response),
     ErrorForm("/sdapi", WebuiError, webui_failure_response),
 )

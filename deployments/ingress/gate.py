@@ -38,7 +38,8 @@ from cluster.door.deadlines import HideDeadline
 from cluster.door.haproxy_rules import RECEIVED, machine_clock
 from configs.access import AccessConfig, is_loopback
 from configs.cluster import LimitsConfig
-from configs.http import INFERENCE_PATHS, JOB_PATHS
+from configs.http import COMFYUI_PATHS, INFERENCE_PATHS, JOB_PATHS
+from configs.jobs import MAX_FILE_BYTES
 from deployments.ingress.access.callers import CALLER, Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.error_forms import error_response_at, form_at
 from deployments.ingress.messages.bodies import (
@@ -63,14 +64,21 @@ _PROBES: Final = frozenset({"/healthz", "/health", "/v2/health/live", "/v2/healt
 _OPEN: Final = _PROBES | {"/docs", SCRIPT_PATH, STYLE_PATH, "/openapi.json"} | PAGES.keys()
 _OF_KEYS: Final = ("/v1/", "/v2/", "/api/", "/sdapi/")
 _OF_KEYS_ALONE: Final = frozenset({"/v2", "/version", "/tokenize", "/detokenize"})
+_OF_KEYS_BELOW: Final = frozenset(path[1:] for path in COMFYUI_PATHS)  # and what is below them
 _REFUSALS: Final = {
     "401": "no API key, or an invalid one",
     "403": "not an admin key",
     "429": "the key has used up its rate, or has as much in progress as it may",
 }
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+SOCKET: Final = "websocket"  # in place of a method: browsers let any page open one, and name it
 WAITED: Final = "atelier.waited_s"  # in the ASGI scope, once the whole body is here: how long the request has waited
+_ASKING: Final = frozenset({"http", "websocket"})  # types of connections from clients
 _SERVE: Final = "/-/"  # HAProxy's health checks, which have no key
+_REFUSAL: Final = "websocket.http.response"  # ASGI's extension: an answer in place of a websocket
+_NOT_ALLOWED: Final = 1008  # RFC 6455, 7.4.1
+MAX_MESSAGE_BYTES: Final = 2**16  # of a client over a websocket
+_MAX_MESSAGES: Final = 4  # of a client that are here and not read
 _TIMEOUT: Final = b"x-request-timeout-seconds"
 _RECEIVED: Final = RECEIVED.encode()
 _MAX_AGE_S: Final = 3600.0
@@ -88,7 +96,9 @@ def _need_of(path: str) -> Need:
         return "nothing"
     if path.startswith("/v2/repository/models/"):  # load and unload
         return "admin"
-    return "key" if path in _OF_KEYS_ALONE or path.startswith(_OF_KEYS) else "admin"
+    if path in _OF_KEYS_ALONE or path.startswith(_OF_KEYS) or path[1:].partition("/")[0] in _OF_KEYS_BELOW:
+        return "key"
+    return "admin"
 
 
 class HttpAccess:
@@ -107,7 +117,7 @@ class HttpAccess:
         self._hosts = config.allowed_hosts
 
     def caller_of(self, path: str, method: str, headers: Headers) -> Caller | None:
-        """Return the caller, None where no key is needed.
+        """Return the caller, None where no key is needed. The `method` of a websocket is `SOCKET`.
 
         Raises NotAuthenticated; NotAllowed for a key without the right, or a forbidden web page.
         """
@@ -219,7 +229,7 @@ class Arrivals:
 
 class ReadGate:
     """ASGI middleware: a key, then a read slot. Large bodies need no slot: they come piece by piece, and are read in
-    threads.
+    threads. A websocket needs a key as well, before it is accepted.
 
     A request that has passed one gate passes the next one. `before_serve`: Serve answers its own probes behind it.
     """
@@ -234,7 +244,7 @@ class ReadGate:
         self._arrivals = Arrivals(machine_clock().encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_probe = scope["type"] != "http" or (self._before_serve and scope["path"].startswith(_SERVE))
+        is_probe = scope["type"] not in _ASKING or (self._before_serve and scope["path"].startswith(_SERVE))
         if is_probe or CALLER in scope:
             await self._app(scope, receive, send)
             return
@@ -252,7 +262,7 @@ class ReadGate:
         """Return the caller by the headers, before any of the body is read. Raises ServiceError."""
         if self._access is None:
             return None
-        return self._access.caller_of(scope["path"], scope["method"], Headers(scope=scope))
+        return self._access.caller_of(scope["path"], scope.get("method", SOCKET), Headers(scope=scope))
 
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in once it has a slot. It takes none while its client sends: slow clients delay no other."""
@@ -285,28 +295,34 @@ class BodyGate:
     `current_terms`.
 
     A body over `limits.max_body_bytes` is refused, announced or not. Bodies that may contain images have a limit
-    of their own: `max_upload_bytes`.
+    of their own: `max_upload_bytes`; and files, which are not held in memory: `max_file_bytes`.
     """
 
-    def __init__(self, app: ASGIApp, limits: LimitsConfig) -> None:
+    def __init__(self, app: ASGIApp, limits: LimitsConfig, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._app = app
         self._limits = limits
+        self._max_file_bytes = max_file_bytes
         self._large = LargeBodies(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in _ASKING:
             await self._app(scope, receive, send)
             return
         caller: Caller | None = scope[CALLER]
         tenant = _tenant_of(scope)
         with contextlib.ExitStack() as request:
             try:
-                if WAITED not in scope:  # none of its body is here yet
+                if WAITED not in scope and scope["type"] == "http":  # none of its body is here yet
                     large = request.enter_context(LargeBody(self._large, tenant, has_others=caller is not None))
-                    body = BoundedBody(scope, receive, send, self._limits, large)
+                    body = BoundedBody(scope, receive, send, self._limits, large, max_file_bytes=self._max_file_bytes)
                     receive, send = body.receive, body.send
                 if caller:
-                    request.enter_context(caller.begin_request(is_look=_looks_at_jobs(scope)))
+                    counted = caller.begin_request(is_look=_looks_at_jobs(scope))
+                    if scope["type"] == "http":
+                        request.enter_context(counted)
+                    else:  # open for hours, and no work: once for the rate
+                        with counted:
+                            pass
                     request.enter_context(acting_for(caller))
                 if _asks_a_model(scope):
                     terms = read_terms(Headers(scope=scope), tenant)
@@ -348,10 +364,13 @@ def put_gate_before_serve(
         whole = app if route_prefix == "/" else WithPrefix(app, route_prefix)
         return around(ReadGate(HideDeadline(whole), limiter, access, before_serve=True))
 
-    put_before_serve(gated, _accept_many)
+    put_before_serve(gated, _prepare)
 
 
 async def _refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket" and _REFUSAL not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": _NOT_ALLOWED})  # the server answers 403
+        return
     send = await closing_unless_whole(scope, receive, send)
     await error_response_at(scope["path"], error)(scope, receive, send)
 
@@ -359,6 +378,13 @@ async def _refuse(error: ServiceError, scope: Scope, receive: Receive, send: Sen
 def _tenant_of(scope: Scope) -> str:
     caller: Caller | None = scope.get(CALLER)
     return caller.tenant if caller else ""
+
+
+def _prepare(server: uvicorn.Server) -> None:
+    """Bound what clients send over websockets, before the server starts."""
+    server.config.ws_max_size, server.config.ws_max_queue = MAX_MESSAGE_BYTES, _MAX_MESSAGES
+    server.config.ws_per_message_deflate = False  # what goes out is short, or compressed already
+    _accept_many(server)
 
 
 def _accept_many(server: uvicorn.Server) -> None:

@@ -42,6 +42,13 @@ from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.admin.live import ClusterView, create_live_router
 from deployments.ingress.admin.routes import ControllerCalls, create_admin_router, create_controller_router
+from deployments.ingress.comfy.files import WorkflowFiles
+from deployments.ingress.comfy.paths import PathsBelowApi
+from deployments.ingress.comfy.prompts import Prompts
+from deployments.ingress.comfy.routes import ComfyParts, create_comfy_files_router, create_comfy_router, features_of
+from deployments.ingress.comfy.socket_route import create_socket_router
+from deployments.ingress.comfy.sockets import Sockets
+from deployments.ingress.comfy.watching import Watches
 from deployments.ingress.compat.a1111 import create_a1111_router
 from deployments.ingress.compat.anthropic import create_messages_router
 from deployments.ingress.compat.ollama import RUNNING, create_ollama_router
@@ -69,8 +76,10 @@ from deployments.ingress.kserve.rest.routes import (
 )
 from deployments.ingress.kserve.shared_memory import SharedMemory
 from deployments.ingress.messages.terms import ENCODER, WORKER
-from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher
+from deployments.ingress.openai.batches import create_batches_router
+from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher, image_hosts
 from deployments.ingress.openai.embeddings import create_embeddings_router, create_scores_router
+from deployments.ingress.openai.files import create_files_router
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import ImageLinks, create_links_router
 from deployments.ingress.openai.image_stream import ResumableStreams, create_streams_router
@@ -132,7 +141,7 @@ def create_http_app(
     )
     install_error_handlers(app)
     readers = ImageReaders()
-    fetcher = ImageFetcher(config.ingress.image_hosts, config.ingress.limits.max_upload_bytes)
+    fetcher = ImageFetcher(image_hosts(config.ingress.image_hosts), config.ingress.limits.max_upload_bytes)
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
     controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, controller)
@@ -156,9 +165,11 @@ def create_http_app(
 
 def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access: HttpAccess) -> None:
     """Add the layers that a request passes on its way in; the last one comes first."""
-    app.add_middleware(BodyGate, limits=config.ingress.limits)
+    app.add_middleware(BodyGate, limits=config.ingress.limits, max_file_bytes=config.jobs.max_file_bytes)
     app.add_middleware(ReadGate, limiter=limiter, access=access)
     app.add_middleware(ShowDeadline)
+    if config.http.compat.comfyui:
+        app.add_middleware(PathsBelowApi)
     if config.http.compat.vllm:
         app.add_middleware(UnprefixedPaths)
     app.add_middleware(HeadRequests)
@@ -183,8 +194,12 @@ def _client_routers(
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
     yield create_jobs_router(desk)
+    yield create_files_router(desk)
+    yield create_batches_router(desk)
     yield from _openai_routers(service, config, readers, images, view, desk)
     yield from _compat_routers(service, config, readers, images)
+    if config.http.compat.comfyui:
+        yield from _comfy_routers(service, config, readers, desk)
     yield create_live_router(view)
 
 
@@ -202,6 +217,8 @@ def _around_gate(config: ClusterConfig, gate: ASGIApp) -> ASGIApp:
     """Return the gate before Serve with the layers around it: its refusals need the headers of CORS, too."""
     if config.access.cors_origins:
         gate = CORSMiddleware(gate, **_cors_options(config))
+    if config.http.compat.comfyui:
+        gate = PathsBelowApi(gate)
     if config.http.compat.vllm:
         gate = UnprefixedPaths(gate)
     return gate if config.http.route_prefix == "/" else WithoutPrefix(gate, config.http.route_prefix)
@@ -227,7 +244,7 @@ def _openai_routers(
     yield create_scores_router(service)
     kept = config.ingress.stored_responses
     stored = StoredResponses(kept, config.name) if kept.enabled else None
-    yield create_responses_router(service, stored, config.ingress.limits, images)
+    yield create_responses_router(service, stored, config.ingress.limits, images, desk)
     yield create_models_router(service, view.nearness)
     yield create_pipelines_router(service, readers, config.ingress.limits, desk)
 
@@ -245,6 +262,19 @@ def _compat_routers(
         yield create_ollama_router(service, images)
     if compat.a1111:
         yield create_a1111_router(service, config, readers)
+
+
+def _comfy_routers(
+    service: Service, config: ClusterConfig, readers: ImageReaders, desk: JobDesk
+) -> Iterator[APIRouter]:
+    """Yield ComfyUI's routes."""
+    prompts = Prompts(desk)
+    watches = Watches(prompts, Sockets(), is_alone=config.ingress.num_replicas == 1)
+    files = WorkflowFiles(config.ingress.workflow_files, config.store.path, config.name)
+    parts = ComfyParts(service, config, prompts, watches, files, readers)
+    yield create_comfy_router(parts)
+    yield create_comfy_files_router(parts)
+    yield create_socket_router(watches, features_of(config.ingress.limits))
 
 
 def _lifespan(

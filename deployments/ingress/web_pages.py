@@ -1,6 +1,6 @@
-"""The pages for people, from files of this package: Create, Chat, Cluster, Pipelines, and /docs, the forms of the API.
+"""The pages for people, from files of this package: Create, Chat, Pipelines, Jobs, Cluster, and /docs, the API's forms.
 
-`web/` has the first four as browsers run them: modules without a build step, and one template of a page. Their content
+`web/` has the first five as browsers run them: modules without a build step, and one template of a page. Their content
 comes from the API, with the key that their user types in, so the files themselves need no key. `web/vendor` has
 htm 3.1.1 of npm with preact in it and marked 18.2.1, `swagger_ui/` has swagger-ui-dist 5.35.0 of npm, all unchanged
 (their licences lie beside them). Nothing comes from another server, so the pages work without internet, and no other
@@ -58,7 +58,7 @@ _CACHED: Final = {"cache-control": "public, max-age=86400"}
 
 FOLDER: Final = Path(__file__).parent / "web"
 FILES_PATH: Final = "/web/"
-PAGES: Final = {"/": "create", "/chat": "chat", "/cluster": "cluster", "/pipelines": "pipelines"}
+PAGES: Final = {"/": "create", "/chat": "chat", "/cluster": "cluster", "/pipelines": "pipelines", "/jobs": "jobs"}
 _TEMPLATE: Final = "page.html"
 _MEDIA_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
 _IMPORTED: Final = re.compile(r'^(?:import|export) (?:[^;]*? from )?"\./([\w./-]+)";', re.MULTILINE)

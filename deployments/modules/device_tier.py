@@ -58,6 +58,19 @@ class KeptExtents(LeasedExtents, Protocol):
         ...
 
 
+class Holding(Protocol):
+    """A component that is placed, over its extents, by the name of its lease."""
+
+    @property
+    def component(self) -> Component: ...
+
+    @property
+    def extents(self) -> Sequence[ExtentRef]: ...
+
+    @property
+    def holder(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedTensors:
     """The tensors of a component on their device, and the bytes that it took: read from storage or a peer for this
@@ -129,7 +142,7 @@ class SharedTier:
             reused_bytes=sum(reused.values()),
         )
 
-    def release(self, slots: Sequence[ModuleSlot]) -> None:
+    def release(self, slots: Sequence[Holding]) -> None:
         extents = [extent for slot in slots for extent in slot.extents]
         with self._lock:
             self._leases -= Counter(extent.id for extent in extents)
@@ -253,7 +266,7 @@ class ArenaTier:
             for arena in self._arenas:
                 arena.end_holder(f"{slot.holder}, soon")
 
-    def release(self, slots: Sequence[ModuleSlot]) -> None:
+    def release(self, slots: Sequence[Holding]) -> None:
         """End the leases of all at once, since each call to the keeper takes a millisecond."""
         for slot in slots:
             self._release(slot.component, slot.holder)

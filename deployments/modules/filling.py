@@ -12,7 +12,7 @@ from typing import Any, Final
 from cluster.records.errors import KeeperFailed
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.nn.streamed_blocks import stream_blocks
-from deployments.modules.builder import Builder
+from deployments.modules.builder import Builder, BuildOrder
 from deployments.modules.device_tier import ArenaTier, DeviceTier, Fetched
 from deployments.modules.manifest_versions import ManifestVersions
 from deployments.modules.parts import Part, PartName, PartsPlanner, RequestParts, distinct_bytes
@@ -151,6 +151,8 @@ class SlotFiller:
             component = manifest.components.get(part.component.name)
             if component and part.is_variant:
                 component = component.model_copy(update={"parts_hash": part.component.parts_hash})
+            elif component:
+                component = self._planner.own_part(manifest, component)
             if manifest is not part.manifest and component and component.module_key == slot.key:
                 part = replace(part, manifest=manifest, component=component)
                 slot.component, slot.extents = component, part.extents
@@ -229,7 +231,7 @@ class SlotFiller:
         attached = self._clock()
         try:
             with panics_as_errors():
-                thing = self._builder(part.component, self._planner.skeleton(part.manifest), placed.tensors)
+                thing = self._builder.build(_order(slot, part), self._planner.skeleton(part.manifest), placed.tensors)
                 if placed.stream is not None:
                     _begin_streaming(thing, placed.stream)
         except Exception as error:  # of many libraries; none of it is the fault of the request that came first
@@ -244,6 +246,23 @@ class SlotFiller:
             device_bytes=placed.device_bytes,
             reused_bytes=placed.reused_bytes,
         )
+
+
+def _order(slot: ModuleSlot, part: Part) -> BuildOrder:
+    """Return the order to build a part; of one that ranks divide, the component as it is stored."""
+    manifest, name = part.manifest, part.component.name
+    component = part.component if part.is_variant else manifest.components.get(name, part.component)
+    return BuildOrder(
+        manifest.model,
+        manifest.fingerprint,
+        manifest.skeleton,
+        manifest.class_name or "",
+        component,
+        slot.extents,
+        manifest.components.get("vae") if name != "vae" else None,
+        part.working_bytes,
+        part.workspace_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

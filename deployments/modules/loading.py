@@ -25,6 +25,7 @@ from deployments.engines.llm.footprints import step_bytes
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.llm.sequences.kv_cache import free_memory
 from deployments.engines.nn.streamed_blocks import end_streaming
+from deployments.engines.ranks.following import RankChannel
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.upscaling import build_upscaler
 from deployments.modules.builder import Builder
@@ -92,11 +93,22 @@ class ComponentBuilder(Builder):
                 tensors,
                 kinds=component.block_types,
             )
-        with IMPORT_LOCK:
-            config, workspace = self._llm_engine_config(component, skeleton), self.footprints.of_steps(component)
-            return LLMEngine(folder, tensors, config, workspace=workspace)
+        return self.build_engine(component, skeleton, tensors)
 
-    def _llm_engine_config(self, component: Component, skeleton: Path) -> LLMEngineConfig:
+    def build_engine(
+        self,
+        component: Component,
+        skeleton: Path,
+        tensors: Mapping[str, torch.Tensor],
+        ranks: RankChannel | None = None,
+    ) -> LLMEngine:
+        """Return the engine of a language model, which says its steps to the followers of `ranks`."""
+        with IMPORT_LOCK:
+            config, workspace = self.engine_config(component, skeleton), self.footprints.of_steps(component)
+            return LLMEngine(skeleton / component.folder, tensors, config, workspace=workspace, ranks=ranks)
+
+    def engine_config(self, component: Component, skeleton: Path) -> LLMEngineConfig:
+        """Return the configuration of a language model's engine."""
         settings = self._settings
         return LLMEngineConfig(
             device=settings.torch_device,
@@ -107,7 +119,7 @@ class ComponentBuilder(Builder):
             max_decode_delay=settings.max_decode_delay,
             is_deterministic=settings.deterministic,
             prompt_lookup=settings.prompt_lookup,
-            kv_cache_bytes=self._kv_cache_bytes(component, skeleton),
+            kv_cache_bytes=self.kv_cache_bytes(component, skeleton),
             kv_dtype=settings.kv_dtype,
             arithmetic=settings.packed_arithmetic,
             decode_threads=settings.decode_threads,
@@ -128,11 +140,10 @@ class ComponentBuilder(Builder):
     def _learn_steps(self, component: Component, skeleton: Path) -> None:
         """Learn what the largest step of a language model takes, before its cache takes what there is."""
         book, key = self.footprints, structure_of(component)
-        is_llm = component.name == "model" and component.library not in ("diffusers", "peft", UPSCALER, IP_ADAPTER)
-        if book.memory is None or not is_llm or key in book.steps:
+        if book.memory is None or not is_language_model(component) or key in book.steps:
             return
         forms = {name: memory_form(ref.dtype, ref.shape) for name, ref in component.tensors.items()}
-        book.steps[key] = step_bytes(skeleton / component.folder, forms, self._llm_engine_config(component, skeleton))
+        book.steps[key] = step_bytes(skeleton / component.folder, forms, self.engine_config(component, skeleton))
 
     def can_stream(self, component: Component) -> bool:
         """Return whether its blocks may come one after the other, where it is larger than the device."""
@@ -149,12 +160,12 @@ class ComponentBuilder(Builder):
                 shapes = {name: ref.shape for name, ref in component.tensors.items()}
                 self._cache_bytes[component.module_key] = 4 * num_made(shapes)
             return self._cache_bytes[component.module_key]
-        if component.name != "model" or component.library in ("diffusers", UPSCALER, IP_ADAPTER):
+        if not is_language_model(component):
             return 0
         if component.module_key not in self._cache_bytes:
             try:
                 found = working_bytes(
-                    **self._memory_settings(component, skeleton, self._kv_cache_bytes(component, skeleton)),
+                    **self._memory_settings(component, skeleton, self.kv_cache_bytes(component, skeleton)),
                     tensor_bytes={name: ref.nbytes for name, ref in component.tensors.items()},
                 )
             except EngineError:
@@ -183,7 +194,7 @@ class ComponentBuilder(Builder):
         if component.name != "model" or component.library in ("diffusers", "peft"):
             return None
         if component.module_key not in self._layer_caches:
-            found = self._caches_within(self._kv_cache_bytes(component, skeleton), component, skeleton)
+            found = self._caches_within(self.kv_cache_bytes(component, skeleton), component, skeleton)
             self._layer_caches[component.module_key] = found
         return self._layer_caches[component.module_key]
 
@@ -209,7 +220,7 @@ class ComponentBuilder(Builder):
             "max_num_seqs": self._settings.max_num_seqs,
         }
 
-    def _kv_cache_bytes(self, component: Component, skeleton: Path) -> int:
+    def kv_cache_bytes(self, component: Component, skeleton: Path) -> int:
         """Return the bytes that an LLM's KV cache may take: a larger model has larger tokens, and longer texts."""
         asked = self._settings.kv_cache_bytes
         if asked != "auto":
@@ -265,6 +276,8 @@ def within_memory(settings: WorkerConfig, simulated: SimulatedConfig | None) -> 
         return settings
     names = (settings.torch_device, *settings.other_devices)
     free_bytes = int(_FREE_SHARE * min(free_memory(open_device(name, simulated)) for name in names))
+    if settings.torch_device == "cpu":  # ranks of one host share its memory
+        free_bytes //= settings.num_processes
     name = "resident_bytes" if settings.device == "cpu" else "device_budget_bytes"
     return settings.model_copy(update={name: max(1, min(settings.weights_budget_bytes, free_bytes))})
 
@@ -290,6 +303,11 @@ def batch_bounds(settings: WorkerConfig) -> BatchBounds:
     return BatchBounds(
         settings.max_batch_rows, settings.max_batch_pixels, settings.max_decode_pixels, settings.max_vae_bytes
     )
+
+
+def is_language_model(component: Component) -> bool:
+    """Return whether a worker builds an LLM engine of a component."""
+    return component.name == "model" and component.library not in ("diffusers", "peft", UPSCALER, IP_ADAPTER)
 
 
 def is_denoise_component(component: Component) -> bool:

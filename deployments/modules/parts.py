@@ -245,8 +245,13 @@ class PartsPlanner:
             return 0
         return book.inside(book.least_bytes(manifest, component, adapters))
 
+    def own_part(self, manifest: Manifest, component: Component) -> Component:
+        """Return the part of a component that this replica's first rank has."""
+        return self._builder.own_part(component, self.skeleton(manifest))
+
     def _part(self, manifest: Manifest, component: Component, needed_bytes: int) -> Part:
         working_bytes = self._builder.working_memory(component, self.skeleton(manifest))
+        component = self.own_part(manifest, component)
         if self.is_on_node:
             return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
         footprint = dict(device_footprint(component, self._memory.size_of, working_bytes))

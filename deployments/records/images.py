@@ -12,6 +12,7 @@ from pydantic import Field, PlainValidator
 from configs.model import LongText, TextPadding
 from configs.options import DiffusionOptions, PictureOptions
 from deployments.engines.records.input_images import why_no_pixels
+from deployments.engines.records.protocol import DiffusionKind
 from deployments.engines.records.sounds import Sound, why_no_sound
 from deployments.records.requests import (
     MAX_INT32,
@@ -31,6 +32,7 @@ from deployments.records.requests import (
 NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_NAMED_IMAGES = 8
+_MAX_FLOATS = 2**26  # of an array: an image of 4,096 x 4,096 pixels has fewer
 REFERENCES = "image"  # among `images`, those that a model changes
 
 VideoFormat = Literal["mp4", "webm"]
@@ -60,6 +62,24 @@ def _as_pictures(value: Any) -> npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uin
     return _as_image(value)
 
 
+def _as_floats(value: Any, num_axes: int) -> npt.NDArray[np.float32]:
+    floats = np.asarray(value)
+    if floats.ndim != num_axes or floats.dtype != np.float32 or not 0 < floats.size <= _MAX_FLOATS:
+        expected = f"float32 with {num_axes} axes and at most {_MAX_FLOATS} numbers"
+        raise ValueError(f"expected {expected}, got {floats.dtype} {floats.shape}")
+    if not np.isfinite(floats).all():
+        raise ValueError("expected finite numbers")
+    return floats
+
+
+def _as_latents(value: Any) -> npt.NDArray[np.float32]:
+    return _as_floats(value, 4)
+
+
+def _as_noise_mask(value: Any) -> npt.NDArray[np.float32]:
+    return _as_floats(value, 3)
+
+
 def _as_sound(value: Any) -> Sound:
     if isinstance(value, Sound):
         value = value.samples, value.rate
@@ -75,6 +95,10 @@ Pixels = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_image)]  # (height,
 Mask = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_mask)]  # (height, width)
 # One image, several, or a video: its frames, which may be an array (frames, height, width, 3).
 Pictures = Annotated[npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...], PlainValidator(_as_pictures)]
+
+# (number, channels, height, width) in the VAE's space; of pixels (number, height, width, 3) from 0 to 1.
+Floats = Annotated[npt.NDArray[np.float32], PlainValidator(_as_latents)]
+NoiseMask = Annotated[npt.NDArray[np.float32], PlainValidator(_as_noise_mask)]  # (number or 1, height, width)
 
 # Samples, floats (channels, number) from -1 to 1, and how many are a second, as a pair.
 Audio = Annotated[Sound, PlainValidator(_as_sound)]
@@ -141,6 +165,10 @@ class ImageRequest(ServedRequest, ImageOptions):
     `images` has further images that a stock pipeline takes, by the names of its class's parameters (`control_image`);
     several of one name where the class takes a list. `references` are those that an editing model changes.
 
+    With a `sampler` a request may begin at `latents` (None: at zeros), and paint where `noise_mask` is 1, and softly
+    where it is less. `output` says what it gives in place of an image, as a DiffusionRequest has it; a request for
+    encoded `pixels` or decoded `latents` reads nothing else.
+
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
     `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
     `scaled_from` is the width and height of a file that was larger than an image may be.
@@ -151,6 +179,10 @@ class ImageRequest(ServedRequest, ImageOptions):
     control: tuple[ControlNetUse, ...] = ()
     ip_adapter: tuple[ImagePromptUse, ...] = ()
     images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
+    latents: Floats | None = None
+    noise_mask: NoiseMask | None = None
+    pixels: Floats | None = None
+    output: DiffusionKind = "image"
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
     reports_steps: bool = False
     checkpoint_steps: int = Field(0, ge=0, le=MAX_INT32)
@@ -167,10 +199,17 @@ class ImageRequest(ServedRequest, ImageOptions):
         named = self.images.get(REFERENCES, ())
         return named if isinstance(named, tuple) else (named,)
 
+    @property
+    def is_of_vae(self) -> bool:
+        """Return whether it asks for the VAE's work alone."""
+        return self.output in ("encoded", "decoded")
+
 
 @dataclass(frozen=True, slots=True)
 class ImageResult:
     """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used.
+
+    A request for another output has it in `array`, float32, and no images.
 
     A multi-model pipeline does not know what its models did: its `seed`, `switch`, `num_inference_steps` and
     `guidance_scale` are None.
@@ -185,6 +224,7 @@ class ImageResult:
     cache: CacheUse
     warnings: tuple[str, ...] = ()
     guidance_scale: float | None = None
+    array: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

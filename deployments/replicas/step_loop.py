@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Final, Generic, ParamSpec, TypeVar
 
 from cluster.process.tracing import NO_SPAN, TraceSpan, link, span
+from deployments.engines.ranks.group import RankLost
 from deployments.engines.records.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
 from deployments.records.tasks import outcome_of
+from deployments.replicas.replica_end import ReplicaEnd
 from weights.platform.panics import panics_as_errors, telling
 
 _NEW: Final = 0.3  # weight of the last step in what steps take
@@ -40,10 +42,14 @@ class StepTime:
 
 
 class DeviceThread:
-    """The one thread that touches the device. Lives on one event loop. `clock` measures the steps of engines."""
+    """The one thread that touches the device. Lives on one event loop. `clock` measures the steps of engines.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    When another rank of the replica is lost, it ends the replica by `end`, before anybody hears of the failed step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, end: ReplicaEnd | None = None) -> None:
         self.clock = clock
+        self._end = end
         self.steps: dict[str, tuple[int, int]] = {}  # how many there were, and their outputs, by kind of engine
         self._working: tuple[StepTime, ...] = ()  # of the engines with work; replaced, for the device thread reads it
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
@@ -74,8 +80,13 @@ class DeviceThread:
 
         def call() -> T:
             self._num_started += 1
-            with panics_as_errors():
-                return work(*args, **kwargs)
+            try:
+                with panics_as_errors():
+                    return work(*args, **kwargs)
+            except RankLost as lost:
+                if self._end is not None:
+                    self._end.now(str(lost))
+                raise
 
         self._num_begun += 1
         return asyncio.get_running_loop().run_in_executor(self._pool, call)

@@ -51,6 +51,13 @@ def with_image_defaults(
     family = FAMILIES.get(class_name)
     if family is None:
         return _with_stock_defaults(request, defaults, class_name)
+    if request.is_of_vae:
+        return _of_vae(request, family, variant)
+    if request.latents is not None:
+        height, width = (side * family.latents.pixels_per_cell(variant) for side in request.latents.shape[2:])
+        request = request.model_copy(
+            update={"n": len(request.latents), "width": request.width or width, "height": request.height or height}
+        )
     if family.references.most:
         request = _with_references(request, family, class_name, variant)
     for name in ("extra", *([] if family.references.most else ["images"])):
@@ -73,6 +80,29 @@ def with_image_defaults(
     if request.seed is None:
         update["seed"] = draw_seed()
     return request.model_copy(update=update)
+
+
+def _of_vae(request: ImageRequest, family: Family, variant: Mapping[str, bool | int]) -> ImageRequest:
+    """Return a request for the VAE's work alone, with the size of its images.
+
+    Raises InvalidRequest without its input.
+    """
+    name = "pixels" if request.output == "encoded" else "latents"
+    if (given := getattr(request, name)) is None:
+        raise InvalidRequest(f"{name}: the request has none, and its output is {request.output!r}", name)
+    height, width = given.shape[1:3]
+    if name == "latents":
+        height, width = (side * family.latents.pixels_per_cell(variant) for side in given.shape[2:])
+    filled = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0}  # by nobody read
+    return request.model_copy(update={"width": width, "height": height, "n": len(given), **filled})
+
+
+def _refuse_latents(request: ImageRequest, taker: str) -> None:
+    """Raise InvalidRequest for a request with latents or an output of its own."""
+    given = [name for name in ("latents", "noise_mask", "pixels") if getattr(request, name) is not None]
+    if request.output != "image" or given:
+        name = (*given, "output")[0]
+        raise InvalidRequest(f"{name}: {taker} takes no latents and gives none", name)
 
 
 def _with_references(
@@ -106,6 +136,7 @@ def as_upscale(request: ImageRequest) -> tuple[ImageRequest, tuple[str, ...]]:
 
     Its work is that of the image's size. Raises InvalidRequest for what asks for another image than there will be.
     """
+    _refuse_latents(request, "an upscaler")
     for name in ("width", "height", "lora", "control", "ip_adapter", "images", "extra"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: an upscaler takes an image alone, and its scale is its own", name)
@@ -132,6 +163,7 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
+    _refuse_latents(request, f"a {class_name}, which diffusers' own code runs,")
     others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), *_NOT_OF_STOCK]
     for name in others:
         if getattr(request, name):
@@ -164,15 +196,17 @@ def _with_class_defaults(
 
 def _with_schedule(request: _DiffusionT) -> _DiffusionT:
     """Return the request with as many steps as its schedule has. Raises InvalidRequest where it says another."""
-    schedule = request.sigmas or request.timesteps
-    if not schedule:
+    steps = len(request.sigmas or request.timesteps or ())
+    if isinstance(request, ImageRequest) and request.sampler is not None:
+        steps = request.sampler.num_steps
+    if not steps:
         return request
-    if len(schedule) != (request.num_inference_steps or len(schedule)):
+    if steps != (request.num_inference_steps or steps):
         raise InvalidRequest(
-            f"num_inference_steps: {request.num_inference_steps}, but {len(schedule)} sigmas or timesteps",
+            f"num_inference_steps: {request.num_inference_steps}, but {steps} sigmas or timesteps",
             "num_inference_steps",
         )
-    return request.model_copy(update={"num_inference_steps": len(schedule)})
+    return request.model_copy(update={"num_inference_steps": steps})
 
 
 def _size_of_images(request: ImageRequest) -> dict[str, int]:
@@ -188,6 +222,10 @@ def _size_of_images(request: ImageRequest) -> dict[str, int]:
 def _out_of_place(request: ImageRequest | ClipRequest) -> set[str]:
     """Return the defaults that do not apply beside what the request says itself."""
     steps = {"num_inference_steps", "sigmas", "timesteps"}
+    if isinstance(request, ImageRequest):
+        steps |= {"sampler"}
+        if request.sampler is not None:
+            steps |= {"scheduler", "scheduler_options", "variation"}
     without = steps if any(getattr(request, name) is not None for name in steps) else set()
     has_image = isinstance(request, ImageRequest) and request.init_image is not None
     return without if has_image else without | {"strength"}

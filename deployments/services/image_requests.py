@@ -8,9 +8,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from cluster.ray_seam.request_ids import part_id
 from configs.options import Denoising, PromptReading, said
 from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.families.base import PlainGuidance
 from deployments.engines.records.protocol import (
     AdapterUse,
     ConditionedRequest,
@@ -21,7 +25,7 @@ from deployments.engines.records.protocol import (
 )
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.parts import Fitting, Merging, Wants
-from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
+from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
 from weights.records.manifest import Manifest
 
@@ -101,6 +105,10 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
         scheduler_options=request.scheduler_options,
         references=request.references,
+        latents=request.latents,
+        noise_mask=request.noise_mask,
+        pixels=request.pixels,
+        output=request.output,
         control=tuple(
             ControlUse(use.name, use.image, use.scale, use.start, use.end, use.mode) for use in request.control
         ),
@@ -121,7 +129,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         model=request.model,
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
-        use_negative=family.guidance.uses_negative(denoise, request.negative_prompt is not None),
+        use_negative=family.guidance_of(denoise).uses_negative(denoise, request.negative_prompt is not None),
         model_version=request.model_version,
         text_padding=request.text_padding,
         long_text=request.long_text,
@@ -153,10 +161,16 @@ def result_of(
     total_s: float,
 ) -> ImageResult:
     """Return the answer made of the last output."""
-    assert output.images is not None  # it is the last
+    images: list[npt.NDArray[np.uint8]] = []
+    array = None
+    if request.output == "image":
+        assert output.images is not None  # it is the last
+        images = list(output.images)
+    elif output.latents is not None:
+        array = output.latents.numpy()
     return ImageResult(
         model=request.model,
-        images=list(output.images),
+        images=images,
         seed=denoise.seed,
         num_inference_steps=denoise.num_inference_steps,
         timings_ms={
@@ -171,14 +185,24 @@ def result_of(
         cache=conditioning.cache,
         warnings=warnings,
         guidance_scale=denoise.guidance_scale,
+        array=array,
     )
+
+
+def vae_result(
+    request: ImageRequest, array: npt.NDArray[np.float32], report: SwitchReport, total_s: float
+) -> ImageResult:
+    """Return the answer to a request for the VAE's work alone."""
+    timings = {"switch": report.switch_ms, "total": total_s * 1e3}
+    return ImageResult(request.model, [], None, None, timings, report, CacheUse(0, 0), array=array)
 
 
 def ignored_inputs(request: ImageRequest, use_negative: bool, class_name: str) -> tuple[str, ...]:
     """Return warnings about options that had no effect."""
     family, found = family_of(class_name), []
     if request.negative_prompt and not use_negative:
-        found.append(f"negative_prompt had no effect: guidance is off ({class_name} needs {family.guidance.rule})")
+        rule = family.guidance.rule if request.sampler is None else PlainGuidance.rule
+        found.append(f"negative_prompt had no effect: guidance is off ({class_name} needs {rule})")
     if request.clip_skip and not family.texts.takes_clip_skip:
         found.append(f"clip_skip had no effect: {class_name} reads its prompts by other layers")
     return tuple(found)

@@ -22,11 +22,13 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.diffusion.rows import adapter_names
 from deployments.engines.graph.replay import Replays
+from deployments.engines.ranks.following import RankChannel
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
-from deployments.modules.loading import batch_bounds, is_denoise_component
+from deployments.modules.loading import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.modules.parts import Merging
+from deployments.modules.ranked_building import LeadingBuilder
 from deployments.records import (
     CacheUse,
     ClipRequest,
@@ -47,6 +49,7 @@ from deployments.services.image_requests import (
     ignored_inputs,
     progress_of,
     result_of,
+    vae_result,
 )
 from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.stock_service import StockService, TextSource
@@ -91,10 +94,13 @@ class ImageService:
         module_cache: ModuleCache,
         settings: WorkerConfig,
         device: DeviceThread,
+        builder: ComponentBuilder | None = None,
     ) -> None:
+        """`builder` has built the modules of the cache, perhaps with other ranks of the replica."""
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
+        self._builder = builder
         self._sequential = SequentialPhases(module_cache, settings, device)
         self._stock = StockService(module_cache, device)
         self._upscaling = UpscaleService(module_cache, settings, device)
@@ -173,6 +179,9 @@ class ImageService:
     ) -> ImagePiece:
         start = time.perf_counter()
         denoise = denoise_request(request)
+        if request.is_of_vae:
+            array, switch = await self._sequential.run_vae(ImageJob(request, manifest, denoise, None, start))
+            return vae_result(request, array, switch, time.perf_counter() - start)
         with self._movable(denoise.request_id, request.model):
             make_text = partial(conditioning_request, request, denoise, manifest.class_name or "")
             text = await in_thread(make_text) if denoise.references else make_text()
@@ -309,7 +318,14 @@ class ImageService:
             bounds=batch_bounds(self._settings),
             replays=self._replays(),
             workspace=self._module_cache.forwards.workspace(lease.manifest),
+            ranks=self._channel_of(lease),
         )
+
+    def _channel_of(self, lease: Lease) -> RankChannel | None:
+        """Return the way to the other ranks' denoisers; None where this process computes alone."""
+        if not isinstance(self._builder, LeadingBuilder):
+            return None
+        return self._builder.channel_of(lease.modules[family_of(lease.manifest.class_name or "").denoiser_name])
 
     def _replays(self) -> Replays | None:
         asked = self._settings.replay

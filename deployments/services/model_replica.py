@@ -99,19 +99,10 @@ class ModelReplica:
         `holder` names this replica in its leases. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
-        configure_logs(config.logging.format)
         begin_tracing(config.tracing)
-        limit_torch_threads(num_threads, settings.num_cpus)
-        for name in (settings.device, *settings.other_devices):
-            open_device(name, config.simulated)
         self._builder = builder
-        self._connect_registry = partial(connect_registry, config)
-        self._asking = Asking()
-        self._registry: Any = self._connect_registry()
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
-        provider = await self._connect_keeper(holder, keeps=keeps)
-
-        self._models = WeightStore(config.store.path).models
+        provider = await self._connect(config, holder, settings, num_threads, keeps=keeps)
 
         node, name = ray.get_runtime_context().get_node_id(), ray.get_runtime_context().get_actor_name() or holder
 
@@ -136,6 +127,26 @@ class ModelReplica:
         for model in models:
             self._note_layers(model)
         await prepare_models(self._module_cache, models, self._kinds, self._wants, builder.prepare)
+
+    async def _connect(
+        self,
+        config: ClusterConfig,
+        holder: str,
+        settings: ModelReplicaConfig,
+        num_threads: int | None,
+        *,
+        keeps: bool,
+    ) -> RayExtents:
+        """Open the devices, connect to the registry, and return the extents of this node's keeper."""
+        configure_logs(config.logging.format)
+        limit_torch_threads(num_threads, settings.num_cpus)
+        for name in (settings.device, *settings.other_devices):
+            open_device(name, config.simulated)
+        self._connect_registry = partial(connect_registry, config)
+        self._asking = Asking()
+        self._registry: Any = self._connect_registry()
+        self._models = WeightStore(config.store.path).models
+        return await self._connect_keeper(holder, keeps=keeps)
 
     async def _connect_keeper(self, holder: str, *, keeps: bool) -> RayExtents:
         """Return the extents of this node's keeper; with `keeps`, extents leased here may be recalled."""

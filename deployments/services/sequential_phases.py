@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import nn
 
 from configs.cluster import WorkerConfig
@@ -56,7 +59,8 @@ class SequentialPhases:
         nets = sorted({use.name for use in request.control})
         take = partial(job.lease, self._cache)
         reports = []
-        if request.init_image is not None or request.references or (nets and family.adapters.encodes_controls):
+        has_inputs = request.init_image is not None or request.latents is not None or request.references
+        if has_inputs or (nets and family.adapters.encodes_controls):
             async with take(_all_but(denoiser), nets) as lease:
                 reports.append(lease.report)
                 pipeline = await self._pipeline(lease, denoiser)
@@ -76,9 +80,20 @@ class SequentialPhases:
         async with take(_all_but(denoiser), [], max_wait_s=MAX_WAIT_S) as lease:
             reports.append(lease.report)
             pipeline = await self._pipeline(lease, denoiser)
-            images = await self._device.run_work(pipeline.decode_latents, conditioned.request, latents)
+            made = await self._device.run_work(pipeline.decode_latents, conditioned.request, latents)
         times = replace(output.times, decode_s=loop.time() - start)
-        return replace(output, images=images, latents=None, times=times), _together(reports)
+        images, latents = (None, made) if isinstance(made, torch.Tensor) else (made, None)
+        return replace(output, images=images, latents=latents, times=times), _together(reports)
+
+    async def run_vae(self, job: ImageJob) -> tuple[npt.NDArray[np.float32], SwitchReport]:
+        """Return the VAE's result for a request's pixels or latents, and the switch: a turn for each image."""
+        denoiser = family_of(job.manifest.class_name or "").denoiser_name
+        async with job.lease(self._cache, _all_but(denoiser), []) as lease:
+            pipeline = await self._pipeline(lease, denoiser)
+            vae = pipeline.vae_alone
+            run = vae.encode if job.request.output == "encoded" else vae.decode
+            found = [await self._device.run_work(run, job.denoise, place) for place in range(job.request.n)]
+            return np.stack(found), lease.report
 
     async def denoise_pipeline(self, lease: Lease) -> DenoisePipeline:
         """Return a pipeline that denoises with the leased modules, and has no VAE."""

@@ -21,6 +21,7 @@ from cluster.process.ray_calls import NamedActor
 from cluster.process.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
+from deployments.modules.ranked_building import LeadingBuilder
 from deployments.records import (
     ClipRequest,
     ClipResult,
@@ -40,12 +41,14 @@ from deployments.records import (
 from deployments.records.errors import ModelUnavailable
 from deployments.replicas.output_channel import OutputChannel
 from deployments.replicas.replica_calls import ReplicaCalls, ReplicaStates
+from deployments.replicas.replica_end import ReplicaEnd
 from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_requests import OnProgress
 from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.ordered_models import OrderedModels
 from deployments.services.text_service import TextService, whole_text
+from deployments.services.worker_ranks import WorkerRanks, start_ranks
 from deployments.text.client import EncoderDown, TextEncoderClient
 from deployments.text.fallback import FallbackEncoder
 from weights.records.manifest import ModelKind
@@ -74,15 +77,20 @@ class Worker(ModelReplica):
     _section: ClassVar[str] = "worker"
     _wants = staticmethod(is_denoise_component)
     _ordered: OrderedModels | None = None  # None without a controller, or before there is one
+    _ranks: WorkerRanks | None = None  # None where one process computes a model
 
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = within_memory(config.worker, config.simulated)
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = TextEncoderClient(calls, config.http.request_timeout_s)
-        self._device = DeviceThread()
+        end = ReplicaEnd()
+        self._device = DeviceThread(end=end)
         self._metrics = RequestMetrics()
-        builder = ComponentBuilder(self._settings)
         self._name = serve.get_replica_context().replica_id.unique_id
+        builder = ComponentBuilder(self._settings)
+        if self._settings.num_processes > 1:
+            self._ranks = await start_ranks(config, self._settings, f"worker-{self._name}", end)
+            builder = LeadingBuilder(self._settings, self._ranks)
         await self._open(
             config,
             f"worker-{self._name}",
@@ -90,7 +98,7 @@ class Worker(ModelReplica):
             builder,
             self._settings.num_threads,
         )
-        self._images = ImageService(self._module_cache, self._settings, self._device)
+        self._images = ImageService(self._module_cache, self._settings, self._device, builder)
         self._texts = TextService(self._module_cache, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
         if config.controller.enabled:
@@ -106,6 +114,11 @@ class Worker(ModelReplica):
             reporter = _WorkerReporter(self._ordered, self._images)
             self._link = ControllerLink(self._name, controller, reporter, config.controller.tick_s)
             self._link.start()
+
+    async def check_health(self) -> None:
+        """Raise where another rank of this replica does not answer: Serve then starts another replica."""
+        if self._ranks is not None:
+            await self._ranks.check()
 
     def _note_load(self, model: str, version: str, error: str | None) -> None:
         if self._ordered is not None:
@@ -212,4 +225,5 @@ class Worker(ModelReplica):
             "denoising": self._images.num_running,
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._fallback_encoder.num_requests,
+            **({"ranks": await self._ranks.describe()} if self._ranks is not None else {}),
         }

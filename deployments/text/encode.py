@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from configs.model import LongText, TextPadding
+from configs.options import PromptSyntax
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.texts import EncodeItem, lacking_encoders
@@ -26,7 +27,15 @@ from deployments.engines.records.protocol import PENULTIMATE, ClipLayer, EngineE
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.prompt_weights import from_compel, plain_texts, weights_lost
 from deployments.engines.text.sentence_layers import apply_stages
-from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
+from deployments.engines.text.tokens import (
+    LearnedWords,
+    TextPair,
+    TokenizedText,
+    join_chunks,
+    level_chunks,
+    weighted,
+    weighted_from,
+)
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.encoders import (
     EncoderLora,
@@ -70,7 +79,7 @@ class TextItem:
     layer: ClipLayer = PENULTIMATE
     form: PromptForm | None = None
     images: tuple[PromptImage, ...] = ()
-    has_weights: bool = False
+    syntax: PromptSyntax = "plain"
     loras: tuple[EncoderLora, ...] = ()
     words: LearnedWords | None = None
     alone: bool = False
@@ -151,7 +160,7 @@ class CachedEncoders:
         encoders, index = lease.modules, read_config(lease.skeleton / "model_index.json")
         family = family_of(lease.manifest.class_name or "").variant(index)
         lacking = lacking_encoders(index)
-        request, are_weighted, warnings = _with_syntax(request, family)
+        request, warnings = _with_syntax(request, family)
         whole_plan = family.texts.plan(
             index,
             request.prompt,
@@ -161,15 +170,16 @@ class CachedEncoders:
             text_padding=request.text_padding,
             long_text=request.long_text,
             # Stock reads negative prompts as ever, and the WebUI as it reads prompts.
-            clip_skips={"prompt": request.clip_skip, "negative": request.clip_skip * are_weighted},
+            clip_skips={
+                "prompt": request.clip_skip,
+                "negative": request.clip_skip * (request.prompt_syntax != "plain"),
+            },
         )
         plan = [item for item in whole_plan if item.component not in lacking]
         if absent := sorted({item.component for item in plan} - encoders.keys()):
             raise EngineError(f"{request.model}: {absent[0]} is not there, which {family.class_name} needs")
         loras = await self._loras_of(family, {item.component for item in plan}, lease, request)
-        items = [
-            _prompt_item(item, lease, loras.get(item.component, ()), request, has_weights=are_weighted) for item in plan
-        ]
+        items = [_prompt_item(item, lease, loras.get(item.component, ()), request) for item in plan]
         if request.images:
             config = items[0].keyed.encoder.module.config
             images = await in_thread(self._readers.read, lease.skeleton, config, request.images)
@@ -223,6 +233,10 @@ class CachedEncoders:
 
         Raises EngineError for items that no encoder takes, before any computation, and the errors of `run_batch`.
         """
+        count = len(items)
+        # ComfyUI's weights say how far a text's vectors lie from those of an empty one.
+        measured = [number for number, item in enumerate(items) if item.syntax == "comfyui" and "(" in str(item.text)]
+        items = [*items, *(replace(items[number], text="", syntax="plain") for number in measured)]
         if sum(map(_num_characters, items)) > INLINE_CHARACTERS:
             chunked = await in_thread(tokenize_items, items)
         else:
@@ -236,8 +250,14 @@ class CachedEncoders:
         sources = Counter[str](value.source for value in found.values())
         sources["repeated"] = len(parts) - len(unique)
         rest = iter(found[key].encoding for key in keys)
+        encodings = [[next(rest) for _ in texts] for texts in chunked]
+        empty = {number: own[0] for number, own in zip(measured, encodings[count:], strict=True)}
+        outputs = []
+        for number, (texts, own) in enumerate(zip(chunked[:count], encodings[:count], strict=True)):
+            weigh = partial(weighted_from, empty=empty[number]) if number in empty else weighted
+            outputs.append(join_chunks([weigh(one, text) for one, text in zip(own, texts, strict=True)]))
         return Encoded(
-            outputs=tuple(join_chunks([weighted(next(rest), text) for text in texts]) for texts in chunked),
+            outputs=tuple(outputs),
             cache=CacheUse(len(parts) - sources["computed"], sources["computed"]),
             num_tokens=sum(len(text.token_ids) for _, text in parts),
             warnings=cut_warnings(items, chunked),
@@ -258,8 +278,6 @@ def _prompt_item(
     lease: Lease,
     loras: tuple[EncoderLora, ...],
     request: ConditioningRequest,
-    *,
-    has_weights: bool,
 ) -> TextItem:
     """Return an item of a family's plan as a text for its encoder, with the encoder's adapters.
 
@@ -276,28 +294,30 @@ def _prompt_item(
         keep=(item.role == "negative" or not item.text) and not loras,
         layer=item.layer,
         form=item.form,
-        has_weights=has_weights,
+        syntax=request.prompt_syntax,
         loras=loras,
         words=words_of(item.component, keyed.encoder, lease.adapters, lease.adapter_keys),
         alone=request.encodes_alone,
     )
 
 
-def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[ConditioningRequest, bool, tuple[str, ...]]:
-    """Return the request with plain texts for its family's encoders, whether they have weights, and warnings.
+def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[ConditioningRequest, tuple[str, ...]]:
+    """Return the request with texts and a syntax that its family's encoders read, and warnings.
 
     Raises EngineError for a weight that is too large.
     """
     if request.prompt_syntax == "plain":
-        return request, False, ()
+        return request, ()
     if "chunk" in family.texts.refused_rules:
         (prompt, negative), is_lost = plain_texts(request.prompt_syntax, request.prompt, request.negative_prompt)
-        plain = replace(request, prompt=prompt or "", negative_prompt=negative)
-        return plain, False, (weights_lost(family.class_name),) if is_lost else ()
+        plain = replace(request, prompt=prompt or "", negative_prompt=negative, prompt_syntax="plain")
+        return plain, (weights_lost(family.class_name),) if is_lost else ()
     if request.prompt_syntax == "compel":
         negative = None if request.negative_prompt is None else from_compel(request.negative_prompt)
-        request = replace(request, prompt=from_compel(request.prompt), negative_prompt=negative)
-    return replace(request, long_text="chunk"), True, ()
+        request = replace(
+            request, prompt=from_compel(request.prompt), negative_prompt=negative, prompt_syntax="weighted"
+        )
+    return replace(request, long_text="chunk"), ()
 
 
 def _stand_ins(
@@ -405,7 +425,7 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
         if not isinstance(item.text, str | TextPair):
             found[number] = (encoder.accept_ids(item.text),)
         elif item.long_text == "chunk":
-            rules: dict[str, Any] = {"layer": item.layer, "has_weights": item.has_weights, "words": item.words}
+            rules: dict[str, Any] = {"layer": item.layer, "syntax": item.syntax, "words": item.words}
             found[number] = tuple(encoder.tokenize_chunks(str(item.text), item.max_length, **rules))
         elif item.words and item.words.pattern.search(str(item.text)):
             text = encoder.tokenize_words(str(item.text), item.max_length, item.words, layer=item.layer)
@@ -446,7 +466,8 @@ def cut_warnings(items: Sequence[TextItem], chunked: Sequence[Sequence[Tokenized
 
 
 def _level(items: Sequence[TextItem], chunked: Sequence[tuple[TokenizedText, ...]]) -> list[tuple[TokenizedText, ...]]:
-    in_chunks = [number for number, item in enumerate(items) if item.long_text == "chunk"]
+    # ComfyUI's prompts of several lengths stay so: each is read in a forward of its own.
+    in_chunks = [number for number, item in enumerate(items) if item.long_text == "chunk" and item.syntax != "comfyui"]
     if not in_chunks:
         return list(chunked)
 

@@ -1,4 +1,4 @@
-"""What a workflow needs of a cluster. The ingress implements it over its service, tests over tiny models."""
+"""The backend of a workflow. The ingress implements it over its service, tests over tiny models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Array: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a registered model before it is asked: its pipeline's class, the numbers of its parts'
+    """The facts of a registered model before it is asked: its pipeline's class, the numbers of its parts'
     configs that the class's family reads, and its scheduler's config."""
 
     class_name: str
@@ -53,7 +53,7 @@ class Report(Protocol):
 
 
 class Catalog(Protocol):
-    """What is registered. Answers at once, and may change between two workflows, never during one."""
+    """The registered models and files. Answers at once, and may change between two workflows, never during one."""
 
     def files(self, folder: Folder) -> Sequence[str]:
         """Return the names that a loader of this folder may say."""
@@ -63,7 +63,7 @@ class Catalog(Protocol):
         are, or have, the file of this name; none where it is not known."""
 
     def facts(self, model: str) -> ModelFacts:
-        """Return what is known of a registered model."""
+        """Return the facts of a registered model."""
 
 
 class Backend(Catalog, Protocol):
@@ -71,7 +71,7 @@ class Backend(Catalog, Protocol):
     height, width) in the VAE's space; errors are `deployments.records.ServiceError`."""
 
     async def image(self, request: ImageRequest, report: Report) -> Array:
-        """Return what the request asks for: images, or latents where its `output` is `latent`."""
+        """Return the request's images, or latents where its `output` is `latent`."""
 
     async def encode(self, model: str, images: Array) -> Array:
         """Return the latents of images: the mode of the posterior."""
@@ -83,7 +83,7 @@ class Backend(Catalog, Protocol):
         """Return the images, larger by the model's own factor."""
 
     async def text(self, model: str, prompt: str, options: Mapping[str, Any], images: Array | None) -> str:
-        """Return what a language model writes."""
+        """Return the text that a language model writes."""
 
     async def read_input(self, name: str) -> bytes:
         """Return the bytes of an uploaded file; its name may end in ` [output]` or ` [temp]`."""

@@ -1,4 +1,4 @@
-"""How a kind of node is declared: its inputs, its outputs, and one function.
+"""The declaration of a kind of node: its inputs, its outputs, and one function.
 
 The function is called with its inputs by name. A dynamic choice comes as a `Choice`, a growing input as a mapping of
 what was given; optional inputs that nobody gave are left out where they have no default. It returns a tuple with a
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from deployments.workflows.backend import Folder
-from deployments.workflows.values import Later
+from deployments.workflows.values import Later, Shown
 
 MAX_SIDE: Final = 16_384  # as ComfyUI has it for sizes in pixels
 MAX_SEED: Final = 2**64 - 1
@@ -40,12 +40,13 @@ class Input:
     has_control: bool = False
     linked_only: bool = False
     multiline: bool = False
+    picks: bool = False
     options: Mapping[str, tuple[Input, ...]] = field(default_factory=dict)
     grows: tuple[Input, ...] = ()
 
     @property
     def is_widget(self) -> bool:
-        """Whether the page shows a field for it, and saves its value in `widgets_values`."""
+        """Return whether the page shows a field for it, and saves its value in `widgets_values`."""
         return self.type in WIDGETS and not self.linked_only and not self.grows
 
     def takes(self, given: str) -> bool:
@@ -82,18 +83,20 @@ class Kind:
 
     `is_opaque`: its function does not look into images, masks and latents, so a check calls it before they are there.
     `reads_catalog`: it is called with the catalog first. `wants`, where there is one, names the inputs that are still
-    needed once all literal ones are known: a switch's branch. `takes_lists` are inputs that get a list whole.
+    needed once all literal ones are known: a switch's branch. With `takes_lists` it gets lists whole. `is_costly`: it
+    may take a second, so that a check does not call it.
     """
 
     name: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    function: Callable[..., tuple[Any, ...] | Later]
+    function: Callable[..., tuple[Any, ...] | Shown | Later]
     is_output: bool = False
     is_opaque: bool = False
     reads_catalog: bool = False
     wants: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
     takes_lists: bool = False
+    is_costly: bool = False
     category: str = ""
 
 
@@ -116,9 +119,9 @@ def number(
     return Input(name, "FLOAT", default, required, minimum, maximum)
 
 
-def text(name: str, default: str = "", *, required: bool = True, multiline: bool = False) -> Input:
-    """A text."""
-    return Input(name, "STRING", default, required, multiline=multiline)
+def text(name: str, default: str = "", *, required: bool = True, multiline: bool = False, picks: bool = False) -> Input:
+    """A text; where it `picks`, the page sends one of the words of `{a|b}`, and no comments."""
+    return Input(name, "STRING", default, required, multiline=multiline, picks=picks)
 
 
 def boolean(name: str, default: bool = False, *, required: bool = True) -> Input:

@@ -62,7 +62,7 @@ class Workflow:
 
 @dataclass(frozen=True, slots=True)
 class NodeError:
-    """What is wrong with one node, or with one of its inputs."""
+    """A fault of one node, or of one of its inputs."""
 
     node: str
     kind: str

@@ -1,4 +1,4 @@
-"""What goes from node to node: small values that say what a sampler will ask for. Images and latents are arrays.
+"""The values that go from node to node: small ones that say what a sampler will ask for. Images and latents are arrays.
 
 Before anything runs, `check` computes all values that need no computing on a device. What is not there then, an image
 or a latent, is `PENDING`: functions of nodes that hand such things on must not look into them.
@@ -6,10 +6,10 @@ or a latent, is `PENDING`: functions of nodes that hand such things on must not 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,21 @@ Mask: TypeAlias = "Array | Pending"  # (number, height, width), from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """Outputs, and what the page shows of the node beside them: `{"images": [...]}`, `{"text": [...]}`."""
+
+    outputs: tuple[Any, ...]
+    shown: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Later:
-    """What a function of a node returns where a device or a file is needed: `act` gives the outputs.
+    """The return value of a node's function where a device or a file is needed: `act` gives the outputs.
 
     `outputs` stand for them while the workflow is only checked.
     """
 
-    act: Callable[[Backend, Report], Awaitable[tuple[Any, ...]]]
+    act: Callable[[Backend, Report], Awaitable[tuple[Any, ...] | Shown]]
     outputs: tuple[Any, ...]
 
 
@@ -95,7 +103,8 @@ class VaeValue:
 class Latent:
     """LATENT: (number, channels, height, width), or zeros of a size in pixels where `samples` are None.
 
-    `noise_mask` is 1 where noise goes. `batch_index` are the places in a longer batch whose noise is drawn.
+    `noise_mask` is 1 where noise goes. `batch_index` are the places in a longer batch whose noise is drawn. `pixels`
+    are the images that they were encoded from: pipelines that edit images take those.
     """
 
     samples: Array | Pending | None = None
@@ -104,6 +113,7 @@ class Latent:
     height: int = 0
     noise_mask: Mask | None = None
     batch_index: tuple[int, ...] | None = None
+    pixels: Image | None = None
 
     def changed(self, **changes: Any) -> Latent:
         """Return another one with some fields changed."""
@@ -113,11 +123,26 @@ class Latent:
 PENDING_LATENT = Latent(samples=PENDING)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ControlUse:
-    """A ControlNet on a conditioning: a registered one's name, the image, strength, and from and to which percent."""
+@dataclass(frozen=True, slots=True)
+class ControlNetValue:
+    """CONTROL_NET: a registered ControlNet; `mode` is that of a union, as SetUnionControlNetType says it."""
 
     name: str
+    mode: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpscalerValue:
+    """UPSCALE_MODEL: a registered upscaler."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ControlUse:
+    """A ControlNet on a conditioning: the image that it reads, its strength, and from and to which percent it acts."""
+
+    net: ControlNetValue
     image: Image
     strength: float
     start: float = 0.0
@@ -126,7 +151,7 @@ class ControlUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inpainting:
-    """What InpaintModelConditioning gives as channels: the latent with the masked part gray, and the mask."""
+    """The channels of InpaintModelConditioning: the latent with the masked part gray, and the mask."""
 
     latent: Latent
     mask: Mask
@@ -196,3 +221,31 @@ class Video:
     frames: Image
     fps: float
     audio: Any = field(default=None)
+
+
+_CLASSES: Final[Mapping[str, type]] = {
+    "MODEL": ModelValue,
+    "CLIP": ClipValue,
+    "VAE": VaeValue,
+    "CONTROL_NET": ControlNetValue,
+    "UPSCALE_MODEL": UpscalerValue,
+    "CONDITIONING": tuple,
+    "SIGMAS": tuple,
+    "LATENT": Latent,
+    "NOISE": Noise,
+    "SAMPLER": Sampler,
+    "GUIDER": Guider,
+    "VIDEO": Video,
+}
+_AXES: Final[Mapping[str, int]] = {"IMAGE": 4, "MASK": 3}
+
+
+def fits_type(type: str, value: Any) -> bool:
+    """Return whether a value is of one of some of ComfyUI's types; of those without a class here, any is."""
+    for one in type.split(","):
+        if one in _AXES:
+            if isinstance(value, np.ndarray) and value.ndim == _AXES[one]:
+                return True
+        elif one not in _CLASSES or isinstance(value, _CLASSES[one]):
+            return True
+    return False

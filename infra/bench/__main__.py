@@ -6,8 +6,9 @@ Those that users run as well are under `atelier bench`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Measure on this machine, beside the peers.", pretty_exceptions_enable=False
 )
 _err = Console(stderr=True)
+_Rows = TypeVar("_Rows")
 
 
 @app.command("merge")
@@ -118,16 +120,8 @@ def bench_programs(
     """Measure stored programs as they run and compiled, beside their modules and onnxruntime; switches; memory."""
     from infra.bench.programs import PARTS, measure_programs, print_part
 
-    if unknown := [name for name in part if name not in PARTS]:
-        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(PARTS)}", param_hint="--part")
-    _err.print("measuring: takes three minutes, most of it to compile; each part is told when it ends")
-    found: dict[str, object] = {}
-    for name, rows in measure_programs(seconds, seed, part or PARTS):
-        found[name] = rows
-        if not as_json:
-            print_part(name, rows)
-    if as_json:
-        print_json(found)
+    found = measure_programs(seconds, seed, _chosen(part, PARTS))
+    _print_parts("three minutes, most of it to compile", found, print_part, as_json)
 
 
 @app.command("peers")
@@ -140,16 +134,8 @@ def bench_peers(
     """Measure short texts and a bfloat16 decoder beside transformers and onnxruntime, and prompts that begin alike."""
     from infra.bench.peers import PARTS, PeersSettings, measure_peers, print_part
 
-    if unknown := [name for name in part if name not in PARTS]:
-        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(PARTS)}", param_hint="--part")
-    _err.print("measuring: takes two minutes; each part is told when it ends")
-    found: dict[str, object] = {}
-    for name, rows in measure_peers(PeersSettings(rounds=rounds), seed, part or PARTS):
-        found[name] = rows
-        if not as_json:
-            print_part(name, rows)
-    if as_json:
-        print_json(found)
+    found = measure_peers(PeersSettings(rounds=rounds), seed, _chosen(part, PARTS))
+    _print_parts("two minutes", found, print_part, as_json)
 
 
 @app.command("stock")
@@ -205,16 +191,8 @@ def bench_denoise(
     """Measure the denoise engine beside stock diffusers: alone, together, as they come, streamed, on small devices."""
     from infra.bench.denoise import PARTS, QUICK, DenoiseSettings, measure_denoise, print_part
 
-    if unknown := [name for name in part if name not in PARTS]:
-        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(PARTS)}", param_hint="--part")
-    _err.print("measuring: takes about five minutes; each part is told when it ends")
-    found: dict[str, object] = {}
-    for name, figures in measure_denoise(QUICK if quick else DenoiseSettings(), seed, part or PARTS):
-        found[name] = figures
-        if not as_json:
-            print_part(name, figures)
-    if as_json:
-        print_json(found)
+    found = measure_denoise(QUICK if quick else DenoiseSettings(), seed, _chosen(part, PARTS))
+    _print_parts("about five minutes", found, print_part, as_json)
 
 
 @app.command("pages")
@@ -326,10 +304,9 @@ def bench_schedule(
         return
     from infra.bench.schedule import PARTS, measure_schedule, print_schedule_figures
 
-    if unknown := set(part) - PARTS.keys():
-        raise typer.BadParameter(f"{sorted(unknown)}; expected some of {', '.join(PARTS)}", param_hint="--part")
+    chosen = _chosen(part, PARTS)
     with _err.status("measuring: takes some minutes"):
-        print_schedule_figures(measure_schedule(seeds, part or PARTS), as_json)
+        print_schedule_figures(measure_schedule(seeds, chosen), as_json)
 
 
 @app.command("optimum")
@@ -377,12 +354,31 @@ def bench_llm_accuracy(
     """
     from infra.bench.llm_accuracy import FILE_TYPES, formatted_accuracy, measure_accuracy
 
-    chosen = types.split(",") if types else list(FILE_TYPES)
-    if unknown := [one for one in chosen if one not in FILE_TYPES]:
-        raise typer.BadParameter(f"{unknown[0]!r}; expected some of {', '.join(FILE_TYPES)}", param_hint="--types")
+    chosen = _chosen(types.split(",") if types else [], FILE_TYPES, "--types")
     with _err.status("measuring") as status:
         rows = measure_accuracy(model, chosen, num_texts=texts, num_tokens=tokens, progress=status.update)
     typer.echo(json.dumps(rows, indent=2) if as_json else formatted_accuracy(rows))
+
+
+def _chosen(given: Sequence[str], known: Collection[str], option: str = "--part") -> Sequence[str]:
+    """Return the names that were given of the known ones, or all of these. Raises BadParameter for another."""
+    if unknown := [name for name in given if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(known)}", param_hint=option)
+    return given or list(known)
+
+
+def _print_parts(
+    takes: str, measured: Iterator[tuple[str, _Rows]], print_part: Callable[[str, _Rows], None], as_json: bool
+) -> None:
+    """Print each part that is measured when it ends, or all of them as JSON."""
+    _err.print(f"measuring: takes {takes}; each part is told when it ends")
+    found: dict[str, object] = {}
+    for name, rows in measured:
+        found[name] = rows
+        if not as_json:
+            print_part(name, rows)
+    if as_json:
+        print_json(found)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,16 @@ weights are random, the same on both sides, and results are compared. A peer tha
 
 from __future__ import annotations
 
+import copy
+import importlib
 import importlib.util
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,12 +34,14 @@ from infra.bench.onnx_bert import INPUTS, OUTPUTS, onnx_bytes
 
 PARTS: Final = {
     "embedding": "texts of MiniLM's shape, float32: CPU ms of a forward",
+    "half": "the same in bfloat16, and how far results are off those of float32",
     "bfloat16": "a bfloat16 decoder: CPU ms of a prompt, and of a token behind it",
     "prefix": "prompts at once: CPU ms until all have a token, and prompt tokens computed",
 }
 OURS: Final = "Atelier"
 _VOCABULARY: Final = 4096
 Way = Callable[[], torch.Tensor]
+Run = Callable[..., torch.Tensor]  # of ids and a mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class PeersSettings:
     encoder_width: int = 384
     encoder_layers: int = 6
     lengths: Sequence[tuple[int, int]] = ((1, 5), (1, 16), (1, 64), (8, 32))  # texts, and tokens of each
+    half_lengths: Sequence[tuple[int, int]] = ((1, 16), (8, 32), (64, 32))
+    openvino: Path = Path(".judges/openvino")  # `make judge-openvino`
     decoder_width: int = 2048
     decoder_layers: int = 4
     num_prompt: int = 256
@@ -58,7 +66,12 @@ def measure_peers(
     settings: PeersSettings, seed: int, parts: Collection[str] = tuple(PARTS)
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Measure part after part, and yield the rows of each. Raises RuntimeError where two sides give other results."""
-    measures = {"embedding": _measure_embedding, "bfloat16": _measure_bfloat16, "prefix": _measure_prefix}
+    measures = {
+        "embedding": _measure_embedding,
+        "half": _measure_half,
+        "bfloat16": _measure_bfloat16,
+        "prefix": _measure_prefix,
+    }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -79,6 +92,33 @@ def print_part(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _measure_embedding(settings: PeersSettings) -> list[dict[str, Any]]:
+    bert = _bert(settings)
+    found = {"onnxruntime": _onnxruntime_of(bert), "OpenVINO": _openvino_of(bert, settings.openvino, "f32")}
+    peers = {side: run for side, run in found.items() if run is not None}
+    rows = []
+    for ids, mask in _texts(bert, settings.lengths):
+        ways = _ways(bert, ids, mask, peers)
+        rows += _compared("{} x {} tokens".format(*ids.shape), ways, settings.rounds, most_off=1e-3)
+    return rows
+
+
+def _measure_half(settings: PeersSettings) -> list[dict[str, Any]]:
+    bert = _bert(settings)
+    half = copy.deepcopy(bert).bfloat16()
+    run_openvino = _openvino_of(bert, settings.openvino, "bf16")
+    peers = {} if run_openvino is None else {"OpenVINO": run_openvino}
+    rows = []
+    for ids, mask in _texts(bert, settings.half_lengths):
+        exact = bert(ids, mask).last_hidden_state
+        ways = _ways(half, ids, mask, peers) | {"ours in float32": partial(token_vectors, bert, ids, mask)}
+        compared = _compared("{} x {} tokens".format(*ids.shape), ways, settings.rounds, most_off=0.5)
+        for row in compared:
+            off = float((ways[row["side"]]() - exact).abs().max())
+            rows.append(row | {"beside": f"off by {off:.1e}"})
+    return rows
+
+
+def _bert(settings: PeersSettings) -> BertModel:
     width = settings.encoder_width
     config = BertConfig(
         hidden_size=width,
@@ -86,23 +126,24 @@ def _measure_embedding(settings: PeersSettings) -> list[dict[str, Any]]:
         num_attention_heads=width // 32,
         num_hidden_layers=settings.encoder_layers,
     )
-    bert = BertModel(config).eval().requires_grad_(False)
-    run_onnx = _onnx_of(bert)
-    rows = []
-    for num_texts, length in settings.lengths:
-        ids = torch.randint(1, config.vocab_size, (num_texts, length))
-        mask = torch.ones_like(ids)
-        ways: dict[str, Way] = {
-            OURS: lambda ids=ids, mask=mask: token_vectors(bert, ids, mask),  # type: ignore[misc]
-            "transformers": lambda ids=ids, mask=mask: bert(ids, mask).last_hidden_state,  # type: ignore[misc]
-        }
-        if run_onnx is not None:
-            ways["onnxruntime"] = lambda ids=ids, mask=mask: run_onnx(ids, mask)  # type: ignore[misc]
-        rows += _compared(f"{num_texts} x {length} tokens", ways, settings.rounds, most_off=1e-3)
-    return rows
+    return BertModel(config).eval().requires_grad_(False)
 
 
-def _onnx_of(bert: BertModel) -> Callable[..., torch.Tensor] | None:
+def _texts(bert: BertModel, lengths: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for shape in lengths:
+        ids = torch.randint(1, bert.config.vocab_size, shape)
+        yield ids, torch.ones_like(ids)
+
+
+def _ways(bert: BertModel, ids: torch.Tensor, mask: torch.Tensor, peers: Mapping[str, Run]) -> dict[str, Way]:
+    return {
+        OURS: lambda: token_vectors(bert, ids, mask),
+        "transformers": lambda: bert(ids, mask).last_hidden_state,
+        **{side: partial(run, ids, mask) for side, run in peers.items()},
+    }
+
+
+def _onnxruntime_of(bert: BertModel) -> Run | None:
     if importlib.util.find_spec("onnxruntime") is None:
         return None
     import onnxruntime
@@ -114,6 +155,26 @@ def _onnx_of(bert: BertModel) -> Callable[..., torch.Tensor] | None:
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         given = {name: one.numpy() for name, one in zip(INPUTS, tensors, strict=True)}
         return torch.from_numpy(session.run([OUTPUTS[0]], given)[0])
+
+    return run
+
+
+def _openvino_of(bert: BertModel, folder: Path, precision: str) -> Run | None:
+    """Return the model as the OpenVINO in a folder runs it, which computes with our numpy; None if there is none."""
+    if not folder.is_dir():
+        return None
+    sys.path.append(str(folder))
+    try:
+        openvino: Any = importlib.import_module("openvino")
+    finally:
+        sys.path.remove(str(folder))
+    core = openvino.Core()
+    options = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": precision}
+    compiled = core.compile_model(core.read_model(onnx_bytes(bert)), "CPU", options)
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        given = {name: one.numpy() for name, one in zip(INPUTS, tensors, strict=True)}
+        return torch.from_numpy(compiled(given)[OUTPUTS[0]].copy())
 
     return run
 

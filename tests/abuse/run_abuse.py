@@ -24,7 +24,7 @@ import httpx
 from abuse.attacks import ATTACKS
 from integration.harness import ROOT
 
-from cluster.start.session import ray_logs
+from cluster.start.ray_folders import ray_logs
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.console.running import cluster_up

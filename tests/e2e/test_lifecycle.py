@@ -210,6 +210,7 @@ def test_a_typo_in_the_config_is_one_readable_line(environment: dict[str, str], 
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.long  # as tests/unit/deployments/cli/test_main.py says of it, in one process
 def test_generate_without_a_cluster(environment: dict[str, str], tmp_path: Path) -> None:
     image = tmp_path / "seven.png"
     result = atelier(

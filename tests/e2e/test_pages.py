@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 CONFIG = ROOT / "configs/clusters/demo.yaml"
 MODELS = ROOT / "infra/demo/models"
 SHOTS = ROOT / "out/pages"
-PATHS = {"create": "/", "chat": "/chat", "cluster": "/cluster", "pipelines": "/pipelines"}
+PATHS = {"create": "/", "chat": "/chat", "cluster": "/cluster", "pipelines": "/pipelines", "jobs": "/jobs"}
 SIZES = {360: 740, 1280: 800, 2560: 1300}
 FILL_GALLERY = """async (count) => {
   const asking = indexedDB.open("atelier", 1);

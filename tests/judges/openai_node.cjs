@@ -101,7 +101,7 @@ async function whileBusy(busy) {
 }
 
 const observations = {
-  models: async () => (await client.models.list()).data.map((model) => model.id),
+  models: async () => (await client.models.list({ query: { all: true } })).data.map((model) => model.id),
   image: async () => (await client.images.generate(long)).data[0].b64_json,
   // At each event the server is asked what runs: while partial images come, the image does.
   "image.stream": async () =>

@@ -1,4 +1,4 @@
-"""What each test takes: `--times FILE` writes a line for each, the processor's seconds first.
+"""The times of tests: `--times FILE` writes a line for each, the processor's seconds first.
 
 A pytest plugin. A busy machine changes the seconds that pass more than those of the processor, which are those of the
 test's process and of its children that have ended. A wider fixture counts for the first test that wants it.
@@ -30,7 +30,9 @@ class Times:
                 assert isinstance(seconds, float)
                 self._processor_s[report.nodeid] = seconds
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         ordered = sorted(self._processor_s.items(), key=lambda one: -one[1])
         lines = [f"{seconds:.3f}\t{self._passed_s[test]:.3f}\t{test}\n" for test, seconds in ordered]

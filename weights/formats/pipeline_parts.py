@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from weights.formats.source import Checkpoint
 
 
+SOLVER_CONFIG: Final = "scheduler/scheduler_config.json"
 _SWITCHES: Final = (  # file of the pipeline's folder, key
     ("transformer/config.json", "guidance_embeds"),
-    ("scheduler/scheduler_config.json", "use_dynamic_shifting"),
+    ("transformer/config.json", "zero_cond_t"),
+    (SOLVER_CONFIG, "use_dynamic_shifting"),
     ("model_index.json", "is_distilled"),
 )
 _MAX_BLOCKS: Final = 16
@@ -97,8 +99,8 @@ def _lacking_part(
         folder = tokenizer_folder(name)
         if folder != name and not any(file.startswith(f"{folder}/") for file in files):
             return f"its {name} has no tokenizer (no file in the folder {folder})"
-    if "scheduler/scheduler_config.json" not in files:
-        return "it has no solver (scheduler/scheduler_config.json is not there)"
+    if SOLVER_CONFIG not in files:
+        return f"it has no solver ({SOLVER_CONFIG} is not there)"
     return None
 
 

@@ -26,7 +26,7 @@ from weights.memory.host_pool import ByteArray
 from weights.platform.torch_dtypes import TORCH_DTYPES, memory_form
 from weights.records.dtypes import ITEM_BYTES
 from weights.records.errors import ExtentCorrupt, FormatError, WeightsError
-from weights.records.manifest import Component, ExtentRef, Manifest, TensorRef
+from weights.records.manifest import Component, ExtentRef, Manifest, SlicedRef, TensorRef
 
 Tensors = dict[str, torch.Tensor]
 Setters = Mapping[torch.dtype, Mapping[str, Callable[..., torch.Tensor]]]  # `Tensor.set_` by the tensor's name
@@ -203,10 +203,10 @@ class Views(Mapping[str, torch.Tensor]):
                 if typed is None:
                     continue
                 storage, start, find = typed.untyped_storage(), typed.storage_offset(), setters.get(typed.dtype, {}).get
-                for name, shape, _, offset in rows:
+                for name, shape, strides, offset in rows:
                     put = find(name)
                     if put is not None:
-                        put(storage, start + offset, shape)
+                        put(storage, start + offset, shape, strides)
                         num_set += 1
         return num_set == sum(map(len, setters.values()))
 
@@ -216,10 +216,21 @@ def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     dtype, shape = memory_form(ref.dtype, ref.shape)
     if ref.nbytes == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
         return torch.empty(shape, dtype=dtype, device=base.device)
+    if isinstance(ref, SlicedRef):
+        return _part_of(base, ref, dtype)
     flat = base[ref.offset : ref.offset + ref.nbytes]
     if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
     return flat.view(dtype).view(shape)
+
+
+def _part_of(base: torch.Tensor, ref: SlicedRef, dtype: torch.dtype) -> torch.Tensor:
+    """Return a part of a tensor, as `view_of` does: every row of it where it is in the whole one."""
+    reach = sum((size - 1) * step for size, step in zip(ref.shape, ref.strides, strict=True)) + 1
+    flat = base[ref.offset : ref.offset + reach * dtype.itemsize]
+    if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).as_strided(ref.shape, ref.strides)
 
 
 def _seen_as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

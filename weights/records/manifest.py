@@ -88,6 +88,42 @@ class TensorRef(_Record):
             raise ValueError(f"{self.dtype} {list(self.shape)} takes {expected} bytes, not {self.nbytes}")
         return self
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The elements from one index to the next, by dimension."""
+        return _contiguous_strides(self.shape)
+
+    def part(self, dimension: int, start: int, stop: int) -> SlicedRef:
+        """Return the part from `start` to `stop` along a dimension: a tensor of its own, in the bytes of this one.
+
+        Raises WeightsError for a range that is not in the tensor, and for blocks, which have no elements to cut at.
+        """
+        if dimension not in range(len(self.shape)) or not 0 <= start <= stop <= self.shape[dimension]:
+            raise WeightsError(f"{start} to {stop} of dimension {dimension} is no part of {list(self.shape)}")
+        if self.dtype not in ITEM_BYTES:
+            raise WeightsError(f"a tensor of {self.dtype} blocks has no parts")
+        shape, strides = (*self.shape[:dimension], stop - start, *self.shape[dimension + 1 :]), self.strides
+        return SlicedRef(
+            extent=self.extent,
+            offset=self.offset + start * strides[dimension] * ITEM_BYTES[self.dtype],
+            nbytes=tensor_nbytes(self.dtype, shape),
+            dtype=self.dtype,
+            shape=shape,
+            sha256=_identity([self.sha256, dimension, start, stop]),
+            steps=strides,
+        )
+
+
+class SlicedRef(TensorRef):
+    """A part of a stored tensor, as one process of several has it. Never stored itself; `offset` is its first byte."""
+
+    steps: tuple[int, ...]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The elements from one index to the next: those of the whole tensor."""
+        return self.steps
+
 
 class StoredRun(NamedTuple):
     """Bytes of a pack file, in whatever form."""
@@ -212,6 +248,14 @@ class Component(_Record):
             del copied.__dict__[name]
         return copied
 
+    def sliced(self, parts: Mapping[str, tuple[int, int, int]]) -> Component:
+        """Return the component with parts of some tensors: by name the dimension, and from where to where.
+
+        Raises WeightsError for what is no part.
+        """
+        cut = {name: ref.part(*parts[name]) if name in parts else ref for name, ref in self.tensors.items()}
+        return self.model_copy(update={"tensors": cut})
+
     # What a switch asks for again and again is worked out once: a transformer has a thousand tensors.
 
     @functools.cached_property
@@ -243,7 +287,7 @@ class Component(_Record):
         for name, ref in self.tensors.items():
             item_bytes = ITEM_BYTES.get(ref.dtype)
             if item_bytes and ref.nbytes and not ref.offset % item_bytes:
-                row = ViewRow(name, ref.shape, _contiguous_strides(ref.shape), ref.offset // item_bytes)
+                row = ViewRow(name, ref.shape, ref.strides, ref.offset // item_bytes)
                 groups.setdefault((ref.extent, ref.dtype), []).append(row)
         return {key: tuple(rows) for key, rows in groups.items()}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from deployments.engines.diffusion.rows import BatchBounds, decode_kind, image_s
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.workspace import Workspace
 from deployments.engines.nn.batch_invariant import repeatable_kernels
+from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
+
+VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 
 class LatentsDecoder:
@@ -39,6 +43,20 @@ class LatentsDecoder:
         images = self._family.latents.unpack(latents, self._codec.size(height, width))
         return self._family.latents.unscale(images, self._codec.vae)
 
+    def handed_out(self, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """Return latents in the denoiser's form as results have them: float32 (B, C, h, w), on the host."""
+        images = self._family.latents.unpack(latents.float(), self._codec.size(*size))
+        return self._family.latents.handed_out(images, self._codec.vae).cpu()
+
+    def pixels(self, latents_1Chw: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """Decode latents of a request, for an image of that height and width: (1, 3, H, W) from 0 to 1."""
+        scaled = self._family.latents.taken_in(latents_1Chw, self._codec.vae)
+        kind = decode_kind(*size)
+        has_room = self._workspace.has_room(kind)
+        with self._workspace.lend(kind, 1, 1):
+            found = self._codec.pixels(self._family.latents.unscale(scaled, self._codec.vae), in_tiles=not has_room)
+        return (found.float() / 2 + 0.5).clamp(0, 1)
+
     def decode_group(
         self, latents: Sequence[torch.Tensor], group: Sequence[DenoiseState]
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -62,6 +80,54 @@ class LatentsDecoder:
             parts = run_in_parts(decode, len(latents), most, self._memory, kind)
         images, is_finite = zip(*parts, strict=True)
         return np.concatenate(images), np.concatenate(is_finite)
+
+
+class VaeAlone:
+    """A VAE's work for requests that want nothing else, image by image. The denoiser may be blank."""
+
+    def __init__(
+        self, family: Family, codec: ImageCodec, denoiser_config: Mapping[str, Any], decoder: LatentsDecoder
+    ) -> None:
+        self._family = family
+        self._codec = codec
+        self._denoiser_config = denoiser_config
+        self._decoder = decoder
+
+    def encode(self, request: DiffusionRequest, place: int) -> np.ndarray:
+        """Return the most likely latents of one of a request's pixels: float32 (C, h, w), as requests have them.
+
+        Raises EngineError for pixels of a size that the VAE cannot encode.
+        """
+        pixels = _given("pixels", request.pixels)
+        if pixels.shape[3] != 3 or any(side % self._codec.scale_factor for side in pixels.shape[1:3]):
+            expected = f"3 channels and sides that are multiples of {self._codec.scale_factor}"
+            raise EngineError(f"pixels: their shape is {pixels.shape}, expected {expected}")
+        image = torch.tensor(pixels[place], device=self._codec.device).permute(2, 0, 1)[None] * 2 - 1
+        latents = self._codec.most_likely(image, self._family.latents.scale).float()
+        found: np.ndarray = self._family.latents.handed_out(latents, self._codec.vae)[0].cpu().numpy()
+        return found
+
+    def decode(self, request: DiffusionRequest, place: int) -> np.ndarray:
+        """Return the pixels of one of a request's latents: float32 (H, W, 3) from 0 to 1.
+
+        Raises EngineError for latents that are not the VAE's, and ComputationFailed.
+        """
+        latents, size = _given("latents", request.latents), self._codec.size(request.height, request.width)
+        expected = (len(latents), *self._family.latents.noise_shape(self._denoiser_config, size))
+        if latents.shape != expected:
+            raise EngineError(f"latents: their shape is {latents.shape}, expected {expected} for images of this size")
+        image = self._decoder.pixels(torch.tensor(latents[place : place + 1], device=self._codec.device), size[:2])
+        if not image.isfinite().all():
+            raise ComputationFailed(VAE_FAILED)
+        pixels: np.ndarray = image[0].permute(1, 2, 0).cpu().numpy()
+        return pixels
+
+
+def _given(name: str, array: np.ndarray | None) -> np.ndarray:
+    """Return an array of a request. Raises EngineError if it has none."""
+    if array is None:
+        raise EngineError(f"{name}: the request has none for the VAE")
+    return array
 
 
 def kernels(are_repeatable: bool) -> AbstractContextManager[None]:

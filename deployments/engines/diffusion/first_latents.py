@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from deployments.engines.diffusion.families.base import Family, ImageSize
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
+from deployments.engines.diffusion.samplers import MaskedLatents, SigmaSolver, first_noise
 from deployments.engines.diffusion.solvers import add_noise
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
 from weights.memory.devices import host_generator
@@ -79,7 +80,7 @@ class LatentsMaker:
         num_extra = family.latents.num_extra_channels(self.denoiser_config)
         if num_extra and request.mask_image is None:
             raise EngineError("this model paints the masked part: give it an init_image and a mask_image")
-        shape = (request.num_images, *family.latents.noise_shape(self.denoiser_config, size))
+        shape = self.shape_of(request, size)
 
         def draw(num_images: int) -> torch.Tensor:
             return randn_tensor((num_images, *shape[1:]), generator=generator, device=self.device, dtype=dtype)
@@ -121,6 +122,48 @@ class LatentsMaker:
         pack: Callable[[torch.Tensor], torch.Tensor] = family.latents.pack
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)
+
+    def sampled_latents(
+        self, request: DiffusionRequest, size: ImageSize, solver: SigmaSolver, dtype: torch.dtype
+    ) -> FirstLatents:
+        """Return the latents of a request with a sampler before its first step; `dtype` is the denoiser's.
+
+        Raises EngineError for a request that this pipeline cannot begin.
+        """
+        family, sampler = self.family, solver.sampler
+        if family.latents.num_extra_channels(self.denoiser_config):
+            raise EngineError(
+                "sampler: this model paints the masked part, and reads it beside its latents; leave it out"
+            )
+        shape = self.shape_of(request, size)
+        latents = torch.zeros(shape, device=self.device)
+        if request.latents is not None:
+            latents = self.taken_in(request.latents, shape)
+        noise = torch.zeros(shape, device=self.device)
+        if sampler.adds_noise:
+            seed = request.seed if sampler.noise_seed is None else sampler.noise_seed
+            noise = first_noise(sampler, shape, seed).to(self.device)
+        pack = family.latents.pack
+        if request.noise_mask is not None:
+            mask = torch.from_numpy(request.noise_mask).to(self.device)[:, None]
+            mask_BChw = F.interpolate(mask, size=shape[2:], mode="bilinear").expand(shape)
+            solver.kept = MaskedLatents(pack(latents), pack(noise), pack(mask_BChw))
+        begun = solver.first_latents(pack(latents), pack(noise))
+        return FirstLatents(begun, extra_channels=self._images_beside(request, begun.to(dtype)))
+
+    def shape_of(self, request: DiffusionRequest, size: ImageSize) -> tuple[int, ...]:
+        """Return the shape (B, C, h, w) of a request's latents."""
+        return (request.num_images, *self.family.latents.noise_shape(self.denoiser_config, size))
+
+    def taken_in(self, given: npt.NDArray[np.float32], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return latents of a request at the scale at which they are denoised; zeros stay zeros.
+
+        Raises EngineError for another shape.
+        """
+        if given.shape != shape:
+            raise EngineError(f"latents: their shape is {given.shape}, expected {shape} for images of this size")
+        latents = torch.tensor(given, device=self.device)
+        return self.codec.scaled(latents, self.family.latents.taken_in) if given.any() else latents
 
     def _images_beside(self, request: DiffusionRequest, begun: torch.Tensor) -> torch.Tensor | None:
         """Return the images of a request in patches (B, N, C), for a family that reads them beside the latents."""

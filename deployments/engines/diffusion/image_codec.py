@@ -68,7 +68,7 @@ class ImageCodec:
         self._pixel_bytes: dict[torch.dtype, float] = {}
         # Read once: diffusers goes through all modules for either.
         self._dtype: torch.dtype = vae.dtype
-        self._device: torch.device = vae.device
+        self.device: torch.device = vae.device
 
     def size(self, height: int, width: int) -> ImageSize:
         """Return the size of an image in pixels and latents."""
@@ -97,6 +97,10 @@ class ImageCodec:
         latents: torch.Tensor = self.posterior(images_BCHW).mode()
         return scale(latents[:, :, 0] if self._is_of_video else latents, self.vae)
 
+    def scaled(self, latents: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]) -> torch.Tensor:
+        """Return latents of a request scaled by `scale` of them and the VAE."""
+        return scale(latents, self.vae)
+
     def posterior(self, images_BCHW: torch.Tensor, *, upcasts: bool = False, may_change: bool = True) -> Posterior:
         """Return the distribution of the images' latents, or its substitute: see `draws_latents`.
 
@@ -104,7 +108,7 @@ class ImageCodec:
         enough memory goes in tiles, which changes it a little.
         """
         vae = self._vae_for_float32() if upcasts and self.vae.config.get("force_upcast") else self._safe_vae()
-        images = images_BCHW.to(self._device, self._dtype_of(vae))
+        images = images_BCHW.to(self.device, self._dtype_of(vae))
         images = images.unsqueeze(2) if self._is_of_video else images
         with torch.no_grad():
             found = self._in_tiles_if_large(vae, vae.encode, images, images.shape[-2:], may_change)
@@ -128,7 +132,7 @@ class ImageCodec:
     def pixels(self, latents_BCHW: torch.Tensor, *, may_change: bool = True, in_tiles: bool = False) -> torch.Tensor:
         """Decode unscaled latents: images from -1 to 1, (B, 3, H, W), on the device."""
         vae = self._safe_vae()
-        latents = latents_BCHW.to(self._device, self._dtype_of(vae))
+        latents = latents_BCHW.to(self.device, self._dtype_of(vae))
         height, width = (side * self.scale_factor for side in latents.shape[-2:])
         decode = partial(_decode_videos if self._is_of_video else _decode_images, vae)
         with torch.no_grad():
@@ -206,6 +210,11 @@ class RecordingCodec(ImageCodec):
         self.noted.append(found.cpu())
         return found
 
+    def scaled(self, latents: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]) -> torch.Tensor:
+        found = self._codec.scaled(latents, scale)
+        self.noted.append(found.cpu())
+        return found
+
 
 class ReplayingCodec(ImageCodec):
     """A codec of a blank VAE that replays another's recorded results, in the same order."""
@@ -221,6 +230,9 @@ class ReplayingCodec(ImageCodec):
     def most_likely(
         self, images_BCHW: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]
     ) -> torch.Tensor:
+        return self._next()
+
+    def scaled(self, latents: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]) -> torch.Tensor:
         return self._next()
 
     def _next(self) -> torch.Tensor:

@@ -97,7 +97,7 @@ class Modulation:
                 pooled.append(branch.pooled.expand(len(ahead), -1))
             counts.append(len(ahead))
         state = parts[0].state
-        nothing = state.latents.new_empty(sum(counts), 0)
+        nothing = parts[0].branch.prompt.new_empty(sum(counts), 0)  # latents may be float32 where the model is not
         rows = Rows(nothing, torch.cat(times), nothing, torch.cat(guidance), torch.cat(pooled) if pooled else None)
         embedded = self._family.network.embed_times(self._denoiser, rows, state.size)
         active = nn.functional.silu(sum(embedded[1:], embedded[0]))

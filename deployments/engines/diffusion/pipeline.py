@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,10 @@ import torch
 from torch import nn
 
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.diffusion.decoding import LatentsDecoder, kernels
+from deployments.engines.diffusion.decoding import VAE_FAILED, LatentsDecoder, VaeAlone, kernels
 from deployments.engines.diffusion.extrapolation import Extrapolation, noise_levels
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.base import Branch, Family, Rows
+from deployments.engines.diffusion.families.base import Branch, Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec, ReplayingCodec
@@ -47,6 +48,7 @@ from deployments.engines.diffusion.rows import (
     split_rows,
     workspace_kind,
 )
+from deployments.engines.diffusion.samplers import SigmaSolver, StepNoise
 from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
@@ -60,7 +62,9 @@ from deployments.engines.graph.card_graphs import replays_on
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.libraries.config_files import read_config
+from deployments.engines.native.library import load_kernels
 from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.few_rows import HOSTS
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import Batch, MergedLayers, applied_adapters
 from deployments.engines.ranks.following import RankChannel
@@ -74,7 +78,6 @@ Adapter = LoraAdapter | nn.Module | ImagePrompter
 # the tokens that an IP-Adapter makes of an image.
 AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | int | None]]
 PREVIEW_VAE: Final = "preview_vae"  # the name of a small VAE among the modules
-VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +120,20 @@ class DenoisePipeline:
         self._workspace = workspace
         self._memory = MemoryLimits()
         self._decoder = self._previewer = LatentsDecoder(family, self._codec, bounds, self._memory, workspace)
+        config: Any = self.denoiser.config
+        self.vae_alone = VaeAlone(family, self._codec, config, self._decoder)
         if PREVIEW_VAE in modules:
             small = ImageCodec(modules[PREVIEW_VAE], bounds.max_vae_bytes)
             self._previewer = LatentsDecoder(family, small, bounds, MemoryLimits(), workspace)
         self._replays = replays_on(replays, self.device, self.denoiser, workspace)
+        if self.device.type in HOSTS:
+            load_kernels()  # compiled now, if need be, not while the first image waits
         self._ranks = None if ranks is None else LeadingRows(ranks, self)
         if self._ranks is not None and self._ranks.are_whole:
             self._replays, self._blocks = None, []  # of all ranks' exchanges, and where one rank could stop alone
         for name in modules.keys() & {family.denoiser_name, "vae", PREVIEW_VAE}:
             make_batch_invariant(modules[name])
             make_quick(modules[name])
-        config: Any = self.denoiser.config
         if reason := family.network.refusal(config):
             raise EngineError(f"{folder}: {reason}")
 
@@ -185,11 +191,14 @@ class DenoisePipeline:
         )
         return tuple(codec.noted)
 
-    def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray:
-        """Return the images of latents denoised by the other pipeline: uint8 (num_images, H, W, 3).
+    def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray | torch.Tensor:
+        """Return the result of latents denoised by the other pipeline: images, uint8 (num_images, H, W, 3), or latents
+        as results have them, as the request wants.
 
         Raises ComputationFailed.
         """
+        if request.ends_with_latents:
+            return self._decoder.handed_out(latents.to(self.device), (request.height, request.width))
         runs_alone = request.deterministic and not computes_on_host(self.device)
         size, may_change = (request.height, request.width), not request.deterministic
         images, is_finite = self._decoder.decode(latents.to(self.device), size, may_change, runs_alone)
@@ -212,22 +221,22 @@ class DenoisePipeline:
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
         branches = self._branches(request, conditioning)
-        schedule, changes = (
-            partial(family.steps.schedule, request, size=size),
-            partial(family.steps.solver_changes, request),
-        )
-        solver = self._solvers.create_solver(self.device, request, schedule, changes)
-        generator = host_generator(request.seed)
+        maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
+        solver, generator = _solver_of(request, size, self._solvers, maker, self._dtype), host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
         image_prompts = make_image_prompts(request, known, family, self.denoiser, len(branches))
-        maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         runs_alone = request.deterministic and not computes_on_host(self.device)
         drawn_dtype = torch.float32 if family.latents.are_float32 else conditioning["prompt_embeds"].dtype
         with kernels(runs_alone):
-            first = maker.first_latents(request, size, solver, generator, drawn_dtype)
-        latents = first.latents.to(self.device, torch.float32 if family.latents.are_float32 else self._dtype)
-        cfg_scale = family.guidance.scale(request)
+            if isinstance(solver, SigmaSolver):
+                first = maker.sampled_latents(request, size, solver, self._dtype)
+                generator = solver.step_generator(request.seed)
+            else:
+                first = maker.first_latents(request, size, solver, generator, drawn_dtype)
+        are_float32 = family.latents.are_float32 or request.sampler is not None
+        latents = first.latents.to(self.device, torch.float32 if are_float32 else self._dtype)
+        cfg_scale = family.guidance_of(request).scale(request)
         extrapolation = None
         if request.acceleration is not None:
             levels = noise_levels(solver)[first.first_step :]
@@ -254,7 +263,7 @@ class DenoisePipeline:
 
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
         family = self.family
-        is_guided = family.guidance.uses_negative(request, "negative_prompt_embeds" in conditioning)
+        is_guided = family.guidance_of(request).uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.network.text_widths(self.denoiser)
         # No ControlNet of diffusers uses a mask.
         padded_length = family.texts.padded_length if family.texts.masks and not request.control else None
@@ -271,8 +280,10 @@ class DenoisePipeline:
         return Work(frozenset(batch_key(part) for part in parts), str(memory_kind(parts[-1])), state.num_rows, most)
 
     def decode_work(self, state: DenoiseState) -> Work:
-        """Return the work of decoding the images."""
+        """Return the work of decoding the images, or of handing out the latents."""
         height, width = image_size(state)
+        if state.request.ends_with_latents:
+            return Work(frozenset([("latents", decode_key(state))]), "latents", len(state.latents), math.inf)
         kind, most = self._decoder.room(height, width)
         return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
@@ -309,13 +320,17 @@ class DenoisePipeline:
     def decode(self, states: Sequence[DenoiseState]) -> list[np.ndarray | torch.Tensor | ComputationFailed]:
         """Return the images of each state, finished or not: uint8 (num_images, H, W, 3), or the error.
 
-        One VAE call per size, as far as the bounds and memory allow. If the VAE is blank, the latents on the host.
+        One VAE call per size, as far as the bounds and memory allow. Where latents are asked for, they are as results
+        have them. If the VAE is blank, all are latents in the denoiser's form. Both are on the host.
         """
         outcomes: dict[int, np.ndarray | torch.Tensor | ComputationFailed] = {
             id(state): failure for state in states if (failure := numeric_failure(state)) is not None
         }
         if self._codec.is_blank:
-            return [outcomes.get(id(state), state.latents.cpu()) for state in states]
+            return [outcomes.get(id(state), _ended(state).cpu()) for state in states]
+        for state in states:
+            if state.request.ends_with_latents and id(state) not in outcomes:
+                outcomes[id(state)] = self._decoder.handed_out(_ended(state), image_size(state))
         for group in grouped([state for state in states if id(state) not in outcomes], decode_key):
             images, is_finite = self._decoder.decode_group([state.latents for state in group], group)
             first = 0
@@ -427,6 +442,26 @@ class DenoisePipeline:
         if state.kept is not None:
             state.latents = state.kept.put_back(state.solver, state.latents, None if state.done else state.timestep)
         state.are_finite.append(state.latents.isfinite().all())
+
+
+def _solver_of(
+    request: DiffusionRequest, size: ImageSize, solvers: SolverFactory, maker: LatentsMaker, dtype: torch.dtype
+) -> Any:
+    """Return the solver of a request, or its sampler. Raises EngineError."""
+    steps, device = maker.family.steps, maker.device
+    if request.sampler is None:
+        schedule, changes = partial(steps.schedule, request, size=size), partial(steps.solver_changes, request)
+        return solvers.create_solver(device, request, schedule, changes)
+    noise = StepNoise(maker.shape_of(request, size), maker.family.latents, device)
+    return solvers.create_sampler(device, request.sampler, noise, dtype)
+
+
+def _ended(state: DenoiseState) -> torch.Tensor:
+    """Return the latents of a state, and behind them what its last step found without noise, if that is asked for."""
+    if state.request.output != "latent_and_clean" or not isinstance(state.solver, SigmaSolver):
+        return state.latents
+    expected = state.latents if state.solver.expected is None else state.solver.expected
+    return torch.cat([state.latents, expected])
 
 
 def _output_of(state: DenoiseState, computed: torch.Tensor | None) -> torch.Tensor:

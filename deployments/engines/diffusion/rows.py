@@ -14,15 +14,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import torch
 
 from deployments.engines.diffusion.families.base import Branch, ControlRows, Family, Rows
 from deployments.engines.diffusion.families.prompted import PromptedSpan
-from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.lora import AdaptedSpan
 from deployments.engines.records.protocol import DiffusionRequest
+
+if TYPE_CHECKING:
+    from deployments.engines.diffusion.state import DenoiseState  # which loads diffusers, and each replica reads bounds
 
 T = TypeVar("T")
 
@@ -244,11 +246,11 @@ def guided(family: Family, state: DenoiseState, noises: Sequence[torch.Tensor]) 
     if len(noises) == 1:
         return noises[0]
     negative, prompt = noises
-    return family.guidance.combine(negative, prompt, state.cfg_scale)
+    return family.guidance_of(state.request).combine(negative, prompt, state.cfg_scale)
 
 
 def _model_input(state: DenoiseState) -> torch.Tensor:
     scaled = state.latents
     if hasattr(state.solver, "scale_model_input"):
         scaled = state.solver.scale_model_input(scaled, state.timestep)
-    return scaled if state.extra_channels is None else torch.cat([scaled, state.extra_channels], dim=1)
+    return scaled if state.extra_channels is None else torch.cat([scaled, state.extra_channels.to(scaled)], dim=1)

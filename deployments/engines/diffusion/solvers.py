@@ -16,9 +16,12 @@ import diffusers
 import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
+from configs.options import Sampler
 from deployments.engines.diffusion.flow_solvers import NAMES as FLOW_NAMES
 from deployments.engines.diffusion.flow_solvers import flow_solver, is_flow
 from deployments.engines.diffusion.known_solvers import check_solver
+from deployments.engines.diffusion.noise_forms import noise_form
+from deployments.engines.diffusion.samplers import SAMPLERS, SigmaSolver, StepNoise
 from deployments.engines.diffusion.stochastic_solvers import SOLVERS as STOCHASTIC
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import DiffusionRequest, EngineError
@@ -91,6 +94,14 @@ class SolverFactory:
         if hasattr(solver, "set_begin_index"):
             solver.set_begin_index(0)
         return solver
+
+    def create_sampler(
+        self, device: torch.device, sampler: Sampler, noise: StepNoise, dtype: torch.dtype
+    ) -> SigmaSolver:
+        """Return the sampler of a request, for the noise that the pipeline's own solver removes. `noise` is that of
+        its steps, and `dtype` the denoiser's. Raises EngineError.
+        """
+        return SAMPLERS[sampler.name](noise_form(self._template), sampler, noise, device, dtype)
 
     def configured(self, scheduler: str | None, options: Mapping[str, bool | float | str]) -> Any:
         """Return a solver without a schedule, of the template's class or another. Raises EngineError."""

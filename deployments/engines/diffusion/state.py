@@ -18,6 +18,7 @@ from torch import nn
 from deployments.engines.diffusion.extrapolation import Extrapolation
 from deployments.engines.diffusion.families.base import MAX_SIDE_PX, Branch, Family, ImageSize
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
+from deployments.engines.diffusion.samplers import why_no_sigmas
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import FittedPairs, MergedLayers
 from deployments.engines.records.input_images import find_bad_image
@@ -225,6 +226,8 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
             raise EngineError(f"{name}: {len(schedule)} of them for {request.num_inference_steps} steps")
         if not all(math.isfinite(one) and one >= 0 for one in schedule) or sorted(schedule)[::-1] != list(schedule):
             raise EngineError(f"{name}: expected numbers of 0 or more that do not rise")
+    if reason := _bad_sampler(request):
+        raise EngineError(f"sampler: {reason}")
     _check_count("num_images", request.num_images, MAX_IMAGES)
     for name in ("guidance_scale", "true_cfg_scale"):
         value = getattr(request, name)
@@ -232,6 +235,29 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
             raise EngineError(f"{name} {value!r}: expected a finite number")
     if not _is_int(request.seed) or request.seed not in SEEDS:
         raise EngineError(f"seed {request.seed!r}: expected an integer of 64 bits")
+
+
+def _bad_sampler(request: DiffusionRequest) -> str | None:
+    """Return why a request's sampler cannot run it, or why its latents need one, or None."""
+    sampler, others = request.sampler, ("latents", "noise_mask")
+    if sampler is None:
+        needing = [name for name in others if getattr(request, name) is not None]
+        needing += ["output"] if request.ends_with_latents else []
+        return f"{needing[0]} is of a request with a sampler, and this has none" if needing else None
+    if reason := why_no_sigmas(sampler.sigmas):
+        return f"sigmas: {reason}"
+    if sampler.num_steps != request.num_inference_steps:
+        return f"{sampler.num_steps} steps for {request.num_inference_steps}"
+    if sampler.picks is not None and len(sampler.picks) != request.num_images:
+        return f"picks: {len(sampler.picks)} of them for {request.num_images} images"
+    if request.noise_mask is not None and len(request.noise_mask) not in (1, request.num_images):
+        return f"noise_mask: {len(request.noise_mask)} of them for {request.num_images} images"
+    if request.noise_mask is not None and sampler.name == "ddim":
+        return "ddim draws noise over a mask of its own; use euler"
+    beside = ("scheduler", "sigmas", "timesteps", "variation", "init_image", "mask_image")
+    given = [name for name in beside if getattr(request, name) is not None]
+    given += ["scheduler_options"] if request.scheduler_options else []
+    return f"it is in place of {given[0]}; leave one of them out" if given else None
 
 
 def encoded_references(request: DiffusionRequest, family: Family, multiple: int) -> tuple[npt.NDArray[np.uint8], ...]:

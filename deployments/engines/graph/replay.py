@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from deployments.engines.graph.recording import Call, Listener, Node, Recorder, Recording, Slot, record, tensors_in
+from deployments.engines.native.operations import joined
 from weights.memory.lifetimes import place
 from weights.platform.torch_seam import is_written_to, out_form
 from weights.residency.recent import Recent
@@ -160,7 +161,7 @@ def _bind_calls(
             bound[slot] = torch.empty(0, dtype=slot.dtype).set_(storage, offset, slot.size, slot.stride)
         return bound[slot]
 
-    calls = [call for node in recording.nodes for call in _calls_of(node, tensor)]
+    calls = joined((call for node in recording.nodes for call in _calls_of(node, tensor)), workspace)
     return BoundCalls(inputs, calls, tensor(_result_slot(recording, result)))
 
 

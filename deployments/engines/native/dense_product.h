@@ -1,5 +1,6 @@
-// Products of float32 or bfloat16 weights, where they lie, with any number of rows of x, in float32. A result is one sum in
-// lanes over its row of W, in order, folded at the end: it has the same bits however many rows x has, and wherever a tile begins.
+// Products of float32 or bfloat16 weights, where they lie, with any number of rows of x, in float32. A result is the sum of
+// the stretches of its row of W, in order, each a sum in lanes that is folded at its end: it has the same bits however many
+// rows x has, and wherever a tile begins.
 // Where the processor multiplies pairs of bfloat16 (HalfRows), x is rounded to bfloat16, too, and only the sums are float32.
 
 #pragma once
@@ -48,34 +49,57 @@ inline __m128 sum_lanes(Floats a, Floats b, Floats c, Floats d) {
 // With 4 of them per row of x, as many sums as leave registers for what they are made of.
 constexpr int kDenseRows = kLanes == 16 ? 6 : 3;
 
-// R rows of x times 4 Q rows of W; to[r * stride + i]. 16 divides the columns. HAZARD: without `unroll`, GCC 12 keeps the
+// Columns whose products are one sum in lanes: of so many, a tile's rows of x stay in the first cache, and a piece of W in
+// the second.
+struct Stretch {
+    int64_t begin, end;
+};
+template <class Element>
+constexpr int64_t kStretch = 3072 / sizeof(Element);
+
+// Fold the sums of R rows of x and 4 Q rows of W into to[r * stride + i], or add them there behind the first stretch.
+template <int R, int Q>
+__attribute__((always_inline)) inline void store_sums(const Floats (&sums)[R][4 * Q], bool is_first, float* to,
+                                                      int64_t stride) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int i = 0; i < 4 * Q; i += 4) {
+            float* at = to + r * stride + i;
+            const __m128 folded = sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]);
+            _mm_storeu_ps(at, is_first ? folded : _mm_add_ps(_mm_loadu_ps(at), folded));
+        }
+}
+
+// Fetch memory that R rows of x meet next: with few of them the time is that of memory, with many that of the second cache.
+template <int R>
+inline void fetch(const void* at) {
+    _mm_prefetch(static_cast<const char*>(at), R < kDenseRows ? _MM_HINT_T1 : _MM_HINT_T0);
+}
+
+// R rows of x times 4 Q rows of W in some columns, whose number 16 divides. HAZARD: without `unroll`, GCC 12 keeps the
 // sums in memory, and a product takes three times as long.
 template <int R, int Q, class Weight>
-inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns, const float* x, int64_t x_stride,
+inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], Stretch stretch, const float* x, int64_t x_stride,
                                 float* to, int64_t stride) {
     Floats sums[R][4 * Q];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) sums[r][i] = every_float(0);
-    for (int64_t k = 0; k < columns; k += kLanes) {
+    for (int64_t k = stretch.begin; k < stretch.end; k += kLanes) {
         Floats xs[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = load(x + r * x_stride + k);
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const Floats ws = load(w[i] + k);
-            // With few rows of x the time is that of memory: the next rows of W are fetched meanwhile.
-            if constexpr (R < kDenseRows) _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * (w[1] - w[0]) + k), _MM_HINT_T1);
+            fetch<R>(w[i] + 4 * Q * (w[1] - w[0]) + k);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = add_product(ws, xs[r], sums[r][i]);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int i = 0; i < 4 * Q; i += 4)
-            _mm_storeu_ps(to + r * stride + i, sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]));
+    store_sums<R, Q>(sums, stretch.begin == 0, to, stride);
 }
 
 #if defined(__AVX512VNNI__)
@@ -83,7 +107,7 @@ inline bool has_half_products() { return __builtin_cpu_supports("avx512bf16"); }
 
 // The same of bfloat16, 32 columns at a time. HAZARD: the processor takes numbers below 2^-126 for zeros here.
 template <int R, int Q>
-__attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], int64_t columns,
+__attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], Stretch stretch,
                                                                       const uint16_t* x, int64_t x_stride, float* to,
                                                                       int64_t stride) {
     Floats sums[R][4 * Q];
@@ -91,51 +115,61 @@ __attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) sums[r][i] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < columns; k += 32) {
-        const __mmask32 mask = columns - k >= 32 ? ~0u : 0xffffu;
+    for (int64_t k = stretch.begin; k < stretch.end; k += 32) {
+        const __mmask32 mask = stretch.end - k >= 32 ? ~0u : 0xffffu;
         __m512bh xs[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = (__m512bh)_mm512_loadu_si512(x + r * x_stride + k);
+        for (int r = 0; r < R; ++r) xs[r] = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + r * x_stride + k);
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const __m512bh ws = (__m512bh)_mm512_maskz_loadu_epi16(mask, w[i] + k);
-            // With few rows of x the time is that of memory: the next rows of W are fetched meanwhile.
-            if constexpr (R < kDenseRows)
-                _mm_prefetch(reinterpret_cast<const char*>(w[i] + 4 * Q * (w[1] - w[0]) + k), _MM_HINT_T1);
+            fetch<R>(w[i] + 4 * Q * (w[1] - w[0]) + k);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], ws, xs[r]);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int i = 0; i < 4 * Q; i += 4)
-            _mm_storeu_ps(to + r * stride + i, sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]));
+    store_sums<R, Q>(sums, stretch.begin == 0, to, stride);
 }
 #endif
 
-// `m` rows of x times rows `first` to `last` of W. A single row of x meets 8 rows of W at once: each addition waits for the
-// one before it of its own sum.
+// `m` rows of x times rows `first` to `last` of W, in the columns of some whole stretches. A single row of x meets 8 rows of
+// W at once: each addition waits for the one before it of its own sum.
 template <class Weight, class Element, int R = kDenseRows>
-void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, const Element* x, int64_t x_stride, int64_t m,
-                         float* to, int64_t stride) {
+void multiply_dense_stretches(const Matrix& matrix, int64_t first, int64_t last, Stretch stretches, const Element* x,
+                              int64_t x_stride, int64_t m, float* to, int64_t stride) {
     constexpr int kQuads = R == 1 ? 2 : 1, kRows = 4 * kQuads;
     const auto row_of = [&](int64_t row) { return reinterpret_cast<const Weight*>(matrix.data + row * matrix.row_bytes); };
     for (; m >= R; m -= R, x += R * x_stride, to += R * stride)
         for (int64_t at = first; at < last; at += kRows) {
+            const bool is_whole = at + kRows <= last;
             const Weight* w[kRows];
             for (int i = 0; i < kRows; ++i) w[i] = row_of(std::min(at + i, last - 1));
-            if (at + kRows <= last) {
-                multiply_dense_tile<R, kQuads>(w, matrix.columns, x, x_stride, to + at - first, stride);
-                continue;
-            }
             float own[R * kRows];
-            multiply_dense_tile<R, kQuads>(w, matrix.columns, x, x_stride, own, kRows);
-            for (int r = 0; r < R; ++r)
-                std::memcpy(to + r * stride + at - first, own + r * kRows, 4 * (last - at));
+            float* into = is_whole ? to + at - first : own;
+            const int64_t by = is_whole ? stride : kRows;
+            if (!is_whole && stretches.begin)
+                for (int r = 0; r < R; ++r) std::memcpy(own + r * kRows, to + r * stride + at - first, 4 * (last - at));
+            for (int64_t begin = stretches.begin; begin < stretches.end; begin += kStretch<Element>) {
+                const Stretch stretch{begin, std::min(stretches.end, begin + kStretch<Element>)};
+                multiply_dense_tile<R, kQuads>(w, stretch, x, x_stride, into, by);
+            }
+            if (!is_whole)
+                for (int r = 0; r < R; ++r) std::memcpy(to + r * stride + at - first, own + r * kRows, 4 * (last - at));
         }
     if constexpr (R > 1)
-        if (m) multiply_dense_rows<Weight, Element, R - 1>(matrix, first, last, x, x_stride, m, to, stride);
+        if (m) multiply_dense_stretches<Weight, Element, R - 1>(matrix, first, last, stretches, x, x_stride, m, to, stride);
+}
+
+// `m` rows of x times rows `first` to `last` of W. For few rows of x, W is read row by row; for many, stretch by stretch,
+// each from the second cache but for the first time.
+template <class Weight, class Element>
+void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, const Element* x, int64_t x_stride, int64_t m,
+                         float* to, int64_t stride) {
+    const int64_t columns = matrix.columns, step = m > kDenseRows ? kStretch<Element> : columns;
+    for (int64_t begin = 0; begin < columns; begin += step) {
+        const Stretch stretches{begin, std::min(columns, begin + step)};
+        multiply_dense_stretches<Weight, Element>(matrix, first, last, stretches, x, x_stride, m, to, stride);
+    }
 }
 
 inline bool is_dense(const Matrix& matrix) { return matrix.type == F32 || matrix.type == BF16; }

@@ -39,7 +39,8 @@ KERNEL_TYPES: Final = {
 }
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_LINEAR: Final = (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_int)
+_PAIR: Final = (*(_POINTER, _POINTER, _SIZE, _SIZE, _SIZE), *(_POINTER, _SIZE, ctypes.c_float, _POINTER, ctypes.c_int))
+_LINEAR: Final = (_POINTER, ctypes.c_int, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_int)
 
 
 class PackedMatrix(NamedTuple):
@@ -92,6 +93,17 @@ class DrawnRow(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """`Product` of quantized.cpp: what `linear` or, with a rank, `add_pair` computes, bound to its memory."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "beside", "x", "y")),
+        *((name, ctypes.c_int64) for name in ("outputs", "columns", "m", "rank")),
+        ("factor", ctypes.c_float),
+        ("element", ctypes.c_int32),
+    )
+
+
 class Kernels:
     """The functions of one library that this processor can run."""
 
@@ -106,7 +118,12 @@ class Kernels:
         self._exponential_sums = getattr(library, f"atelier_exponential_sums_{self.variant}")
         self._draw = getattr(library, f"atelier_draw_{self.variant}")
         self._linear = getattr(library, f"atelier_linear_{self.variant}")
-        self._linear.argtypes, self._linear.restype = _LINEAR, None
+        self._linear.argtypes = _LINEAR
+        self._add_pair = getattr(library, f"atelier_add_pair_{self.variant}")
+        self._add_pair.argtypes = _PAIR
+        self._run = getattr(library, f"atelier_run_{self.variant}")
+        self._run.argtypes = (_POINTER, _SIZE, ctypes.c_int)
+        self.has_half_products = self.variant == "avx512" and "avx512_bf16" in processor
         self.decode = getattr(library, f"atelier_decode_{self.variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -130,22 +147,48 @@ class Kernels:
         return y
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_rows: int | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        num_rows: int | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x W^T + bias: (rows, columns) and (outputs, columns) -> (rows, outputs).
+        """Return x W^T + bias, in `out` if given: (..., columns) and (outputs, columns) -> (..., outputs).
 
         With `num_rows`, only the first of all rows are computed, and the others are zeros. All are contiguous float32
-        on the host, and 16 divides the columns. A row's result does not depend on the other rows, bit for bit.
+        on the host, or bfloat16 with `has_half_products`, and 16 divides the columns. A row's result does not depend on
+        the other rows, bit for bit. Raises MemoryError.
         """
-        (outputs, columns), all_rows = weight.shape, x.shape[0]
+        outputs, columns = weight.shape
+        all_rows = x.numel() // columns
         rows = all_rows if num_rows is None else num_rows
-        y = torch.empty(all_rows, outputs)
+        y = x.new_empty(*x.shape[:-1], outputs) if out is None else out
         if rows < all_rows:
-            y[rows:] = 0
+            y.view(all_rows, outputs)[rows:] = 0
         offset = None if bias is None else bias.data_ptr()
-        given = weight.data_ptr(), outputs, columns, offset, x.data_ptr(), rows, y.data_ptr()
-        self._linear(*given, torch.get_num_threads())
+        given = weight.data_ptr(), ELEMENTS[x.dtype], outputs, columns, offset, x.data_ptr(), rows, y.data_ptr()
+        if self._linear(*given, torch.get_num_threads()):
+            raise MemoryError(f"no memory for a product of {rows} x {columns} x {outputs}")
         return y
+
+    def add_pair(
+        self, result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, factor: float
+    ) -> None:
+        """Add factor (x down^T) up^T to `result` (..., outputs), of x (..., columns) and two matrices.
+
+        `down` is (rank, columns), `up` (outputs, rank). All are contiguous float32 on the host; 4 divides the columns
+        and the rank. A row's result does not depend on the other rows, bit for bit. Raises MemoryError.
+        """
+        (rank, columns), outputs = down.shape, len(up)
+        given = down.data_ptr(), up.data_ptr(), rank, columns, outputs, x.data_ptr(), x.numel() // columns, factor
+        if self._add_pair(*given, result.data_ptr(), torch.get_num_threads()):
+            raise MemoryError(f"no memory for a pair of rank {rank}")
+
+    def run(self, products: ctypes.Array[Product]) -> None:
+        """Compute some products, one after the other. Raises MemoryError."""
+        if self._run(products, len(products), torch.get_num_threads()):
+            raise MemoryError(f"no memory for {len(products)} products")
 
     def unpack_rows(self, matrix: PackedMatrix, start: int, stop: int) -> torch.Tensor:
         """Return rows `start` to `stop` as float32."""

@@ -5,7 +5,10 @@
 
 #include <omp.h>
 
+#include <optional>
+
 #include "draws.h"
+#include "pair_product.h"
 #include "panel_product.h"
 #include "team.h"
 
@@ -31,6 +34,46 @@ thread_local Scratch tile_scratch, activation_scratch;
 }  // namespace
 
 #include "decoder.h"
+
+namespace {
+
+// Rows of x that meet all of W before the next: so many stay in the last cache.
+constexpr int64_t kBlockRows = 64 * kDenseRows;
+constexpr int64_t kMostColumns = 128;  // of y, whose rows of W a thread takes at a time
+
+template <class Element>
+int multiply_linear(const Matrix& matrix, const void* bias, const void* x, int64_t m, void* y, int threads) {
+    constexpr int element = sizeof(Element) == 2 ? BFLOAT16 : FLOAT32;
+    if (m == 0) return 0;
+    const int64_t n = matrix.rows, k = matrix.columns, piece = n < 512 * threads ? 64 : kMostColumns;
+    const int64_t pieces = (n + piece - 1) / piece;
+    const int64_t even = m / ((m + kBlockRows - 1) / kBlockRows), block = (even / kDenseRows + 1) * kDenseRows;
+    Element* rows = static_cast<Element*>(const_cast<void*>(x));
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float* own = reinterpret_cast<float*>(tile_scratch.reserve(4 * block * piece));
+        if (!own) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < (m + block - 1) / block * pieces; ++i) {
+            if (!own) continue;
+            const int64_t row = i / pieces * block, count = std::min(block, m - row);
+            const int64_t first = i % pieces * piece, last = std::min(n, first + piece);
+            multiply_dense(matrix, first, last, DenseRows<Element>{rows + row * k, k}, count, own, piece);
+            float offsets[kMostColumns] = {};
+            for (int64_t j = first; bias && j < last; ++j) offsets[j - first] = load_element(bias, element, j);
+            for (int64_t r = 0; r < count; ++r)
+                for (int64_t j = 0; j < last - first; ++j)
+                    store_element(y, element, (row + r) * n + first + j, own[r * piece + j] + offsets[j]);
+        }
+    }
+    return failed;
+}
+
+}  // namespace
 
 #define JOINED_(a, b) a##_##b
 #define JOINED(a, b) JOINED_(a, b)
@@ -128,15 +171,62 @@ extern "C" int JOINED(atelier_decode, ISA)(const Decoder* decoder, const Step* s
     return (is_dense(first) ? run_decoder<FloatRows> : run_decoder<Activations>)(*decoder, *step, threads);
 }
 
-// y [m, rows] = x [m, columns] W^T + bias (or null), all in float32; 16 divides the columns.
-extern "C" void JOINED(atelier_linear, ISA)(const float* weight, int64_t rows, int64_t columns, const float* bias,
-                                            const float* x, int64_t m, float* y, int threads) {
-    const Matrix matrix{F32, reinterpret_cast<const uint8_t*>(weight), nullptr, 0, rows, columns, 4 * columns};
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t first = 0; first < rows; first += kPiece) {
-        const int64_t last = std::min(rows, first + kPiece);
-        multiply_dense(matrix, first, last, FloatRows{const_cast<float*>(x), columns}, m, y + first, rows);
-        for (int64_t row = 0; bias && row < m; ++row)
-            for (int64_t i = first; i < last; ++i) y[row * rows + i] += bias[i];
+// y [m, rows] = x [m, columns] W^T + bias (or null), all float32, or all bfloat16 where the processor multiplies pairs of
+// them; 16 divides the columns. Returns 0, or 1 when memory ran out.
+extern "C" int JOINED(atelier_linear, ISA)(const void* weight, int element, int64_t rows, int64_t columns,
+                                           const void* bias, const void* x, int64_t m, void* y, int threads) {
+    const bool is_half = element == BFLOAT16;
+    const int64_t row_bytes = (is_half ? 2 : 4) * columns;
+    const Matrix matrix{is_half ? BF16 : F32, static_cast<const uint8_t*>(weight), nullptr, 0, rows, columns, row_bytes};
+#if defined(__AVX512VNNI__)
+    if (is_half) return multiply_linear<uint16_t>(matrix, bias, x, m, y, threads);
+#endif
+    return multiply_linear<float>(matrix, bias, x, m, y, threads);
+}
+
+// y [m, n] += factor (x [m, k] down^T) up^T, all float32: down [rank, k], up [n, rank]; 4 divides k and the rank. Returns 0,
+// or 1 when memory ran out.
+extern "C" int JOINED(atelier_add_pair, ISA)(const float* down, const float* up, int64_t rank, int64_t k, int64_t n,
+                                             const float* x, int64_t m, float factor, float* y, int threads) {
+    const Matrix inner{F32, reinterpret_cast<const uint8_t*>(down), nullptr, 0, rank, k, 4 * k};
+    const Matrix outer{F32, reinterpret_cast<const uint8_t*>(up), nullptr, 0, n, rank, 4 * rank};
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        char* own = tile_scratch.reserve(PairProduct::scratch_bytes(rank, k));
+        if (!own) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        std::optional<PairProduct> pair;
+        if (own) pair.emplace(inner, outer, own);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < m; row += kPairRows)
+            if (pair) pair->add(x + row * k, std::min(kPairRows, m - row), factor, y + row * n);
     }
+    return failed;
+}
+
+// A product that is bound to its memory: of atelier_linear, or of atelier_add_pair if it has a rank.
+struct Product {
+    const void *weight, *beside, *x;  // beside: the bias or null, or the pair's `up`
+    void* y;
+    int64_t outputs, columns, m, rank;
+    float factor;
+    int32_t element;
+};
+
+// Some products, one after the other. Returns 0, or 1 when memory ran out.
+extern "C" int JOINED(atelier_run, ISA)(const Product* products, int64_t count, int threads) {
+    int failed = 0;
+    for (const Product* p = products; p < products + count && !failed; ++p) {
+        if (p->rank)
+            failed = JOINED(atelier_add_pair, ISA)(static_cast<const float*>(p->weight), static_cast<const float*>(p->beside),
+                                                   p->rank, p->columns, p->outputs, static_cast<const float*>(p->x), p->m,
+                                                   p->factor, static_cast<float*>(p->y), threads);
+        else
+            failed = JOINED(atelier_linear, ISA)(p->weight, p->element, p->outputs, p->columns, p->beside, p->x, p->m, p->y,
+                                                 threads);
+    }
+    return failed;
 }

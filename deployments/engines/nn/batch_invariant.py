@@ -28,8 +28,9 @@ import torch.utils.deterministic
 from torch import nn
 from torch.nn import functional as F
 
+from deployments.engines.nn.few_rows import HOSTS, multiply_any
+
 _uninitialized_memory: Any = torch.utils.deterministic  # a module with properties, which its types do not have
-_HOSTS: Final = ("cpu", "sim")  # a simulated accelerator computes on the host
 _MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
 _MAX_SMALL_PRODUCT: Final = 16**3  # multiplications; of half precision, a larger one goes to oneDNN
 
@@ -49,8 +50,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Of a part of a longer sequence, which is in C order in a batch of one only, torch would add the bias to rounded sums
     instead of before they are rounded. What is in another order in any batch stays so, as the stock model has it.
     """
-    if not x.is_contiguous() and x.device.type in _HOSTS and x[:1].is_contiguous():
+    if not x.is_contiguous() and x.device.type in HOSTS and x[:1].is_contiguous():
         x = x.contiguous()
+    if (found := multiply_any(x, weight, bias)) is not None:
+        return found
     num_rows = x.numel() // max(1, x.shape[-1])
     min_rows = _min_rows(x, weight)
     if not 0 < num_rows < min_rows:
@@ -74,7 +77,7 @@ def add_product(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, fac
 
 def _min_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
     """Return the number of rows from which on a row's product does not depend on how many there are."""
-    if x.device.type not in _HOSTS or weight.numel() == 0:
+    if x.device.type not in HOSTS or weight.numel() == 0:
         return 0
     if x.dtype == torch.float32:
         num_threads = torch.get_num_threads()
@@ -96,7 +99,7 @@ def conv2d(
     """Return `F.conv2d`."""
     x = _in_c_order(x)
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if x.dtype != torch.float32 or x.device.type not in _HOSTS or x.numel() == 0 or not has_onednn:
+    if x.dtype != torch.float32 or x.device.type not in HOSTS or x.numel() == 0 or not has_onednn:
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     result: torch.Tensor = torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     return result
@@ -107,7 +110,7 @@ def _in_c_order(x: torch.Tensor) -> torch.Tensor:
 
     What was transposed before, by an attention block say, is in channels-last order, but for a batch of one in both.
     """
-    return x if x.is_contiguous() or x.device.type not in _HOSTS else x.contiguous()
+    return x if x.is_contiguous() or x.device.type not in HOSTS else x.contiguous()
 
 
 class _BatchInvariantLinear(nn.Linear):

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from deployments.engines.nn.batch_invariant import add_product, conv2d, is_batch_invariant, linear
 from deployments.engines.nn.feature_maps import MappedPair
+from deployments.engines.nn.few_rows import add_pair
 from deployments.engines.nn.tensor_fields import form_of, tensors_of, with_tensors
 from deployments.engines.records.protocol import EngineError
 from weights.operations.adapters import LoraPair
@@ -340,7 +341,8 @@ def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, resul
         return
     if pair.magnitude is None and not isinstance(layer, _CONVOLUTIONS) and x.dtype == result.dtype:
         down, up = pair.down.to(x.dtype), pair.up.to(x.dtype)
-        add_product(result, linear(x, down), up, factor)
+        if not add_pair(result, x, down, up, factor):
+            add_product(result, linear(x, down), up, factor)
         if pair.bias is not None:
             result += pair.bias.to(x.dtype) * factor
         return

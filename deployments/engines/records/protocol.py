@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the command line and the ingress have no torch
 
 
 InputType = Literal["query", "document"]  # of a text to embed: what asks, and what may answer
+DiffusionKind = Literal["image", "latent", "latent_and_clean", "encoded", "decoded"]  # what a diffusion request gives
 Pooling = Literal["mean", "last"]  # how a language model's hidden states become an embedding
 
 
@@ -221,6 +222,12 @@ class DiffusionRequest(Denoising):
     `timesteps` are the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever
     else runs. `merges_adapter`: its one adapter is merged into private weights, which is equal but for rounding, and
     faster. `references`, uint8 (height, width, 3), are images of any size that a family reads beside its latents.
+
+    With a `sampler`, `latents`, float32 (num_images, C, h, w) in the VAE's space, are what it begins at (None: zeros),
+    and `noise_mask`, float32 (num_images or 1, any h, any w), is 1 where it paints. `output` "latent" gives such
+    latents in place of images, "latent_and_clean" also what the last step found without noise, behind them. "encoded"
+    and "decoded" are the VAE's work alone: latents of `pixels`, float32 (num_images, height, width, 3) from 0 to 1, and
+    pixels of `latents`.
     """
 
     request_id: str
@@ -238,6 +245,15 @@ class DiffusionRequest(Denoising):
     scheduler_options: Mapping[str, bool | float | str] = field(default_factory=dict)
     merges_adapter: bool = False
     references: tuple[npt.NDArray[np.uint8], ...] = ()
+    latents: npt.NDArray[np.float32] | None = None
+    noise_mask: npt.NDArray[np.float32] | None = None
+    pixels: npt.NDArray[np.float32] | None = None
+    output: DiffusionKind = "image"
+
+    @property
+    def ends_with_latents(self) -> bool:
+        """Return whether its steps give latents in place of images."""
+        return self.output in ("latent", "latent_and_clean")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,8 +334,8 @@ class DiffusionOutput:
     """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3).
 
     Those of a pipeline that makes video are its frames; one that makes audio ends with `samples`, float32 (channels,
-    number), of which `sample_rate` are a second. A pipeline without its VAE ends with the `latents`, on the host, for
-    another one to decode.
+    number), of which `sample_rate` are a second. A request for latents ends with them, on the host. A pipeline without
+    its VAE ends with `latents` in the denoiser's form, for another one to decode or hand out.
 
     `preview` has the images that the step before expects, in the same form; it is number `preview_index` from 0 on.
     `checkpoint` is all that the request needs to go on after `step_index` steps, in any process, bit for bit. One that

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from configs.model import TextPadding
+from configs.options import PromptSyntax
 from deployments.engines.building.build import IMPORT_LOCK, build_module
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
@@ -27,6 +28,8 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.libraries.embedding_rules import Prompts, check_dimensions, read_prompts
 from deployments.engines.libraries.tokenizer_files import check_tokenizer, check_tokenizer_files
 from deployments.engines.native.library import load_kernels
+from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.few_rows import are_kernels_faster
 from deployments.engines.nn.learned_rows import reading_rows
 from deployments.engines.records.prompt_images import PromptImage
 from deployments.engines.records.protocol import (
@@ -41,6 +44,7 @@ from deployments.engines.text.forwards import (
     FAMILIES,
     encoder_family_of,
     filler_id,
+    has_bert_layers,
     limits_of,
     run_layers,
     text_kind,
@@ -211,7 +215,7 @@ class TextEncoder:
         max_length: int | None = None,
         *,
         layer: ClipLayer = PENULTIMATE,
-        has_weights: bool = False,
+        syntax: PromptSyntax = "plain",
         words: LearnedWords | None = None,
     ) -> list[TokenizedText]:
         """Cut the whole text into padded pieces, as `TextTokenizer.chunk`. Raises EngineError if this is no CLIP."""
@@ -219,8 +223,11 @@ class TextEncoder:
             raise EngineError(
                 f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
             )
-        cut = self._tokenizer.chunk_weighted if has_weights else self._tokenizer.chunk
-        found = cut(text, max_length, words)
+        if syntax == "comfyui":
+            found = self._tokenizer.chunk_comfyui(text, max_length)
+        else:
+            cut = self._tokenizer.chunk if syntax == "plain" else self._tokenizer.chunk_weighted
+            found = cut(text, max_length, words)
         return [
             replace(self._outputs.as_asked(piece, max_length, "stock", as_embedding=False), layer=layer)
             for piece in found
@@ -407,6 +414,8 @@ def load_text_encoder(
     load_kernels()  # compiled now, if need be, not while the first text waits
     tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
     family = FAMILIES.get(class_name)
+    if are_kernels_faster() and not has_bert_layers(module):  # BERT's forward asks for them by itself
+        make_batch_invariant(module)
     if family and (family.is_clip or not (folder / "modules.json").exists()):
         return TextEncoder(module, tokenizer)
     sentence_config = folder / "sentence_bert_config.json"

@@ -8,13 +8,14 @@ A bracket multiplies the weight of its contents: round ones by 1.1 or by the num
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from deployments.engines.records.protocol import EngineError
 
 ROUND: Final = 1.1
 MAX_WEIGHT: Final = 10.0
+MAX_DEPTH: Final = 50  # of brackets in each other, in ComfyUI's syntax: all that is inside is read again for each
 _TOKENS: Final = re.compile(r"\\[()\[\]\\]|[(\[\])]|:\s*([+-]?\d{0,6}\.?\d{1,6})\s*\)|[^\\()\[\]:]+|[\\:]")
 _MARKS: Final = {"+": 1.1, "-": 0.9}
 # An escaped character, the end of a bracket with its weight, or a run of characters with marks after it.
@@ -43,6 +44,61 @@ def parse_weights(prompt: str) -> list[list[WeightedText]]:
     return [[piece for piece in chunk if piece.text] for chunk in chunks]
 
 
+def parse_comfyui(prompt: str) -> list[WeightedText]:
+    """Return the pieces of a prompt in ComfyUI's syntax: round brackets alone weigh, and a number in them is the weight
+    itself, whatever is around them. Neighbours are not joined, since each piece is tokenized by itself.
+
+    Source: ComfyUI, `comfy/sd1_clip.py`. Raises EngineError for a weight beyond MAX_WEIGHT or a depth beyond MAX_DEPTH.
+    """
+    escaped = prompt.replace("\\)", "\0").replace("\\(", "\1")
+    return [
+        piece._replace(text=piece.text.replace("\0", ")").replace("\1", "("))
+        for piece in _comfyui_pieces(escaped, 1.0, 0)
+    ]
+
+
+def _comfyui_pieces(text: str, weight: float, depth: int) -> Iterator[WeightedText]:
+    if depth > MAX_DEPTH:
+        raise EngineError(f"prompt: more than {MAX_DEPTH} brackets stand in each other")
+    for item in _bracketed(text):
+        if len(item) > 1 and item.startswith("(") and item.endswith(")"):
+            words, _, number = item[1:-1].rpartition(":")
+            own = _number(number) if words else None
+            inside = (item[1:-1], weight * ROUND) if own is None else (words, own)
+            yield from _comfyui_pieces(*inside, depth + 1)
+        elif not abs(weight) <= MAX_WEIGHT:
+            raise EngineError(
+                f"prompt: {item[:40]!r} has weight {weight:g}, expected {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}"
+            )
+        else:
+            yield WeightedText(item, weight)
+
+
+def _bracketed(text: str) -> list[str]:
+    """Return a text cut at its outer brackets. From a bracket on that is not closed it is one piece."""
+    items: list[str] = []
+    start = depth = 0
+    for place, character in enumerate(text):
+        if character == "(":
+            if depth == 0 and place > start:
+                items.append(text[start:place])
+                start = place
+            depth += 1
+        elif character == ")":
+            depth -= 1
+            if depth == 0:
+                items.append(text[start : place + 1])
+                start = place + 1
+    return items if start == len(text) else [*items, text[start:]]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def without_weights(prompt: str) -> str:
     """Return the prompt's words alone, for encoders that take no weights. Raises EngineError."""
     return " ".join("".join(piece.text for piece in chunk) for chunk in parse_weights(prompt)).strip()
@@ -61,6 +117,10 @@ def plain_texts(syntax: str, *texts: str | None) -> tuple[list[str | None], bool
     """
     if syntax == "plain":
         return list(texts), False
+    if syntax == "comfyui":
+        pieces = [None if text is None else parse_comfyui(text) for text in texts]
+        is_lost = any(piece.weight != 1 for some in pieces for piece in some or ())
+        return [None if some is None else "".join(piece.text for piece in some) for some in pieces], is_lost
     read = [text if text is None or syntax == "weighted" else from_compel(text) for text in texts]
     is_lost = any(text is not None and has_weights(text) for text in read)
     return [None if text is None else without_weights(text) for text in read], is_lost

@@ -14,12 +14,13 @@ import torch
 from deployments.engines.libraries.chat_rendering import render_chat_template
 from deployments.engines.records.prompt_images import PromptImage
 from deployments.engines.records.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
-from deployments.engines.text.prompt_weights import WeightedText, parse_weights
+from deployments.engines.text.prompt_weights import WeightedText, parse_comfyui, parse_weights
 from weights.formats.learned_words import pattern_of
 
 TokenIds = tuple[int, ...]
 # The limit of tokenizers without their own: the length to which the stock Flux pipeline pads T5.
 DEFAULT_MAX_TOKENS = 512
+_WHOLE_GROUP = 8  # tokens of a bracket's words, from which ComfyUI cuts them between two chunks
 MAX_CHUNKS = 16  # of one text: 1,200 CLIP tokens. Each one lengthens every denoise step.
 
 
@@ -161,6 +162,24 @@ class TextTokenizer:
         """Cut a prompt with weights into pieces, as `chunk`, and at each BREAK. Raises EngineError."""
         return self._chunks(parse_weights(prompt), max_length, words)
 
+    def chunk_comfyui(self, prompt: str, max_length: int | None) -> list[TokenizedText]:
+        """Cut a prompt in ComfyUI's syntax into pieces, as `chunk`: where a bracket begins or ends, a few words that do
+        not fit begin the next one. No learned words are read. Raises EngineError.
+        """
+        room = self.check_length(max_length) - 2
+        groups = [self._weighted_ids([piece], None) for piece in parse_comfyui(prompt)]
+        self._check_chunks(sum(map(len, groups)), 0, room)
+        chunks: list[list[tuple[int, float]]] = [[]]
+        for group in groups:
+            left, may_split = group, len(group) >= _WHOLE_GROUP or len(group) > room
+            while left:
+                free = room - len(chunks[-1])
+                taken = left if len(left) <= free else left[: free * may_split]
+                chunks[-1] += taken
+                if left := left[len(taken) :]:
+                    chunks.append([])
+        return [self._chunk(chunk) for chunk in chunks]
+
     def _weighted_ids(self, pieces: Sequence[WeightedText], words: LearnedWords | None) -> list[tuple[int, float]]:
         """Return the ids of pieces of text without begin and end, with their weights."""
         split: list[tuple[str, float]] = []
@@ -178,22 +197,24 @@ class TextTokenizer:
     def _chunks(
         self, parts: Sequence[Sequence[WeightedText]], max_length: int | None, words: LearnedWords | None = None
     ) -> list[TokenizedText]:
-        length = self.check_length(max_length)
-        room = length - 2
-        begin, end = self._tokens([""])[0].token_ids
+        room = self.check_length(max_length) - 2
         chunks: list[TokenizedText] = []
         for pieces in parts:
             tokens = self._weighted_ids(pieces, words)
-            if room < 1 or len(chunks) + len(tokens) / room > MAX_CHUNKS:
-                most = MAX_CHUNKS * max(room, 0)
-                raise EngineError(
-                    f"a text of {len(tokens)} tokens: at most {most} can be encoded in chunks of {length}"
-                )
-            for start in range(0, max(len(tokens), 1), room):
-                own = tokens[start : start + room]
-                factors = (1.0, *(weight for _, weight in own)) if any(weight != 1.0 for _, weight in own) else ()
-                chunks.append(TokenizedText((begin, *(id_ for id_, _ in own), end), weights=factors))
+            self._check_chunks(len(tokens), len(chunks), room)
+            chunks += [self._chunk(tokens[start : start + room]) for start in range(0, max(len(tokens), 1), room)]
         return chunks
+
+    def _check_chunks(self, num_tokens: int, num_chunks: int, room: int) -> None:
+        """Raise EngineError for more tokens than fit beside so many chunks."""
+        if room < 1 or num_chunks + num_tokens / room > MAX_CHUNKS:
+            most = MAX_CHUNKS * max(room, 0)
+            raise EngineError(f"a text of {num_tokens} tokens: at most {most} can be encoded in chunks of {room + 2}")
+
+    def _chunk(self, tokens: Sequence[tuple[int, float]]) -> TokenizedText:
+        begin, end = self._tokens([""])[0].token_ids
+        factors = (1.0, *(weight for _, weight in tokens)) if any(weight != 1.0 for _, weight in tokens) else ()
+        return TokenizedText((begin, *(id_ for id_, _ in tokens), end), weights=factors)
 
     def fill_form(self, prompt: str, form: PromptForm, images: Sequence[PromptImage] = ()) -> str:
         """Return the text that a language model reads for a prompt, in a form with places for images, if there are any.
@@ -296,6 +317,23 @@ def join_chunks(encodings: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str,
     names = encodings[0].keys() - {"pooled"}
     joined = {name: torch.cat([encoding[name] for encoding in encodings]) for name in names}
     return {"pooled": encodings[0]["pooled"], **joined}
+
+
+def weighted_from(
+    encoding: Mapping[str, torch.Tensor], text: TokenizedText, empty: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Return a CLIP's encoding with its token vectors so many times as far from those of an empty text, as ComfyUI has
+    it. The pooled vector stays.
+    """
+    if not text.weights:
+        return encoding
+    found = dict(encoding)
+    for name in encoding.keys() - {"pooled"}:
+        vectors_LD, empty_LD = encoding[name].float(), empty[name].float()
+        factors_L1 = torch.ones(len(vectors_LD), 1)
+        factors_L1[: len(text.weights), 0] = torch.tensor(text.weights)
+        found[name] = (empty_LD + (vectors_LD - empty_LD) * factors_L1).to(encoding[name].dtype)
+    return found
 
 
 def weighted(encoding: Mapping[str, torch.Tensor], text: TokenizedText) -> Mapping[str, torch.Tensor]:

@@ -89,6 +89,10 @@ class Callers:
             raise NotAuthenticated(_WRONG_KEY)
         return entry
 
+    def has(self, digest: str) -> bool:
+        """Return whether the key of that hash holds still."""
+        return self._file is None or digest in self._file.keys().entries
+
     def count_request(self, digest: str, *, is_look: bool = False) -> KeyUse:
         """Begin a request of the key of that hash. Raises NotAuthenticated when it holds no more, RateLimited.
 
@@ -131,6 +135,11 @@ class Caller:
     name: str
     tenant: str
     max_priority: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the key was not revoked since."""
+        return self.callers.has(self.digest)
 
     @contextlib.contextmanager
     def begin_request(self, *, is_look: bool = False) -> Iterator[None]:

@@ -54,7 +54,11 @@ _REPLICA_BUDGET: Final = _Metric("replica_budget_bytes", "gauge", "Modules that 
 _DEVICE: Final = _Metric("device_bytes", "gauge", "Weights on a replica's device, by what holds them there.")
 _SWITCHES: Final = _Metric("replica_switches_total", "counter", "Switches of a replica to another model.")
 _KV: Final = _Metric("kv_blocks", "gauge", "Blocks of a language model's KV cache on a replica.")
-_METRICS: Final = (_NODE, _NODE_BUDGET, _NODE_READ, _NODE_EVICTED, _REPLICA, _REPLICA_BUDGET, _DEVICE, _SWITCHES, _KV)
+_SENT: Final = _Metric("rank_sent_bytes_total", "counter", "Bytes that a rank of a replica has sent to the others.")
+_METRICS: Final = (
+    *(_NODE, _NODE_BUDGET, _NODE_READ, _NODE_EVICTED),
+    *(_REPLICA, _REPLICA_BUDGET, _DEVICE, _SWITCHES, _KV, _SENT),
+)
 
 
 class ResidencyMetrics:
@@ -121,6 +125,9 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[tuple[_Metric, _Labels, 
     for arena in filter(None, (replica.get("arena"), *replica.get("other_arenas", ()))):
         for state in ("resident", "leased", "pinned", "lingering", "budget"):
             yield _DEVICE, {"device": arena["device"], "state": state}, arena[f"{state}_bytes"]
+    for rank in replica.get("ranks", {}).get("processes", ()):
+        if "sent_bytes" in rank:  # one that does not answer has none
+            yield _SENT, {"rank": str(rank["rank"])}, rank["sent_bytes"]
     for module in replica["modules"]:
         if blocks := module.get("kv_blocks"):
             for state in ("used", "total"):

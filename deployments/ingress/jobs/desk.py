@@ -9,21 +9,26 @@ from typing import Any, Final, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from cluster.admission.fair_slots import release_read_slot
-from cluster.jobs.records import Headers, Job, JobFilter, JobState, NewJob, Order
-from cluster.records.errors import JobConflict, JobsFull, JobsUnavailable
+from cluster.jobs.records import Headers, Job, JobFilter, JobState, NewJob, Order, Webhook
+from cluster.records.errors import FileInUse, JobConflict, JobsFull, JobsUnavailable
 from cluster.registry.actor import Method, WeightRegistry
 from configs.jobs import JobsConfig
 from deployments.ingress.access.callers import current_key
+from deployments.ingress.jobs.signing import checked_secret
+from deployments.ingress.messages.outer_hosts import OuterHosts
 from deployments.ingress.messages.running_job import current_job
 from deployments.ingress.messages.terms import PRIORITY, TENANT, TIMEOUT, current_terms
 from deployments.ingress.service.service import Service
 from deployments.records.errors import Conflict, InvalidRequest, Overloaded, QueueFull
 
 IDEMPOTENCY_KEY: Final = "idempotency-key"
+WEBHOOK_URL: Final = "x-webhook-url"
+SIGNED_BY: Final = "x-webhook-secret"
 _MAX_KEY_CHARS: Final = 255
+_MAX_URL_CHARS: Final = 2048
 # Headers that a job's request takes from the one that began it.
 _KEPT_HEADERS: Final = ("host", "content-type", "accept", "anthropic-version", PRIORITY, TENANT, TIMEOUT)
-_PIECE_BYTES: Final = 2**22
+PIECE_BYTES: Final = 2**22
 _WATCH_S: Final = 15.0
 
 P = ParamSpec("P")
@@ -40,6 +45,15 @@ class JobDesk:
         self.config = config
         self.changed = asyncio.Event()
         self._service = service
+        hooks = config.webhooks
+        self.webhook_hosts = OuterHosts(
+            hooks.hosts, "jobs.webhooks.hosts", "webhooks go to", may_be_inner=hooks.may_be_inner
+        )
+
+    @property
+    def lowest_priority(self) -> int:
+        """The priority of what everything else goes before."""
+        return self._service.queue.config.priority_levels
 
     async def begin(self, request: Request, facts: Mapping[str, Any] | None = None, prefix: str = "job") -> Job:
         """Keep the current request, to run it unchanged in the background. Raises Conflict, QueueFull."""
@@ -55,8 +69,12 @@ class JobDesk:
         idempotency_key: str | None = None,
         facts: Mapping[str, Any] | None = None,
         prefix: str = "job",
+        priority: int | None = None,
     ) -> Job:
-        """Keep a request to `endpoint` on the terms of the current one. `headers` are in place of its own."""
+        """Keep a request to `endpoint` on the terms of the current one, but for another `priority`.
+
+        `headers` are in place of its own.
+        """
         terms, config = current_terms.get(), self._service.queue.config
         terms = terms.within_rights(config)
         terms.checked(config)
@@ -65,11 +83,25 @@ class JobDesk:
             raise InvalidRequest(f"idempotency_key: {len(key)} characters, at most {_MAX_KEY_CHARS}", "idempotency_key")
         given = dict(request.headers) | dict(headers or {})
         kept: Headers = tuple((name, given[name]) for name in _KEPT_HEADERS if name in given)
-        priority = terms.priority or config.default_priority
-        new = NewJob(current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix)
+        priority = priority or terms.priority or config.default_priority
+        new = NewJob(
+            current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix, self._webhook_of(request)
+        )
         job = await self.call(WeightRegistry.add_job, new)
         release_read_slot()  # the place in the queue is the job's
         return job
+
+    def _webhook_of(self, request: Request) -> Webhook | None:
+        """Return the webhook that a request wants for its job. Raises InvalidRequest."""
+        url, secret = request.headers.get(WEBHOOK_URL), request.headers.get(SIGNED_BY)
+        if url is None:
+            if secret is not None:
+                raise InvalidRequest(f"{SIGNED_BY}: there is no {WEBHOOK_URL}", WEBHOOK_URL)
+            return None
+        if len(url) > _MAX_URL_CHARS:
+            raise InvalidRequest(f"{WEBHOOK_URL}: {len(url)} characters, at most {_MAX_URL_CHARS}", WEBHOOK_URL)
+        self.webhook_hosts.checked(url, WEBHOOK_URL)
+        return Webhook(url, checked_secret(secret, SIGNED_BY))
 
     async def find(self, id_: str) -> Job | None:
         """Return a job, None where there is none."""
@@ -78,6 +110,10 @@ class JobDesk:
     async def page(self, wanted: JobFilter, after: str | None, limit: int, order: Order) -> list[Job] | None:
         """Return a page of jobs, None where there is none `after`."""
         return await self.call(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
+
+    async def body(self, id_: str) -> bytes | None:
+        """Return the body of an unfinished job's request; None for another job."""
+        return await self.call(WeightRegistry.read_body, current_key(), id_)
 
     async def cancel(self, id_: str) -> Job | None:
         """End a job unless it has ended, and return it; None where there is none."""
@@ -107,7 +143,7 @@ class JobDesk:
     async def result(self, job: Job, span: range) -> AsyncIterator[bytes] | None:
         """Return the pieces of a span of a job's result, None where there is none any more."""
         key = current_key()
-        first = await self.call(WeightRegistry.read_result, key, job.id, span.start, min(_PIECE_BYTES, len(span)))
+        first = await self.call(WeightRegistry.read_result, key, job.id, span.start, min(PIECE_BYTES, len(span)))
         return None if first is None else self._pieces(key, job.id, span, first)
 
     async def _pieces(self, key: str, id_: str, span: range, piece: bytes | None) -> AsyncIterator[bytes]:
@@ -116,7 +152,7 @@ class JobDesk:
             span = span[len(piece) :]
             if not span:
                 return
-            piece = await self.call(WeightRegistry.read_result, key, id_, span.start, min(_PIECE_BYTES, len(span)))
+            piece = await self.call(WeightRegistry.read_result, key, id_, span.start, min(PIECE_BYTES, len(span)))
 
     async def call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the owner. Raises ServiceErrors, and RayActorError while it is gone."""
@@ -124,6 +160,8 @@ class JobDesk:
             return await self._service.snapshot.call_registry(method, *args, **kwargs)
         except JobConflict as error:
             raise Conflict(str(error), "idempotency_key") from None
+        except FileInUse as error:
+            raise Conflict(str(error), "file_id") from None
         except JobsFull as error:
             raise QueueFull(str(error)) from None
         except JobsUnavailable as error:

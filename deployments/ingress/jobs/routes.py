@@ -12,8 +12,8 @@ from pydantic_core import to_json
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Match
 
-from cluster.jobs.records import Job, JobFilter, Order, Status
-from configs.http import INFERENCE_PATHS
+from cluster.jobs.records import BATCHES, Job, JobFilter, Order, Status
+from configs.http import FILE_PATHS, INFERENCE_PATHS
 from deployments.ingress.jobs.desk import JobDesk
 from deployments.ingress.messages.bodies import ClientPart, JsonRoute, body_bytes
 from deployments.ingress.messages.responses import (
@@ -119,7 +119,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     )
     async def create(body: JobBody, request: Request) -> Response:
         """Begin a job: its request runs once, also if the server ends meanwhile. Fetch it by its id."""
-        _check_endpoint(body.endpoint, request.app.routes)
+        check_endpoint(body.endpoint, request.app.routes)
         content = await call_aside(body_bytes.get(), to_json, body.body)
         job = await desk.add(
             request,
@@ -249,11 +249,11 @@ async def _events_of(changes: AsyncIterator[Job]) -> AsyncIterator[str]:
         yield event_of(json_text(_answer_of(job)), f"job.{job.status}")
 
 
-def _check_endpoint(endpoint: str, routes: Iterable[BaseRoute]) -> None:
+def check_endpoint(endpoint: str, routes: Iterable[BaseRoute]) -> None:
     """Raise InvalidRequest for a path that takes no job."""
     scope = {"type": "http", "method": "POST", "path": endpoint}
     is_known = endpoint.startswith(INFERENCE_PATHS) and any(route.matches(scope)[0] == Match.FULL for route in routes)
-    if not is_known or endpoint.startswith(PATH):
+    if not is_known or endpoint.startswith((PATH, *FILE_PATHS, BATCHES)):
         raise InvalidRequest(
             f"endpoint: {endpoint[:80]!r} takes no POST that asks a model; expected a path such as "
             "/v1/chat/completions or /v1/images/generations",

@@ -9,41 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import random
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
-from cluster.jobs.records import Headers, JobAnswer, JobError, TakenJob
+from cluster.jobs.records import BATCHES, JobAnswer, JobError, TakenJob
 from cluster.registry.actor import WeightRegistry
-from deployments.ingress.access.callers import CALLER, Caller, Callers
+from deployments.ingress.access.callers import Callers
+from deployments.ingress.jobs.asking import GRACE_S, OwnApplication, error_of, growing_pauses
+from deployments.ingress.jobs.batch_run import BatchRun
 from deployments.ingress.jobs.desk import JobDesk
+from deployments.ingress.jobs.webhooks import Teller
 from deployments.ingress.messages.running_job import RunningJob, current_job
-from deployments.records.errors import NotAuthenticated
 from deployments.records.tasks import shared_task
 
 BEAT_S: Final = 4.0  # well below `cluster.jobs.leases.LOST_S`
 PROGRESS_S: Final = 0.1  # between two reports of progress
+GIVE_BACK_S: Final = 2.0  # at the end, for the owner's answer
 TAKE_S: Final = 10.0  # that the owner waits for work
-FIRST_PAUSE_S: Final = 1.0  # before the next try of a temporarily refused job
-LONGEST_PAUSE_S: Final = 30.0
-_GRACE_S: Final = 30.0  # beyond the request's own time, so that its endpoint reports the timeout in its own form
-_FOR_NOW: Final = (429, 503)
-_MAX_ERROR_BYTES: Final = 2**16
-# Headers of an answer's connection, not of its content.
-_UNKEPT: Final = frozenset({"content-length", "connection", "transfer-encoding", "date", "server", "x-request-id"})
+MAX_BATCHES: Final = 16  # in one ingress; their lines share half of its places for jobs
 
 logger = logging.getLogger("atelier.ingress")
-
-
-class _TooLarge(Exception):
-    """A result has too many bytes to be kept."""
 
 
 @dataclass(slots=True)
@@ -54,21 +45,32 @@ class _Start:
     task: asyncio.Task[None]
 
 
+@dataclass(slots=True)
+class _Lane:
+    """The batches, or the other jobs, that run here. `has_room` is set when one of them ends."""
+
+    num_running: int = 0
+    has_room: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class JobRunner:
     """The jobs that run in one ingress. Lives on one event loop."""
 
     def __init__(self, app: ASGIApp, desk: JobDesk, callers: Callers) -> None:
-        self._app = app
         self._desk = desk
-        self._callers = callers
+        self._application = OwnApplication(app, callers, desk.config.max_result_bytes)
+        self._line_places = asyncio.Semaphore(max(1, desk.config.max_running // 2))
         self._name = uuid.uuid4().hex
         self._starts: dict[str, _Start] = {}
-        self._has_room = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run jobs while the context lasts. Jobs running at its end are begun again elsewhere."""
-        tasks = [shared_task(self._take_on()), shared_task(self._beat_on())]
+        """Run jobs while the context lasts. Those running at its end are given back, and begin again elsewhere."""
+        most = self._desk.config.max_running
+        taking = (self._take_on(most, are_batches=False), self._take_on(MAX_BATCHES, are_batches=True))
+        tasks = [*map(shared_task, taking), shared_task(self._beat_on())]
+        if self._desk.webhook_hosts:
+            tasks.append(shared_task(Teller(self._desk).tell_on()))
         try:
             yield
         finally:
@@ -76,39 +78,49 @@ class JobRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            await self._give_back()
 
-    async def _take_on(self) -> None:
-        pause_s, said = FIRST_PAUSE_S, ""
+    async def _give_back(self) -> None:
+        """Tell the owner that this ingress ends. It finds out by itself after a while."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(GIVE_BACK_S):
+                await self._desk.call(WeightRegistry.release_jobs, self._name)
+
+    async def _take_on(self, most: int, *, are_batches: bool) -> None:
+        """Take batches, or other jobs, as long as fewer than `most` of them run."""
+        pauses, said, lane = growing_pauses(), "", _Lane()
         while True:
-            most = self._desk.config.max_running
-            self._has_room.clear()
-            if (room := most - len(self._starts)) <= 0:
-                await self._has_room.wait()
+            lane.has_room.clear()
+            if (room := most - lane.num_running) <= 0:
+                await lane.has_room.wait()
                 continue
             try:
-                taken = await self._desk.call(WeightRegistry.take_jobs, self._name, room, max(1, most // 2), TAKE_S)
+                taken = await self._desk.call(
+                    WeightRegistry.take_jobs, self._name, room, max(1, most // 2), TAKE_S, are_batches
+                )
             except Exception as error:  # whatever it is, the next time may do better
                 if (reason := str(error).partition("\n")[0]) != said:
                     logger.warning("no jobs can be taken now: %s", reason)
                     said = reason
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                await asyncio.sleep(next(pauses))
                 continue
-            pause_s, said = FIRST_PAUSE_S, ""
+            pauses, said = growing_pauses(), ""
             for job in taken:
-                self._begin(job)
+                self._begin(job, lane)
 
-    def _begin(self, taken: TakenJob) -> None:
+    def _begin(self, taken: TakenJob, lane: _Lane) -> None:
         if (before := self._starts.get(taken.id)) is not None:  # the owner had no heartbeat of it for long
             before.task.cancel()
         job = RunningJob(taken.id, taken.start, self._desk.config.timeout_s, self._desk.changed)
         start = _Start(job, shared_task(self._run(taken, job)))
         self._starts[taken.id] = start
+        lane.num_running += 1
 
         def forget(_: object) -> None:
+            lane.num_running -= 1
+            lane.has_room.set()
             if self._starts.get(taken.id) is start:
                 del self._starts[taken.id]
-            self._has_room.set()
 
         start.task.add_done_callback(forget)
 
@@ -137,111 +149,24 @@ class JobRunner:
         deadline_s = asyncio.get_running_loop().time() + job.timeout_s
         end: JobAnswer | JobError
         try:
-            async with asyncio.timeout(job.timeout_s + _GRACE_S):
-                end, body = await self._answer_of(taken, deadline_s)
-        except NotAuthenticated as error:
-            end, body = JobError("invalid_api_key", str(error)), b""
-        except _TooLarge:
-            most = self._desk.config.max_result_bytes
-            end, body = JobError("result_too_large", f"the result has more than {most} bytes, the maximum"), b""
-        except TimeoutError:
-            end, body = JobError("deadline_exceeded", f"the job exceeded its timeout of {job.timeout_s:g} s"), b""
-        except Exception:
-            logger.exception("job %s", taken.id)
-            end, body = JobError("internal", "internal error; the server's log has the details"), b""
+            if taken.endpoint == BATCHES:
+                end, body = await BatchRun(self._desk, self._application, taken, job, self._line_places).run()
+                deadline_s = asyncio.get_running_loop().time() + job.timeout_s
+            else:
+                async with asyncio.timeout(job.timeout_s + GRACE_S):
+                    end, body = await self._application.answer_of(taken, deadline_s, job.timeout_s)
+        except Exception as error:
+            end, body = error_of(error, taken.id, job.timeout_s), b""
         await self._tell(taken, end, body, deadline_s)
-
-    async def _answer_of(self, taken: TakenJob, deadline_s: float) -> tuple[JobAnswer, bytes]:
-        """Return the endpoint's answer, after further tries while it refuses the job temporarily."""
-        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
-        while True:
-            caller = self._callers.named(taken.key)
-            answer, body = await self._ask(taken, caller)
-            wait_s = max(pause_s, _retry_after_s(answer)) * random.uniform(1.0, 1.25)  # apart from others
-            if answer.status not in _FOR_NOW or loop.time() + wait_s > deadline_s:
-                return answer, body
-            await asyncio.sleep(wait_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    async def _ask(self, taken: TakenJob, caller: Caller | None) -> tuple[JobAnswer, bytes]:
-        """Return the application's answer to the job's request. Raises _TooLarge."""
-        status, headers, body = 500, list[tuple[bytes, bytes]](), bytearray()
-        most, messages = self._desk.config.max_result_bytes, iter([taken.body])
-
-        async def receive() -> Message:
-            for part in messages:
-                return {"type": "http.request", "body": part, "more_body": False}
-            await asyncio.Event().wait()  # the client never leaves: an unwanted job is cancelled
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            nonlocal status, headers
-            if message["type"] == "http.response.start":
-                status, headers = message["status"], list(message.get("headers", ()))
-            elif message["type"] == "http.response.body":
-                body.extend(message.get("body", b""))
-                if len(body) > most:
-                    raise _TooLarge
-
-        try:
-            await self._app(_scope_of(taken, caller), receive, send)
-        except _TooLarge:
-            raise
-        except Exception:  # the application has answered, and raises for its server
-            if len(body) > most:
-                raise _TooLarge from None
-        kept = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
-        error = _error_of(status, bytes(body)) if status >= 400 else None
-        return JobAnswer(status, tuple(pair for pair in kept if pair[0] not in _UNKEPT), error), bytes(body)
 
     async def _tell(self, taken: TakenJob, end: JobAnswer | JobError, body: bytes, deadline_s: float) -> None:
         """Report the end to the owner until it has it. After the job's time it has no room: it is begun again."""
-        pause_s = FIRST_PAUSE_S
-        while True:
+        for pause_s in growing_pauses():
             try:
                 await self._desk.call(WeightRegistry.end_job, taken.id, taken.start, end, body)
                 return
             except Exception as error:
                 logger.warning("the end of job %s is not kept yet: %s", taken.id, str(error).partition("\n")[0])
-                if asyncio.get_running_loop().time() + pause_s > deadline_s + _GRACE_S:
+                if asyncio.get_running_loop().time() + pause_s > deadline_s + GRACE_S:
                     return
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _scope_of(taken: TakenJob, caller: Caller | None) -> dict[str, Any]:
-    headers: Headers = (*taken.headers, ("content-length", str(len(taken.body))))
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": taken.endpoint,
-        "raw_path": taken.endpoint.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers],
-        "client": None,
-        "server": None,
-        CALLER: caller,
-    }
-
-
-def _retry_after_s(answer: JobAnswer) -> float:
-    after = dict(answer.headers).get("retry-after", "")
-    return min(float(after), LONGEST_PAUSE_S) if after.isascii() and after.isdigit() and len(after) < 9 else 0.0
-
-
-def _error_of(status: int, body: bytes) -> JobError:
-    """Return the error of a failed answer, in any protocol's form."""
-    message, code = f"the endpoint answered {status}; that is the job's result", f"http_{status}"
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(body[:_MAX_ERROR_BYTES])
-        error = found.get("error") if isinstance(found, dict) else None
-        if isinstance(error, dict):
-            message = str(error.get("message") or message)
-            code = str(error.get("code") or error.get("type") or code)
-        elif isinstance(error, str):
-            message = error
-    return JobError(code, message)

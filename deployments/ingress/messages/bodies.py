@@ -30,7 +30,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.door.haproxy_rules import UNREAD
 from configs.cluster import LimitsConfig
-from configs.http import UPLOAD_PATHS
+from configs.http import FILE_PATHS, UPLOAD_PATHS
+from configs.jobs import MAX_FILE_BYTES
 from deployments.engines.llm.chat import NullIsDefault
 from deployments.records import (
     LEAST_TOP_P,
@@ -191,10 +192,14 @@ class BoundedBody:
         limits: LimitsConfig,
         large: LargeBody,
         clock: Callable[[], float] = time.monotonic,
+        max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         headers = dict(scope["headers"])
         is_upload = scope["path"].startswith(UPLOAD_PATHS)
+        self._is_file = scope["path"].startswith(FILE_PATHS)
         self._max_bytes = limits.max_upload_bytes if is_upload else limits.max_body_bytes
+        if self._is_file:
+            self._max_bytes = max_file_bytes + SMALL_BYTES  # of the form around the file
         if self._max_bytes < (announced := announced_bytes(scope)) < math.inf:
             raise _too_large(announced, self._max_bytes)
         is_json = not headers.get(b"content-type", b"").startswith(_NOT_JSON) and not scope["path"].startswith("/v2")
@@ -219,7 +224,8 @@ class BoundedBody:
         self._num_bytes += len(body)
         if self._num_bytes > self._max_bytes:
             raise _too_large(self._num_bytes, self._max_bytes)
-        self._large.hold(len(body))
+        if not self._is_file:  # of a file there is one piece at a time
+            self._large.hold(len(body))
         if self._size is not None:
             self._size.add(body)
         return message

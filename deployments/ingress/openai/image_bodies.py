@@ -186,7 +186,9 @@ class GenerationBody(ImagesBody):
         return self.record_with(image, mask, limits).model_copy(update={"images": images})
 
 
-JSON_FIELDS: Final = ("lora", "control", "ip_adapter", "scheduler_options", "acceleration", "variation", "extra")
+JSON_FIELDS: Final = (
+    *("lora", "control", "ip_adapter", "scheduler_options", "acceleration", "variation", "sampler", "extra"),
+)
 
 
 class VariationBody(ImagesBody):

@@ -14,6 +14,7 @@ from deployments.records import TextChunk, TextResult
 
 _ITEM_ID: Final = re.compile(r"(?:msg|fc|rs)_([0-9a-f]{32})_[0-9]{1,4}")
 Status = Literal["in_progress", "completed", "incomplete"]
+_PREFIX: Final = "resp_"
 
 
 class OutputText(Answer):
@@ -92,16 +93,24 @@ class WhyIncomplete(Answer):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseError(Answer):
+    """The reason why a response in the background has no output."""
+
+    code: str
+    message: str
+
+
 class ResponseAnswer(Answer):
     """A response: the request's options, and the thoughts, messages and tool calls of the model."""
 
     id: str
     object: Literal["response"]
     created_at: int
-    status: Status
+    background: bool
+    status: Status | Literal["queued", "failed", "cancelled"]
     model: str
     output: list[OutputItem]
-    error: None
+    error: ResponseError | None
     incomplete_details: WhyIncomplete | None
     instructions: str | None
     max_output_tokens: int | None
@@ -121,17 +130,13 @@ class ResponseAnswer(Answer):
 class ResponseForm:
     """One response in progress. `asked` are the members of the answer that repeat the request.
 
-    Ids of its items have that of the response in them: `response_id_of` finds it.
+    Ids of its items have that of the response in them: `response_id_of` finds it. `id_` is that of a response in the
+    background, which was given before.
     """
 
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self._hex = uuid.uuid4().hex
-        self._head = asked | {
-            "id": f"resp_{self._hex}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "error": None,
-        }
+    def __init__(self, asked: dict[str, Any], id_: str | None = None) -> None:
+        self._hex = id_.removeprefix(_PREFIX) if id_ is not None else uuid.uuid4().hex
+        self._head = _head_of(asked, f"{_PREFIX}{self._hex}", int(time.time()), is_in_background=id_ is not None)
         self._parts = AnswerParts(None if asked["parallel_tool_calls"] else 1)
         self._items: list[OutputItem] = []
         self._is_open = False  # the last of the items
@@ -253,6 +258,23 @@ class ResponseForm:
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._hex}_{len(self._items)}"
+
+
+def unfinished_answer(
+    asked: dict[str, Any],
+    id_: str,
+    created_at: int,
+    status: Literal["queued", "in_progress", "failed", "cancelled"],
+    error: ResponseError | None = None,
+) -> ResponseAnswer:
+    """Return a response in the background that has no output, or none yet."""
+    head = _head_of(asked, id_, created_at, is_in_background=True) | {"error": error}
+    return ResponseAnswer(**head, status=status, output=[], incomplete_details=None, usage=None)
+
+
+def _head_of(asked: dict[str, Any], id_: str, created_at: int, *, is_in_background: bool) -> dict[str, Any]:
+    own = {"id": id_, "object": "response", "created_at": created_at, "background": is_in_background, "error": None}
+    return asked | own
 
 
 def response_id_of(item_id: str) -> str | None:

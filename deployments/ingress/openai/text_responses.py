@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import AliasChoices, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from configs.cluster import MAX_MESSAGES, LimitsConfig
 from deployments.engines.llm.chat import CalledName, FunctionName, ReasoningEffort
 from deployments.ingress.access.callers import current_tenant
+from deployments.ingress.jobs.desk import JobDesk, is_for_later
 from deployments.ingress.messages.bodies import ClientPart, JsonRoute, LeftOut, TopP, warning_header
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -30,6 +31,13 @@ from deployments.ingress.messages.responses import (
     json_response,
     server_timing,
     stream_events,
+)
+from deployments.ingress.openai.background_responses import (
+    begin,
+    cancel_answer,
+    find_answer,
+    forget_answer,
+    running_id,
 )
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
 from deployments.ingress.openai.kept import StoredResponse, StoredResponses
@@ -395,7 +403,7 @@ class ResponsesBody(ClientPart):
     parallel_tool_calls: bool = Field(True, description="false: the first call of an answer is the only one")
     previous_response_id: Name | None = Field(None, description="the conversation up to that response goes before")
     conversation: None = Field(None, description="conversations are not kept; say `previous_response_id`")
-    background: Literal[False] | None = None
+    background: bool | None = Field(None, description="true: answer at once; fetch the response by its id")
     store: bool = Field(True, description="the response is kept for a while, for those that follow on it")
     stream: bool | None = False
     user: UserName | None = None
@@ -448,18 +456,15 @@ class ResponsesBody(ClientPart):
             given["tool_choice"] = self.tool_choice
         return given
 
-    def form(self, *, is_stored: bool) -> ResponseForm:
-        """Return the form of the answer, which repeats the request."""
+    def asked(self, *, is_stored: bool) -> dict[str, Any]:
+        """Return the members of the answer that repeat the request."""
         choice = self.tool_choice
-        return ResponseForm(
-            self.model_dump(include=_REPEATED)
-            | {
-                "store": is_stored,
-                "metadata": self.metadata or {},
-                "tools": [tool.model_dump(include={"type", *_FUNCTION_FIELDS}) for tool in self.functions],
-                "tool_choice": choice.model_dump() if isinstance(choice, RequestModel) else choice or "auto",
-            }
-        )
+        return self.model_dump(include=_REPEATED) | {
+            "store": is_stored,
+            "metadata": self.metadata or {},
+            "tools": [tool.model_dump(include={"type", *_FUNCTION_FIELDS}) for tool in self.functions],
+            "tool_choice": choice.model_dump() if isinstance(choice, RequestModel) else choice or "auto",
+        }
 
 
 # With `stream`, events of OpenAI's names.
@@ -478,18 +483,21 @@ class ResponseDeleted(Answer):
 
 
 def create_responses_router(
-    service: Service, stored: StoredResponses | None, limits: LimitsConfig, images: ChatImages
+    service: Service, stored: StoredResponses | None, limits: LimitsConfig, images: ChatImages, desk: JobDesk
 ) -> APIRouter:
-    """Return the routes. Without `stored`, no response is kept."""
+    """Return the routes. Without `stored`, no response is kept, but for those in the background: they are jobs."""
     router = APIRouter(tags=["text"], route_class=JsonRoute)
 
     @router.post("/v1/responses", response_model=ResponseAnswer, responses=_RESPONSES)
-    async def respond(body: ResponsesBody) -> Response:
+    async def respond(body: ResponsesBody, request: Request) -> Response:
         """A response of a language model."""
         before, own = await _conversation(body, KeptItems(stored, current_tenant.get(), limits.max_upload_bytes))
         keeping = _Keeping(stored if body.store else None, current_tenant.get(), own)
         record, warnings = await images.record_of(body.to_fields([*before, *own])), body.warnings()
-        form, headers = body.form(is_stored=keeping.stored is not None), warning_header(warnings)
+        asked, headers = body.asked(is_stored=keeping.stored is not None), warning_header(warnings)
+        if is_for_later(body.background, is_stream=bool(body.stream)):
+            return json_response(await begin(desk, request, asked), headers=headers)
+        form = ResponseForm(asked, running_id())
         if not body.stream:
             result = await service.chat(record)
             answer = await keeping.keep(form.whole(result, warnings))
@@ -508,15 +516,29 @@ def create_responses_router(
 
     @router.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=documented(**_GONE))
     async def read(response_id: str) -> Response:
-        """A response that is kept."""
-        if stored is None or not (found := await asyncio.to_thread(stored.find, current_tenant.get(), response_id)):
-            return _not_found(response_id)
-        return json_response(found.answer)
+        """A response that is kept, or in the background."""
+        found = await asyncio.to_thread(stored.find, current_tenant.get(), response_id) if stored is not None else None
+        if found is not None and not json.loads(found.answer).get("background"):
+            return json_response(found.answer)
+        answer = await find_answer(desk, response_id)  # it may have been cancelled while it was kept
+        if answer is None and found is not None:
+            answer = found.answer
+        return _not_found(response_id) if answer is None else json_response(answer)
+
+    @router.post(
+        "/v1/responses/{response_id}/cancel", response_model=ResponseAnswer, responses=documented(400, **_GONE)
+    )
+    async def cancel(response_id: str) -> Response:
+        """End a response in the background."""
+        answer = await cancel_answer(desk, response_id)
+        return _not_found(response_id) if answer is None else json_response(answer)
 
     @router.delete("/v1/responses/{response_id}", response_model=ResponseDeleted, responses=documented(**_GONE))
     async def delete(response_id: str) -> Response:
         """Forget a response. Later responses that follow on it can no longer be continued."""
-        if stored is None or not await asyncio.to_thread(stored.forget, current_tenant.get(), response_id):
+        was_job = await forget_answer(desk, response_id)
+        was_kept = stored is not None and await asyncio.to_thread(stored.forget, current_tenant.get(), response_id)
+        if not (was_job or was_kept):
             return _not_found(response_id)
         return json_response(ResponseDeleted(id=response_id, object="response", deleted=True))
 

@@ -71,6 +71,11 @@ class DecodedImage:
         return width, height
 
     @property
+    def with_alpha(self) -> npt.NDArray[np.uint8]:
+        """Return (height, width, 4), or 3 where the file has no transparency."""
+        return self.pixels if self.alpha is None else np.dstack([self.pixels, self.alpha])
+
+    @property
     def to_repaint(self) -> npt.NDArray[np.uint8] | None:
         """Return 255 where the image is fully transparent, else 0; None if it nowhere is. OpenAI's rule for masks."""
         if self.alpha is None or self.alpha.all():
@@ -157,17 +162,27 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, An
     `lora[][name]`, once for each object of a list, is a list `lora` of objects that have a `name`.
     Raises InvalidRequest for another body, and for a field that came twice.
     """
+    fields, files, _ = await read_named_form(request, max_part_bytes)
+    return fields, files
+
+
+async def read_named_form(
+    request: Request, max_part_bytes: int
+) -> tuple[dict[str, Any], dict[str, list[bytes]], dict[str, list[str]]]:
+    """Return a form as `read_form` does, and the names that the files have on their client."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("expected a body of multipart/form-data with the image as a file")
     fields: dict[str, Any] = {}
     lists: dict[str, dict[str, list[str]]] = {}
     files: dict[str, list[bytes]] = {}
+    names: dict[str, list[str]] = {}
     try:
         async with request.form(max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_part_bytes) as form:
             for key, value in form.multi_items():
                 name = key.removesuffix("[]")
                 if isinstance(value, UploadFile):
                     files.setdefault(name, []).append(await value.read())
+                    names.setdefault(name, []).append(value.filename or "")
                 elif found := _MEMBER.fullmatch(key):
                     lists.setdefault(found[1], {}).setdefault(found[2], []).append(value)
                 elif name in fields:
@@ -180,7 +195,7 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, An
         if name in fields:
             raise InvalidRequest(f"{name}: given more than once", name)
         fields[name] = _objects_of(name, members)
-    return fields, files
+    return fields, files, names
 
 
 def _objects_of(name: str, members: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:

@@ -139,6 +139,10 @@ class Catalog:
         """Return the facts in a language model's files. Raises UnknownModel, ModelUnavailable."""
         return await self._call_registry(WeightRegistry.model_details, id_)
 
+    async def solver_config(self, id_: str) -> Mapping[str, Any]:
+        """Return the config of a pipeline's solver. Raises UnknownModel, ModelUnavailable."""
+        return await self._call_registry(WeightRegistry.solver_config, id_)
+
     async def _call_registry(self, method: Method[[str], _FoundT], id_: str) -> _FoundT:
         """Call a method of the registry for a model."""
         try:

@@ -24,7 +24,7 @@ import { Enlarge, Gallery } from "./gallery.js";
 import { EntryStore } from "./entry_store.js";
 import { GridFields, cellsOf, sheetOf } from "./grid.js";
 import { MAX_FILE_BYTES, download, parametersOf as parametersOfFile } from "./image_files.js";
-import { Jobs } from "./jobs.js";
+import { Jobs } from "./image_jobs.js";
 import { MaskDialog } from "./mask.js";
 import { ModelPicker, makes, useModels } from "./models.js";
 import { texts } from "./texts.js";

@@ -22,17 +22,9 @@ from ray._private.utils import check_version_info, compute_version_info
 
 from cluster.records.errors import SessionError
 from cluster.start import session
-from cluster.start.session import (
-    SessionFile,
-    SessionRecord,
-    _check_port_free,
-    _own_folder,
-    _remove_old_sessions,
-    check_can_start,
-    record_folder,
-    running_sessions,
-    stop_session,
-)
+from cluster.start.ray_folders import _remove_old_sessions, own_folder
+from cluster.start.session import _check_port_free, check_can_start
+from cluster.start.session_records import SessionFile, SessionRecord, record_folder, running_sessions, stop_session
 from configs.cluster import ClusterConfig
 from configs.http import HttpConfig
 from infra.ports import free_port
@@ -165,15 +157,15 @@ def test_a_private_ray_has_a_folder_of_its_own_where_paths_of_sockets_fit(
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
-        found = {_own_folder("one"), _own_folder("one"), _own_folder("two")}
+        found = {own_folder("one"), own_folder("one"), own_folder("two")}
         assert len(found) == 2
         assert all(folder and Path(folder).parent == Path(short) / f"atelier-{os.getuid()}" for folder in found)
         assert Path(short, f"atelier-{os.getuid()}").stat().st_mode & 0o777 == 0o700
         monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
-        assert _own_folder("one") is None
+        assert own_folder("one") is None
         monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a-long-path-of-a-temporary-folder"))
-    assert _own_folder("one") is None
+    assert own_folder("one") is None
 
 
 def test_auto_means_the_ray_of_this_users_cluster_whatever_runs_beside_it(
@@ -191,7 +183,7 @@ def test_auto_means_the_ray_of_this_users_cluster_whatever_runs_beside_it(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     session.join_ray()
     session._write_address(str(ray_environment))
-    write(session.record_folder(), replace(mine, ray=str(ray_environment)))
+    write(record_folder(), replace(mine, ray=str(ray_environment)))
     session.join_ray()
     session.join_ray("10.0.0.1:6379")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
@@ -250,7 +242,7 @@ def test_the_token_of_a_private_ray_is_random_and_for_its_user_alone(ray_environ
     path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     token = path.read_text()
     assert len(bytes.fromhex(token)) == 32
-    assert (path.parent, path.stat().st_mode & 0o777) == (session.record_folder(), 0o600)
+    assert (path.parent, path.stat().st_mode & 0o777) == (record_folder(), 0o600)
     assert "RAY_AUTH_MODE" not in os.environ  # `ray.init` turns tokens on, but only where it is unset
     assert list(ray_environment.iterdir()) == []  # where a token would lock every Ray of this user
     del os.environ["RAY_AUTH_TOKEN_PATH"]
@@ -276,7 +268,7 @@ def test_who_joins_a_private_ray_takes_its_token(ray_environment: Path, monkeypa
 
 @pytest.mark.parametrize("content", ["0" * 64, "", "\n"])
 def test_a_token_that_is_there_stays_and_its_file_is_closed_to_others(ray_environment: Path, content: str) -> None:
-    path = session.record_folder() / "ray_token"
+    path = record_folder() / "ray_token"
     path.write_text(content)
     path.chmod(0o644)
     session._guard_ray_token()

@@ -47,6 +47,7 @@ def before() -> dict[str, str | None]:
         ({"worker": {"num_replicas": 3}}, set()),
         ({"worker": {"kv_cache_bytes": "64 MiB"}}, {"worker"}),
         ({"worker": {"max_num_seqs": 7}}, {"worker", "ingress"}),
+        ({"worker": {"ranks": {"tensor": 2}}}, {"worker"}),
         ({"text_encoder": {"cache_bytes": "3 MiB"}}, {"text_encoder"}),
         ({"http": {"web": False}}, {"ingress"}),
         ({"store": {"verify": False}}, {"ingress", "text_encoder", "worker"}),
@@ -65,6 +66,27 @@ def test_a_config_that_is_deployed_by_others_has_no_versions_and_their_environme
     app = versioned_app(ClusterConfig.model_validate(CONFIG), {"worker": {"A": "1"}})
     found = {name: one.ray_actor_options.get("runtime_env") for name, one in deployments(app).items()}
     assert found == {"worker": {"env_vars": {"A": "1"}}, "text_encoder": None, "ingress": None}
+
+
+def test_each_rank_has_a_place_of_its_own_beside_the_others() -> None:
+    worker = {
+        "num_cpus": 2,
+        "ranks": {"cfg": 2, "tensor": 2},
+        "placement": {"resources": {"spot": 0.5}, "labels": {"zone": "a"}, "accelerator_type": "H100"},
+    }
+    found = deployments(versioned_app(ClusterConfig.model_validate(CONFIG | {"worker": worker}), {}))
+    replica = found["worker"]._replica_config
+    assert replica.placement_group_bundles == [{"CPU": 2.0, "spot": 0.5, "accelerator_type:H100": 0.001}] * 4
+    assert replica.placement_group_strategy == "STRICT_PACK"
+    assert replica.placement_group_bundle_label_selector == [{"zone": "a"}] * 4
+    assert replica.ray_actor_options["num_cpus"] == 2
+    assert "label_selector" not in replica.ray_actor_options
+    assert found["ingress"]._replica_config.placement_group_bundles is None
+
+
+def test_a_replica_of_one_process_has_no_places_of_ranks() -> None:
+    found = deployments(versioned_app(ClusterConfig.model_validate(CONFIG | {"worker": {"ranks": {"tensor": 1}}}), {}))
+    assert found["worker"]._replica_config.placement_group_bundles is None
 
 
 def deployments(app: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from configs.options import (
     DiffusionOptions,
     PictureOptions,
     PromptReading,
+    Sampler,
     Sampling,
     SamplingOptions,
     Variation,
@@ -48,6 +49,7 @@ SPECIAL: dict[str, Any] = {
     "prompt_syntax": "weighted",
     "acceleration": Acceleration(interval=4),
     "variation": Variation(seed=3, strength=0.5),
+    "sampler": Sampler(name="euler", sigmas=(2.0, 1.0, 0.0)),
 }
 
 

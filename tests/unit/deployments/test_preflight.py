@@ -87,6 +87,20 @@ def test_a_config_that_is_wrong_everywhere_is_told_all_at_once(mistakes: Callabl
     assert "some would wait for ever" in found["ray.num_cpus"]
 
 
+def test_each_rank_of_a_worker_takes_the_cpus_of_a_replica(mistakes: Callable[..., Found]) -> None:
+    worker = {"num_replicas": 2, "num_cpus": 1, "ranks": {"tensor": 2}}
+    found = mistakes(ray={"num_cpus": 4}, worker=worker, models=[FLUX])
+    assert "replicas take 5 CPUs (ingress 0.5, text_encoder 0.5, worker 4), Ray has 4" in found["ray.num_cpus"]
+    assert mistakes(ray={"num_cpus": 5}, worker=worker, models=[FLUX]) == {}
+
+
+def test_a_language_model_that_ranks_cannot_divide_is_refused_with_its_numbers(mistakes: Callable[..., Found]) -> None:
+    found = mistakes(ray={"num_cpus": 9}, worker={"ranks": {"tensor": 3}}, models=[FLUX, ADDER])
+    assert found.keys() == {"models.1.path"}
+    assert "worker.ranks: 4 query heads cannot be divided among 3 ranks (tensor 3)" in found["models.1.path"]
+    assert mistakes(ray={"num_cpus": 9}, worker={"ranks": {"tensor": 2}}, models=[FLUX, ADDER]) == {}
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [

@@ -375,8 +375,20 @@ class Guidance:
         return negative + scale * (prompt - negative)
 
 
+class PlainGuidance(Guidance):
+    """Guidance of a request with a sampler: by its `cfg`, as ComfyUI has it for any model."""
+
+    rule: ClassVar[str] = "a sampler whose cfg is not 1"
+
+    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
+        return request.sampler is not None and request.sampler.cfg != 1
+
+    def scale(self, request: DiffusionRequest) -> float:
+        return 1.0 if request.sampler is None else request.sampler.cfg
+
+
 class Latents(ABC):
-    """The forms of latents: for the VAE, for the denoiser, and before the first step."""
+    """The forms of latents: for the VAE, for the denoiser, before the first step, and in requests and results."""
 
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 if the VAE's config has `force_upcast`
     are_float32: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
@@ -420,6 +432,18 @@ class Latents(ABC):
     def unscale(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
         """Return latent images at the scale of the VAE."""
         return latents_BCHW / vae.config["scaling_factor"]
+
+    def taken_in(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return latents of a request, by default the VAE's, at the scale at which they are denoised."""
+        return self.scale(latents_BCHW, vae)
+
+    def handed_out(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return latent images as results have them: undo `taken_in`."""
+        return self.unscale(latents_BCHW, vae)
+
+    def pixels_per_cell(self, variant: Mapping[str, bool | int]) -> int:
+        """Return the pixels of a side of an image for each place in a request's latents."""
+        return int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
 
     def batch_shape(self, size: ImageSize) -> Hashable:
         """Return the key of images that share a forward of the denoiser at equal cost each."""
@@ -541,6 +565,7 @@ class Network(ABC):
 
 
 _GUIDANCE: Final = Guidance()
+_PLAIN_GUIDANCE: Final = PlainGuidance()
 _STEPS: Final = Steps()
 _ADAPTERS: Final = Adapters()
 _REFERENCES: Final = References()
@@ -570,6 +595,10 @@ class Family:
     def lora_encoders(self) -> Mapping[str, Sequence[str]]:
         """Return the text encoders that a LoRA may change: a family is the `AdaptedParts` of its pipelines."""
         return self.adapters.lora_encoders
+
+    def guidance_of(self, request: DiffusionRequest) -> Guidance:
+        """Return the guidance of a request: a sampler has its own."""
+        return self.guidance if request.sampler is None else _PLAIN_GUIDANCE
 
     def variant(self, model_index: Mapping[str, Any]) -> Family:
         """Return the family's variant for a checkpoint, by its model_index.json."""

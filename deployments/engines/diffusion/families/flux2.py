@@ -70,6 +70,16 @@ class PatchLatents(FlowLatents):
         rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
         return latents.transpose(1, 2).reshape(len(latents), -1, rows, columns)
 
+    def taken_in(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return them as they are: requests have normalized patches, as ComfyUI's latents are."""
+        return latents_BCHW
+
+    def handed_out(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        return latents_BCHW
+
+    def pixels_per_cell(self, variant: Mapping[str, bool | int]) -> int:
+        return PATCH * super().pixels_per_cell(variant)
+
     def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
         """Return patches (B, 4 * C, h/2, w/2) of latents (B, C, h, w)."""
         batch, channels, height, width = vae_latents.shape

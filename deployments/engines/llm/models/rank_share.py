@@ -94,9 +94,12 @@ class DecoderShare:
         return Slice(_DIMENSIONS[part], *self._range(part, is_expert=".experts." in path))
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a plain tensor: a view. A bias of a sum is rank 0's alone."""
+        """Return the rank's part of a plain tensor: a view. A bias of a sum is rank 0's alone.
+
+        What has not the whole matrix's size stays as it is: it came as that part, or its shape is refused by name.
+        """
         found = self.slice_of(name)
-        if found is not None:
+        if found is not None and tensor.dim() > found.dimension and self._is_whole(name, tensor.shape[found.dimension]):
             return tensor.narrow(found.dimension, found.start, found.stop - found.start)
         is_added_once = name.endswith((".o_proj.bias", ".down_proj.bias"))
         return torch.zeros_like(tensor) if is_added_once and self.rank else tensor
@@ -104,7 +107,13 @@ class DecoderShare:
     def cut_packed(self, name: str, weight: PackedWeight) -> PackedWeight:
         """Return the rank's part of a packed matrix: a view of its rows, or a copy of its columns."""
         found = self.slice_of(name)
-        return weight if found is None else _cut_packed(name, weight, found)
+        if found is None or not self._is_whole(name, (weight.rows, weight.columns)[found.dimension]):
+            return weight
+        return _cut_packed(name, weight, found)
+
+    def _is_whole(self, name: str, length: int) -> bool:
+        last = replace(self, rank=self.size - 1).slice_of(name)
+        return last is not None and last.stop == length
 
     def _range(self, part: str, *, is_expert: bool) -> tuple[int, int]:
         spec = self.whole

@@ -257,7 +257,7 @@ def create_model(
     with torch.device("meta"):
         module = LlamaForCausalLM(spec)
     packed: PackedSource | None = getattr(config, "packed_source", None)
-    full_name = _full_name if packed is None else str
+    full_name = headed_name if packed is None else str
     placed: Mapping[str, torch.Tensor] = renamed_experts(
         {full_name(name): tensor if keeps_devices else tensor.to(device) for name, tensor in tensors.items()}
     )
@@ -316,7 +316,7 @@ def _stored_source(
     return PackedSource({name: name for name in names}, kinds, group_size=given["group_size"], ignored=ignored)
 
 
-def _full_name(name: str) -> str:
+def headed_name(name: str) -> str:
     """Return a name in the form of decoders with a head: folders of sentence-transformers hold decoders without one."""
     return f"model.{name}" if name.startswith(_DECODER_PARTS) else name
 

@@ -37,3 +37,14 @@ async def test_the_ingress_reads_it_under_its_name() -> None:
 
 async def test_a_request_without_one_stays_as_it_is() -> None:
     assert await headers_behind(HideDeadline, HEADERS[::2], ShowDeadline) == dict(HEADERS[::2])
+
+
+async def test_a_websocket_lasts_as_long_as_its_client() -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    for headers in (HEADERS, HEADERS[::2]):
+        await HideDeadline(app)({"type": "websocket", "headers": headers, "path": "/"}, None, None)  # type: ignore[arg-type]
+        assert parse_request_timeout_header(dict(seen.pop()["headers"]), 300.0) is None

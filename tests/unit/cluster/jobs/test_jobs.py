@@ -14,8 +14,9 @@ from kit.waiting import until
 
 from cluster.jobs.book import BOOK_FILE, JobBook
 from cluster.jobs.disk import RESULTS, collect_results
+from cluster.jobs.files import Clocks
 from cluster.jobs.leases import LOST_S
-from cluster.jobs.owner import Clocks, JobOwner
+from cluster.jobs.owner import JobOwner
 from cluster.jobs.records import JobAnswer, JobError, JobFilter, JobState, NewJob
 from cluster.records.errors import JobConflict, JobsFull, JobsUnavailable
 from configs.jobs import JobsConfig
@@ -113,10 +114,10 @@ async def test_a_job_waits_runs_and_is_done(open_owner: OpenOwner, clock: Clock)
     assert done is not None
     assert (done.status, done.ended_s, done.expires_s, done.num_bytes) == ("done", 1005.0, 1105.0, 6)
     assert done.answer == JobAnswer(200, (("x", "é"),))
-    assert await owner.read_result("mine", job.id, 0, 4) == b"resu"
-    assert await owner.read_result("mine", job.id, 4, 4) == b"lt"
+    assert await owner.files.read_result("mine", job.id, 0, 4) == b"resu"
+    assert await owner.files.read_result("mine", job.id, 4, 4) == b"lt"
     assert await owner.end_job(job.id, 1, JobAnswer(200), b"other"), "the same again is no news"
-    assert await owner.read_result("mine", job.id, 0, 9) == b"result"
+    assert await owner.files.read_result("mine", job.id, 0, 9) == b"result"
 
 
 @pytest.mark.parametrize("end", [JobAnswer(400, (), JobError("bad", "no such field")), JobError("lost", "it is")])
@@ -129,19 +130,19 @@ async def test_a_job_that_fails_says_why(open_owner: OpenOwner, end: JobAnswer |
     assert found is not None
     assert (found.status, found.error) == ("failed", end.error if isinstance(end, JobAnswer) else end)
     has_result = isinstance(end, JobAnswer)
-    assert await owner.read_result("mine", job.id, 0, 9) == (b"why" if has_result else None)
+    assert await owner.files.read_result("mine", job.id, 0, 9) == (b"why" if has_result else None)
 
 
 async def test_a_key_sees_its_own_jobs_alone(open_owner: OpenOwner) -> None:
     owner = open_owner()
     id_ = await finished(owner, b"secret")
     assert await owner.find_job("yours", id_) is None
-    assert await owner.read_result("yours", id_, 0, 9) is None
+    assert await owner.files.read_result("yours", id_, 0, 9) is None
     assert await owner.cancel_job("yours", id_) is None
     assert not await owner.forget_job("yours", id_)
     assert await owner.list_jobs("yours", JobFilter(), None, 9, "asc") == []
     assert await owner.list_jobs("yours", JobFilter(), id_, 9, "asc") is None
-    assert await owner.read_result("mine", id_, 0, 9) == b"secret"
+    assert await owner.files.read_result("mine", id_, 0, 9) == b"secret"
 
 
 async def test_pages_have_a_filter_and_an_order(open_owner: OpenOwner) -> None:
@@ -160,6 +161,26 @@ async def test_pages_have_a_filter_and_an_order(open_owner: OpenOwner) -> None:
     assert await page(JobFilter("done"), None, 9) == ids[:3]
     assert await page(JobFilter("queued", "/v1/y"), None, 9, "desc") == ids[:2:-1]
     assert await page(JobFilter("done", "/v1/y"), None, 9) == []
+
+
+async def test_a_job_is_found_by_its_idempotency_key_and_numbered(open_owner: OpenOwner) -> None:
+    owner = open_owner()
+    first, second = [await owner.add_job(new(name, idempotency_key=name)) for name in "ab"]
+    other = await owner.add_job(new("a", "yours", idempotency_key="a"))
+    for key, name, expected in (("mine", "a", [first]), ("mine", "c", []), ("yours", "a", [other]), ("yours", "b", [])):
+        assert await owner.list_jobs(key, JobFilter(idempotency_key=name), None, 9, "desc") == expected
+    assert first.number < second.number < other.number
+
+
+async def test_the_body_of_a_job_is_there_until_it_ends(open_owner: OpenOwner) -> None:
+    owner = open_owner()
+    job = await owner.add_job(new("what is asked"))
+    assert await owner.files.read_body("mine", job.id) == b"what is asked"
+    assert await owner.files.read_body("yours", job.id) is None
+    (taken,) = await owner.take_jobs("runner", 1, MOST, 0.0)
+    assert await owner.files.read_body("mine", job.id) == b"what is asked"
+    await owner.end_job(job.id, taken.start, JobAnswer(200), b"result")
+    assert await owner.files.read_body("mine", job.id) is None
 
 
 async def test_the_same_idempotency_key_is_the_same_job_of_a_key(open_owner: OpenOwner) -> None:
@@ -250,7 +271,23 @@ async def test_the_jobs_of_a_silent_ingress_begin_again(open_owner: OpenOwner, m
     assert await owner.beat_jobs("one", {alive.id: (1, 60), lost.id: (1, 90)}) == [lost.id]
     assert not await owner.end_job(lost.id, 1, JobAnswer(200), b"late")
     assert await owner.end_job(lost.id, 2, JobAnswer(200), b"right")
-    assert await owner.read_result("mine", lost.id, 0, 9) == b"right"
+    assert await owner.files.read_result("mine", lost.id, 0, 9) == b"right"
+
+
+async def test_the_jobs_of_an_ingress_that_ends_begin_again_at_once(open_owner: OpenOwner) -> None:
+    owner = open_owner(max_starts=1)
+    job = await owner.add_job(new())
+    await owner.take_jobs("one", 1, MOST, 0.0)
+    asking = asyncio.ensure_future(owner.take_jobs("one", 9, MOST, 1e9))
+    waiting = asyncio.ensure_future(owner.take_jobs("two", 9, MOST, 1e9))
+    await owner.release_jobs("another")
+    await owner.release_jobs("one")
+    (again,) = await waiting
+    assert (again.id, again.start) == (job.id, 2)
+    assert not asking.done(), "who has ended gets no more"
+    asking.cancel()
+    assert await owner.beat_jobs("one", {job.id: (1, 50)}) == [job.id]
+    assert await owner.end_job(job.id, 2, JobAnswer(200), b"right")
 
 
 async def test_what_was_lost_and_not_begun_again_may_still_end(open_owner: OpenOwner, monotonic: Clock) -> None:
@@ -295,7 +332,7 @@ async def test_another_owner_knows_all_of_it(open_owner: OpenOwner, monotonic: C
     else:
         assert await bodies(owner) == ["begun", "queued"]
         assert await owner.beat_jobs("one", {begun.id: (1, 50)}) == [begun.id]
-    assert await owner.read_result("mine", done, 0, 9) == b"result"
+    assert await owner.files.read_result("mine", done, 0, 9) == b"result"
     assert queued.id
 
 
@@ -369,7 +406,7 @@ async def test_gc_removes_results_whose_time_is_over_unless_their_owner_does(
         assert num_bytes > 0
         assert len(list(results.iterdir())) == (3 if dry_run else 1)
     owner = JobOwner(store / "jobs" / "c", JobsConfig(), clocks=clocks)
-    assert await owner.read_result("mine", young, 0, 9) == b"young"
+    assert await owner.files.read_result("mine", young, 0, 9) == b"young"
     assert await owner.find_job("mine", old) is None
     owner.close()
 

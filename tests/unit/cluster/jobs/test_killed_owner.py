@@ -15,7 +15,8 @@ import pytest
 from kit.drawing import seeds
 
 from cluster.jobs.disk import FOLDER, RESULTS
-from cluster.jobs.owner import Clocks, JobOwner
+from cluster.jobs.files import Clocks
+from cluster.jobs.owner import JobOwner
 from cluster.jobs.records import JobAnswer, JobFilter, NewJob, TakenJob
 from configs.jobs import JobsConfig
 
@@ -146,7 +147,7 @@ class Clients:
         for name, id_ in self.known.items():
             job = await owner.find_job(self.asked[name], id_)
             assert job is not None, "a job that was taken in is there"
-            found = await owner.read_result(job.key, id_, 0, 10**6)
+            found = await owner.files.read_result(job.key, id_, 0, 10**6)
             assert (found is not None) == (job.status == "done")
             if found is not None:
                 assert len(found) == job.num_bytes

@@ -350,6 +350,22 @@ class TestConnections:
         wait_until(lambda: server.stats().num_connections == 0)
         connect().fetch_extent([server.address], extent_of(data), data.copy)
 
+    def test_a_peer_without_threads_says_that_it_is_busy(
+        self, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        data, start = random_bytes(100), threading.Thread.start
+        server = serve({"e": data})
+
+        def start_others(thread: threading.Thread) -> None:
+            if thread.name.startswith("peer-serve"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_others)
+        with pytest.raises(PeerUnavailable, match=f"peer {server.address}: .*BUSY"):
+            connect().fetch_extent([server.address], extent_of(data), data.copy)
+        assert server.stats().num_connections == 0
+
     def test_closing_the_client_ends_fetches_under_way(self, serve: Serve, connect: Connect) -> None:
         data, gate, asked = random_bytes(1_000_000), threading.Event(), threading.Event()
 

@@ -18,6 +18,7 @@ from cluster.registry.served_models import ServedModels
 from configs.cluster import ClusterConfig
 from deployments.engines.needs import needs_of_manifest
 from deployments.preflight import check_config
+from weights.memory.layer_plan import DecoderSizes
 from weights.memory.needs import Needs
 from weights.storage.store import WeightStore
 
@@ -98,3 +99,15 @@ async def test_devices_have_budgets_of_their_own(tmp_path: Path) -> None:
 def test_what_nobody_has_counted_fits(tmp_path: Path) -> None:
     config, _ = config_of(tmp_path, store={"node_budget_bytes": 1})
     assert [*Room.of(config).shortages("m", Needs())] == []
+
+
+def test_each_rank_needs_its_share_of_the_layers() -> None:
+    needs = Needs(decoder=DecoderSizes([60, 61, 60], 40, [0, 1, 2, 3]))
+
+    def said(budget_bytes: int, **ranks: int) -> list[str]:
+        worker = {"device": "sim", "device_budget_bytes": budget_bytes, "ranks": ranks}
+        config = ClusterConfig.model_validate({"models": [{"id": "m", "path": "m"}], "worker": worker})
+        return [lack.text for lack in Room.of(config).shortages("m", needs)]
+
+    assert said(221) == said(131, tensor=2) == said(86, tensor=4) == []
+    assert said(130, tensor=2) == ["worker.device_budget_bytes is 130 bytes; each of 2 ranks needs 131 bytes of 'm'"]

@@ -113,6 +113,17 @@ async def test_a_registered_model_is_there_and_known_after_a_kill(life: Life, tm
     assert (again.state, again.fingerprint, again.defaults.max_tokens) == ("ready", made.fingerprint, 3)
 
 
+async def test_the_config_of_a_solver_is_that_of_the_pipeline(life: Life, tmp_path: Path) -> None:
+    models = await life.begin()
+    made = await models.register(model(checkpoint(tmp_path / "c")))
+    assert await models.solver_config("m") == {}  # a language model has none
+    skeleton = life.store.skeleton(await models.manifest("m"))
+    assert made.kind == "llm"
+    (skeleton / "scheduler").mkdir()
+    (skeleton / "scheduler/scheduler_config.json").write_text('{"beta_start": 0.5}')
+    assert await models.solver_config("m") == {"beta_start": 0.5}
+
+
 async def test_the_same_again_changes_nothing_that_is_served(life: Life, tmp_path: Path) -> None:
     models = await life.begin()
     first = await models.register(model(checkpoint(tmp_path / "c")))

@@ -31,7 +31,8 @@ class Server:
         self.bodies.append(body)
         question = body["messages"][-1]["content"]
         if question == "fail":
-            return httpx.Response(503, json={"error": {"message": "no replica"}})
+            refusal = json.dumps({"error": {"message": "no replica"}}).encode()
+            return httpx.Response(503, content=iter([refusal]))  # not read yet, as from a socket
         answer = SPECIAL.get(question, f"[{len(body['messages'])}]")
         events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": character}}]} for character in answer]
         finish = "length" if question == "long" else "stop"

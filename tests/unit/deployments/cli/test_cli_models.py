@@ -234,6 +234,19 @@ def test_status_tells_of_programs_that_are_to_be_compiled(run: Run, server: Any)
     assert "programs:" not in run("status")[1]
 
 
+def test_status_shows_the_ranks_of_a_worker_and_which_do_not_answer(run: Run, server: Any) -> None:
+    worker = {"name": "w1", "modules": [], "resident_bytes": 0, "denoising": 2}
+    processes = [{"rank": 0, "process": 7, "sent_bytes": 5}, {"rank": 1, "process": 8, "sent_bytes": 5}, {"rank": 2}]
+    ranks = {"cfg": 1, "sequence": 1, "tensor": 3}
+    for found, told in (
+        ({}, "worker-w1: 0 modules, 0 B; 2 requests denoising"),
+        ({"ranks": {**ranks, "processes": processes[:2]}}, "2 requests denoising; 2 ranks (tensor 3)"),
+        ({"ranks": {**ranks, "cfg": 2, "processes": processes}}, "3 ranks (cfg 2, tensor 3), no answer of 2"),
+    ):
+        server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"workers": [worker | found]})
+        assert told in " ".join(run("status")[1].split())
+
+
 def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
     assert "the first" not in run("status")[1]
     server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"num_models": 10_000, "num_nodes": 2})

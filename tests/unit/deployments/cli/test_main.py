@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import save_file
 
 from cluster.records.errors import SessionError
-from cluster.start.session import SessionRecord
+from cluster.start.session_records import SessionRecord
 from deployments.cli.cluster import _wait_for_record
 from deployments.cli.generate import _first_local_model
 from deployments.console.client import ClientError
@@ -222,6 +223,27 @@ def test_generate_writes_the_file(run: Run, url: str, server: Any, tmp_path: Pat
     assert body["scheduler"] == "DDIMScheduler"
     assert body["model"] == "flux"  # the first that makes images and can be asked
     assert "seed" not in body
+
+
+def test_generate_needs_no_cluster(run: Run, tmp_path: Path) -> None:
+    """In this process; that it does so as a command, tests/e2e/test_lifecycle.py says."""
+    models = ROOT / "infra/demo/models"
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [
+            {"id": "adder", "path": str(models / "adder")},
+            {"id": "digits", "path": str(models / "digits-flux")},
+        ],
+    }
+    (tmp_path / "own.yaml").write_text(json.dumps(config))
+    options = ["--local", "--config", str(tmp_path / "own.yaml"), "--steps", "2", "--seed", "3", "-n", "2", "--json"]
+    code, out, err = run("generate", "a handwritten seven", *options, "-o", str(tmp_path / "seven.png"))
+    assert code == 0, err
+    told = json.loads(out)
+    assert (told["model"], told["seed"], told["num_inference_steps"]) == ("digits", 3, 2)
+    assert told["files"] == [str(tmp_path / f"seven-{number}.png") for number in (1, 2)]
+    facts = [json.loads(Image.open(file).text["Description"]) for file in told["files"]]
+    assert [(one["model"], one["seed"], one["index"]) for one in facts] == [("digits", 3, 0), ("digits", 3, 1)]
 
 
 @pytest.mark.parametrize("lora", ["bold:", "bold"])
@@ -426,6 +448,17 @@ def test_what_up_would_refuse_check_finds_with_the_same_options(run: Run, tmp_pa
     code, _, err = run("check", "c.yaml")
     assert code == 2
     assert "`atelier keys add NAME --admin` makes a key" in err
+
+
+def test_check_counts_the_processes_of_workers_of_several_ranks(run: Run, tmp_path: Path) -> None:
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    config = {"ray": {"num_cpus": 9}, "store": {"path": "store"}, "models": [model]}
+    (tmp_path / "c.yaml").write_text(json.dumps(config | {"worker": {"num_cpus": 1, "ranks": {"tensor": 2}}}))
+    code, out, _ = run("check", "c.yaml")
+    assert code == 0
+    assert "workers: 1, each of 2 ranks (tensor 2): 2 processes with 2 CPUs\n" in out
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    assert "ranks" not in run("check", "c.yaml")[1]
 
 
 def test_a_detached_start_with_unusable_models_says_so_last_and_in_its_exit_code(

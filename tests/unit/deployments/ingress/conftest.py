@@ -27,6 +27,7 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import StoredResponsesConfig
+from deployments.ingress.comfy.bodies import ComfyError
 from deployments.ingress.compat.a1111_bodies import WebuiError
 from deployments.ingress.compat.anthropic import MessageError
 from deployments.ingress.compat.ollama_answers import OllamaError
@@ -35,7 +36,7 @@ from deployments.ingress.kserve.rest.messages import ProtocolError
 from deployments.ingress.messages.responses import ErrorAnswer, error_content
 from deployments.ingress.service.service import Service
 
-ERRORS = (ErrorAnswer, ProtocolError, MessageError, OllamaError, WebuiError)
+ERRORS = (ErrorAnswer, ProtocolError, MessageError, OllamaError, WebuiError, ComfyError)
 Check = Callable[[httpx.Response], Awaitable[None]]
 
 

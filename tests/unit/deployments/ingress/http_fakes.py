@@ -121,6 +121,7 @@ class Replicas:
         self.chunks: list[TextChunk] = []  # instead of pieces
         self.states = dict(STATUSES)
         self.details: dict[str, LanguageModelDetails] = {}
+        self.solvers: dict[str, dict[str, Any]] = {}
         self.remembered: AdmissionConfig | None = None
         self.tokenized: list[tuple[Any, bool]] = []
         self.enlarges_by = 1
@@ -131,6 +132,9 @@ class Replicas:
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
+
+    async def on_find_job(self, key: str, id_: str) -> None:
+        """Return no job: none is kept."""
 
     async def on_watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None) -> DirectoryChange:
         if epoch:
@@ -149,6 +153,9 @@ class Replicas:
 
     async def on_model_details(self, model: str) -> LanguageModelDetails:
         return self.details.get(model, LanguageModelDetails())
+
+    async def on_solver_config(self, model: str) -> dict[str, Any]:
+        return self.solvers.get(model, {})
 
     async def on_set_admission(self, admission: AdmissionConfig) -> None:
         self.remembered = admission

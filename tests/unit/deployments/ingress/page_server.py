@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import uvicorn
 from kit.waiting import wait_until
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
+from unit.deployments.ingress.jobs.job_fakes import RegistryWithJobs, owner_in
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.process.ray_calls import NamedActor
@@ -28,13 +30,16 @@ class PageServer(NamedTuple):
 
 
 @contextmanager
-def page_server_over(replicas: Replicas) -> Iterator[PageServer]:
-    """Serve the pages and the API over replicas, in a thread, without a controller."""
+def page_server_over(replicas: Replicas, jobs: Path | None = None) -> Iterator[PageServer]:
+    """Serve the pages and the API over replicas, in a thread, without a controller; with a folder, it runs `jobs`."""
     changes = {"access": {"allowed_hosts": ["127.0.0.1"]}, "controller": {"enabled": False}}
     config = ClusterConfig.model_validate(CONFIG.model_dump(mode="json", exclude_unset=True) | changes)
-    watch, handle, port = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas), free_port()
+    owner = None if jobs is None else owner_in(jobs)
+    registry = replicas if owner is None else RegistryWithJobs(replicas, owner)
+    watch, handle, port = RegistrySnapshot(NamedActor(lambda: registry)), FakeHandle(replicas), free_port()
     app = create_http_app(Service(config, watch, handle, handle), config)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off"))
+    lifespan: Literal["on", "off"] = "off" if owner is None else "on"
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan=lifespan))
     thread = threading.Thread(target=server.run)
     thread.start()
     wait_until(lambda: server.started, "the server has started")
@@ -44,3 +49,5 @@ def page_server_over(replicas: Replicas) -> Iterator[PageServer]:
         server.should_exit = True
         thread.join()
         watch.close()
+        if owner is not None:
+            owner.close()

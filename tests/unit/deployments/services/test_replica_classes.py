@@ -72,3 +72,8 @@ replica_classes.Worker
 print(json.dumps([sys.modules["accelerate"] is accelerate, "peft" in sys.modules and sys.modules["peft"] is None]))
 """
     assert seen_in_a_replica(code) == [True, False]
+
+
+def test_replicas_of_texts_do_not_load_what_makes_images() -> None:
+    code = "from deployments.services import text_encoder\nprint(json.dumps('diffusers' in sys.modules))"
+    assert not seen_in_a_replica(code)

@@ -386,6 +386,73 @@ async def test_weights_in_prompts(sdxl, flux):
         await sdxl.condition(encoders, "(seven:11)", prompt_syntax="weighted")
 
 
+@torch.no_grad()
+def comfyui_embeds(demo: Any, chunks: Sequence[Sequence[tuple[str, float]]], skipped: int = 0) -> torch.Tensor:
+    """Return SDXL's text in chunks of weighted pieces, by transformers alone: e + w (z - e), e of an empty prompt."""
+    found = []
+    for tokenizer, encoder in (
+        (demo.stock.tokenizer, demo.stock.text_encoder),
+        (demo.stock.tokenizer_2, demo.stock.text_encoder_2),
+    ):
+
+        def encode(ids: list[int], tokenizer: Any = tokenizer, encoder: Any = encoder) -> torch.Tensor:
+            padded = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
+            padded += [tokenizer.pad_token_id] * (tokenizer.model_max_length - len(padded))
+            hidden: torch.Tensor = encoder(torch.tensor([padded]), output_hidden_states=True).hidden_states[
+                -2 - skipped
+            ]
+            return hidden[0]
+
+        empty, rows = encode([]), []
+        for pieces in chunks:
+            ids, weights = list[int](), [1.0]
+            for text, weight in pieces:
+                own = tokenizer(text).input_ids[1:-1]
+                ids += own
+                weights += [weight] * len(own)
+            weights += [1.0] * (len(empty) - len(weights))
+            rows.append(empty + torch.tensor(weights)[:, None] * (encode(ids) - empty))
+        found.append(torch.cat(rows))
+    return torch.cat(found, dim=-1)[None]
+
+
+async def test_weights_of_comfyui(sdxl, flux):
+    """The demo's CLIPs have places for 14 tokens."""
+    encoders, _ = service()
+
+    async def embeds(prompt: str, negative: str | None = None, **options: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = (
+            await sdxl.condition(encoders, prompt, negative, prompt_syntax="comfyui", **options)
+        )[0]
+        return found
+
+    plain, _ = await sdxl.condition(encoders, "seven [eight] BREAK", "nine")
+    same = await embeds("seven [eight] BREAK", "nine")
+    assert all(torch.equal(same[name], plain[name]) for name in plain)
+    found = await embeds("a (seven:1.5) and ((eight)) \\(nine\\)", "(blurry:0.5)", clip_skip=1)
+    for name, pieces in [
+        ("prompt_embeds", [("a ", 1.0), ("seven", 1.5), (" and ", 1.0), ("eight", 1.21), (" (nine)", 1.0)]),
+        ("negative_prompt_embeds", [("blurry", 0.5)]),
+    ]:
+        torch.testing.assert_close(found[name], comfyui_embeds(sdxl, [pieces], 1), rtol=1e-4, atol=1e-4)
+    unweighted, _ = await sdxl.condition(encoders, "seven")
+    weighted_ = await embeds("(seven:1.5)")
+    assert torch.equal(weighted_["pooled_prompt_embeds"], unweighted["pooled_prompt_embeds"])
+    # Fewer than eight tokens are not cut between two chunks, more are: there is room for 14.
+    head, tail = "seven eight nine", "seven nine"
+    first, second = (len(sdxl.stock.tokenizer(text).input_ids) - 2 for text in (head, tail))
+    head += " a" * (13 - first)
+    assert 1 < second < 8
+    long = await embeds(f"{head} ({tail}:1.2)", "seven")
+    expected = comfyui_embeds(sdxl, [[(head, 1.0)], [(tail, 1.2)]])
+    torch.testing.assert_close(long["prompt_embeds"], expected, rtol=1e-4, atol=1e-4)
+    assert long["negative_prompt_embeds"].shape[1] == 16
+    words_, encoded = await flux.condition(encoders, "a (seven:1.5)", prompt_syntax="comfyui")
+    expected, _ = await flux.condition(encoders, "a seven")
+    assert all(torch.equal(words_[name], expected[name]) for name in expected)
+    assert "weights in the prompt had no effect" in encoded.warnings[0]
+
+
 async def test_layers_that_are_left_out(sdxl, flux):
     encoders, _ = service()
     plain, _ = await sdxl.condition(encoders, "seven", "blurry")

@@ -72,7 +72,7 @@ def test_helm_finds_nothing_to_complain_of(serve_config: Path) -> None:
 
 
 def judged(found: list[dict[str, Any]], folder: Path) -> list[str]:
-    """Return what Kubernetes' schemas find wrong with objects."""
+    """Return the faults that Kubernetes' schemas find with objects."""
     file = folder / "objects.yaml"
     file.write_text(yaml.safe_dump_all(found))
     done = run("kubernetes-validate", "--strict", file)

@@ -14,10 +14,11 @@ from torch import nn
 from weights.loading import views
 from weights.loading.modules import find_places
 from weights.loading.provider import LocalExtents
-from weights.loading.views import Views, attach, bytes_tensors, setters_of
+from weights.loading.views import Views, attach, bytes_tensors, setters_of, view_of
 from weights.operations.externalize import externalize
 from weights.platform.torch_dtypes import TORCH_DTYPES
-from weights.records.manifest import Component
+from weights.records.errors import WeightsError
+from weights.records.manifest import Component, TensorRef
 from weights.storage.store import WeightStore
 
 Case = tuple[Component, dict[str, torch.Tensor]]
@@ -165,3 +166,50 @@ def test_memory_is_free_once_the_parameters_see_other_bytes(case: Case) -> None:
     assert all(ref() is not None for ref in gone)
     assert put(Views(component, buffers), parameters)
     assert all(ref() is None for ref in gone)
+
+
+def test_a_part_of_a_tensor_is_a_view_of_the_whole_one(case: Case) -> None:
+    component, buffers = case
+    whole, chosen = attach(component, buffers), seeded_random()
+    parts, expected = {}, {}
+    for name, tensor in whole.items():
+        if tensor.dim() and tensor.numel():
+            dimension = chosen.randrange(tensor.dim())
+            start = chosen.randrange(tensor.shape[dimension])
+            stop = chosen.randint(start + 1, tensor.shape[dimension])
+            parts[name] = (dimension, start, stop)
+            expected[name] = tensor.narrow(dimension, start, stop - start)
+    sliced = component.sliced(parts)
+    found = attach(sliced, buffers)
+    one_by_one = {name: view_of(buffers[ref.extent], ref) for name, ref in sliced.tensors.items()}
+    parameters = parameters_of(expected)
+    assert put(Views(sliced, buffers), parameters)
+    for name, part in expected.items():
+        for seen in (found[name], one_by_one[name], parameters[name]):
+            assert_same(seen, part)
+        assert sliced.tensors[name].nbytes == part.nbytes
+    assert_same(found["scalar"], whole["scalar"])
+
+
+def test_parts_have_identities_of_their_own(case: Case) -> None:
+    component, _ = case
+    name, ref = next((name, ref) for name, ref in component.tensors.items() if ref.shape and ref.shape[0] > 1)
+    first, other = (component.sliced({name: (0, start, start + 1)}) for start in (0, 1))
+    again = component.sliced({name: (0, 0, 1)})
+    assert first.module_key == again.module_key
+    assert len({component.module_key, first.module_key, other.module_key}) == 3
+    assert first.tensors[name].sha256 != ref.sha256
+
+
+@pytest.mark.parametrize("part", [(0, 0, 100), (0, -1, 1), (0, 2, 1), (64, 0, 1), (-1, 0, 1)])
+def test_what_is_no_part_is_refused(case: Case, part: tuple[int, int, int]) -> None:
+    component, _ = case
+    name = next(name for name, ref in component.tensors.items() if ref.shape)
+    with pytest.raises(WeightsError, match=r"is no part of \["):
+        component.sliced({name: part})
+
+
+def test_blocks_have_no_parts() -> None:
+    blocks = TensorRef(extent="e", offset=0, nbytes=36, dtype="Q4_0", shape=(2, 32), sha256="0" * 64)
+    with pytest.raises(WeightsError, match="Q4_0 blocks has no parts"):
+        blocks.part(0, 0, 1)

@@ -36,7 +36,7 @@ def pipeline_of(pair: Any, ranks: RankChannel | None) -> DenoisePipeline:
 
 
 def on_ranks(pair: Any, lead: Callable[[DenoisePipeline, RankGroup], Any], layout: RankLayout = LAYOUT) -> list[Any]:
-    """Return what `lead` makes of rank 0's pipeline, and what ended the followers of others."""
+    """Return the result of `lead` with rank 0's pipeline, and the errors that ended the followers of others."""
 
     def rank_of(group: RankGroup) -> Any:
         if group.rank:

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.llama import DecoderSpec, ExpertsSpec
 from deployments.engines.llm.models.rank_share import DecoderShare
 from deployments.engines.llm.models.registry import ARCHITECTURES, check_ranks, create_model, load_config
+from deployments.engines.llm.models.stored_slices import stored_slices
 from deployments.engines.llm.ranked_steps import StepReader, StepWriter
 from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 from deployments.engines.native.library import load_kernels
@@ -46,7 +48,7 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "kv_
 
 
 def on_ranks(model: Any, size: int, lead: Callable[[LLMEngine, RankGroup], Any]) -> list[Any]:
-    """Return what `lead` makes of the engine of rank 0, and what ended the followers, which run what it says."""
+    """Return the result of `lead` with the engine of rank 0, and the errors that ended its followers."""
     config = LLMEngineConfig(**OPTIONS)
 
     def rank_of(group: RankGroup) -> Any:
@@ -311,3 +313,37 @@ def test_a_failure_on_one_rank_ends_the_group(tiny: Any, request_of: Any, prompt
     _, lost = on_ranks(tiny("llama", 3), 2, lead)
     assert isinstance(lost, RankLost)
     assert lost.ranks == (0,)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_slices_alone_and_refuses_another_shape(rank: int, tiny: Any) -> None:
+    model = tiny("qwen2", 5, tie_word_embeddings=False)
+    slices = stored_slices(model.folder, dict.fromkeys(model.tensors, "F32"), rank, 2)
+    own = {
+        name: tensor.narrow(slices[name][0], slices[name][1], slices[name][2] - slices[name][1])
+        if name in slices
+        else tensor
+        for name, tensor in model.tensors.items()
+    }
+    assert {name.rpartition(".")[2] for name in slices} == {"weight", "bias"}
+    assert sum(one.nbytes for one in own.values()) < 0.7 * sum(one.nbytes for one in model.tensors.values())
+    group: Any = SimpleNamespace(
+        layout=RankLayout(tensor=2), size=lambda axis: 2, place=SimpleNamespace(tensor=rank), all_reduce=None
+    )
+
+    def state_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        module = create_model(load_config(model.folder), tensors, torch.device("cpu"), ranks=group).module
+        return dict(module.state_dict())
+
+    whole, sliced = state_of(model.tensors), state_of(own)
+    assert all(torch.equal(whole[name], tensor) for name, tensor in sliced.items())
+    name = next(name for name in model.tensors if name.endswith("q_proj.weight"))
+    for wrong in (torch.cat([model.tensors[name]] * 2), model.tensors[name][:-1]):
+        with pytest.raises(EngineError, match=r"q_proj\.weight"):
+            state_of({**model.tensors, name: wrong})
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "Q8_0"])
+def test_ranks_read_all_of_what_is_packed(dtype: str, tiny: Any) -> None:
+    model = tiny("qwen2", 5)
+    assert stored_slices(model.folder, dict.fromkeys(model.tensors, dtype), 0, 2) == {}

@@ -1,4 +1,4 @@
-"""Plans come as they were said, sums have one order, and the loss of a rank is seen within a bound."""
+"""The messages of ranks: plans as they were said, sums in one order, and the loss of a rank within a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank has one place, and the peers of an axis differ in it alone."""
+"""The parts of ranks: each rank has one place, and the peers of an axis differ in it alone."""
 
 from __future__ import annotations
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from deployments.engines.nn.batch_invariant import is_batch_invariant
 from deployments.engines.records.protocol import EngineError
+from deployments.engines.text import encoder as encoders
 from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.tokens import TokenizedText
 
@@ -91,3 +94,13 @@ def test_dtype_is_the_tensors_own(clip):
     half = load_text_encoder(clip.folder, "transformers", None, clip.tokenizer_folder, tensors)
     assert half.dtype == torch.bfloat16
     assert half.encode(half.tokenize(["a"]))[0]["pooled"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_products_are_the_kernels_where_these_are_faster(clip, monkeypatch, is_faster):
+    monkeypatch.setattr(encoders, "are_kernels_faster", lambda: is_faster)
+    tensors = dict(clip.ours.module.state_dict())
+    ours = load_text_encoder(clip.folder, "transformers", None, clip.tokenizer_folder, tensors)
+    assert {is_batch_invariant(part) for part in ours.module.modules() if isinstance(part, nn.Linear)} == {is_faster}
+    found, expected = (one.encode(one.tokenize(["a b"]))[0] for one in (ours, clip.ours))
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)

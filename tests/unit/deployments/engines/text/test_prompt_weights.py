@@ -14,9 +14,11 @@ from kit.tiny.parts import CLIP_TOKENS, clip, clip_tokenizer
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.prompt_weights import (
+    MAX_DEPTH,
     WeightedText,
     from_compel,
     has_weights,
+    parse_comfyui,
     parse_weights,
     without_weights,
 )
@@ -28,6 +30,38 @@ ROOM = CLIP_TOKENS - 2
 def pieces(prompt: str) -> list[tuple[str, float]]:
     (chunk,) = parse_weights(prompt)
     return [(piece.text, round(piece.weight, 4)) for piece in chunk]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a cat", [("a cat", 1.0)]),
+        ("a (cat) [dog] BREAK", [("a ", 1.0), ("cat", 1.1), (" [dog] BREAK", 1.0)]),
+        ("(a (b:1.5) c:0.5)", [("a ", 0.5), ("b", 1.5), (" c", 0.5)]),  # a number is the weight itself
+        ("((a)) (b)(c)", [("a", 1.21), (" ", 1.0), ("b", 1.1), ("c", 1.1)]),
+        (r"\(a\) b", [("(a) b", 1.0)]),
+        ("a (b (c) d", [("a ", 1.0), ("(b (c) d", 1.0)]),  # not closed: one piece
+        ("((a)", [("(a", 1.1)]),
+        ("a) (b)", [("a) (b)", 1.0)]),
+        ("(a:b) () (:2)", [("a:b", 1.1), (" ", 1.0), (" ", 1.0), (":2", 1.1)]),
+        ("(a: -0.5)", [("a", -0.5)]),
+        ("(a:9e9 (b:1):2)", [("a:9e9 ", 2.0), ("b", 1.0)]),
+    ],
+)
+def test_comfyui_reads_brackets(prompt: str, expected: list[tuple[str, float]]) -> None:
+    assert [(piece.text, round(piece.weight, 4)) for piece in parse_comfyui(prompt)] == expected
+
+
+def test_comfyui_brackets_are_bounded() -> None:
+    deep = "(" * MAX_DEPTH + "a" + ")" * MAX_DEPTH
+    for prompt, shown in [(f"(({deep}))", "brackets"), ("(a:11)", "weight 11"), ("(a:nan)", "weight nan")]:
+        with pytest.raises(EngineError, match=shown):
+            parse_comfyui(prompt)
+    begun = time.process_time()
+    for prompt in ("()" * 16_000, "(" * 32_000, ")" * 32_000, "(a:1)" * 6_000):
+        with contextlib.suppress(EngineError):
+            parse_comfyui(prompt)
+    assert time.process_time() - begun < 2
 
 
 @pytest.mark.parametrize(
@@ -154,7 +188,7 @@ def test_vectors_are_those_of_the_formula(encoder: TextEncoder) -> None:
             assert tokenizer(" " if number else "", add_special_tokens=False)["input_ids"] == []
             own = tokenizer(word, add_special_tokens=False)["input_ids"]
             ids, factors = ids + own, factors + [weight] * len(own)
-        texts = encoder.tokenize_chunks(prompt, has_weights=True)
+        texts = encoder.tokenize_chunks(prompt, syntax="weighted")
         assert len(texts) == -(-len(ids) // ROOM)
         found = [weighted(encoding, text) for encoding, text in zip(encoder.encode(texts), texts, strict=True)]
         joined = join_chunks(found)["penultimate"]
@@ -166,8 +200,8 @@ def test_vectors_are_those_of_the_formula(encoder: TextEncoder) -> None:
 
 
 def test_a_prompt_without_weights_is_the_plain_prompt(encoder: TextEncoder) -> None:
-    texts = encoder.tokenize_chunks("a cat, (old)", has_weights=False)
-    plain = encoder.tokenize_chunks("a cat", has_weights=True)
+    texts = encoder.tokenize_chunks("a cat, (old)")
+    plain = encoder.tokenize_chunks("a cat", syntax="weighted")
     assert plain == encoder.tokenize_chunks("a cat")
     assert all(not text.weights for text in (*texts, *plain))
     (encoding,) = encoder.encode(plain)
@@ -175,11 +209,11 @@ def test_a_prompt_without_weights_is_the_plain_prompt(encoder: TextEncoder) -> N
 
 
 def test_encodings_are_shared_by_prompts_that_differ_in_weights_alone(encoder: TextEncoder) -> None:
-    (low,), (high,) = (encoder.tokenize_chunks(f"a (cat:{weight})", has_weights=True) for weight in (0.5, 1.5))
+    (low,), (high,) = (encoder.tokenize_chunks(f"a (cat:{weight})", syntax="weighted") for weight in (0.5, 1.5))
     assert low == high
     assert low.weights != high.weights
 
 
 def test_too_many_chunks_are_refused(encoder: TextEncoder) -> None:
     with pytest.raises(EngineError, match="can be encoded in chunks"):
-        encoder.tokenize_chunks("a BREAK " * (MAX_CHUNKS + 1), has_weights=True)
+        encoder.tokenize_chunks("a BREAK " * (MAX_CHUNKS + 1), syntax="weighted")

@@ -43,11 +43,14 @@ def test_every_figure_arrives_with_its_labels_and_to_the_last_byte() -> None:
         {"component": "model", "models": ["chat", hostile], "kv_blocks": {"used": used, "total": total}},
         {"component": "vae", "models": ["flux"]},
     ]
+    ranks = {"processes": [{"rank": 0, "process": 7, "sent_bytes": used}, {"rank": 1}]}
     found = read(
         residency_metrics(
             {
                 "nodes": [node("n", resident_bytes=resident, read_bytes=read_bytes, peer_bytes=peers)],
-                "workers": [replica("w", arena=arena, other_arenas=[second], modules=modules, num_switches=3)],
+                "workers": [
+                    replica("w", arena=arena, other_arenas=[second], modules=modules, num_switches=3, ranks=ranks)
+                ],
                 "text_encoders": [replica("t", leased_bytes=7)],
             }
         )
@@ -68,6 +71,8 @@ def test_every_figure_arrives_with_its_labels_and_to_the_last_byte() -> None:
     assert value("atelier_replica_switches_total", **worker) == 3
     assert value("atelier_replica_modules_bytes", **encoder, state="leased") == 7
     assert sum(name == "atelier_kv_blocks" for name, _ in found) == 2
+    assert value("atelier_rank_sent_bytes_total", **worker, rank="0") == used
+    assert sum(name == "atelier_rank_sent_bytes_total" for name, _ in found) == 1  # rank 1 does not answer
 
 
 def test_what_is_away_is_not_there() -> None:

@@ -40,12 +40,15 @@ class RegistryWithJobs:
     def __getattr__(self, name: str) -> Any:
         if name == "up_s":
             return SimpleNamespace(remote=self.on_up_s)
-        if not hasattr(JobOwner, name):
+        part = next(
+            (part for part in (self.owner, self.owner.files, self.owner.hooks) if hasattr(type(part), name)), None
+        )
+        if part is None:
             return getattr(self._replicas, name)
 
         async def call(*arguments: Any, **options: Any) -> Any:
             try:
-                return await getattr(self.owner, name)(*arguments, **options)
+                return await getattr(part, name)(*arguments, **options)
             except Exception as error:
                 raise RayTaskError(name, "Traceback of the actor", error) from None
 

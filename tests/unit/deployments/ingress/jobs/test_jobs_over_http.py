@@ -20,7 +20,7 @@ from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ended, ing
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
-from deployments.ingress.jobs import runner
+from deployments.ingress.jobs import asking, runner
 from deployments.records.errors import GenerationFailed, QueueFull
 
 OpenHttp = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -30,8 +30,8 @@ CHATS, IMAGES = "/v1/chat/completions", "/v1/images/generations"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(runner, "LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
 
 
 @pytest.fixture
@@ -383,6 +383,18 @@ async def test_jobs_begin_again_in_the_next_life(as_described: Any, replicas: Re
         assert (job["status"], job["num_starts"]) == ("done", 2)
         assert (await http.get(f"/v1/jobs/{id_}/result")).status_code == 200
     owner.close()
+
+
+async def test_an_ingress_that_ends_gives_its_jobs_back(as_described: Any, owner: JobOwner, replicas: Replicas) -> None:
+    held = Held()
+    async with ingress_over(replicas, owner, as_described, num_runners=0) as other:
+        async with ingress_over(held, owner, as_described) as one:
+            id_ = await begun(one, IMAGES, IMAGE)
+            await until(lambda: held.requests)
+        assert (await other.get(f"/v1/jobs/{id_}")).json()["status"] == "queued"
+    async with ingress_over(replicas, owner, as_described) as next_:
+        job = await ended(next_, id_)
+        assert (job["status"], job["num_starts"]) == ("done", 2)
 
 
 async def test_a_folder_that_cannot_be_used_is_told(as_described: Any, replicas: Replicas, tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ from PIL import Image
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.ingress.openai.test_image_uploads import png_of
 
+from deployments.ingress.messages import outer_hosts
+from deployments.ingress.messages.outer_hosts import is_inner
 from deployments.ingress.openai import chat_images
-from deployments.ingress.openai.chat_images import ImageFetcher, is_inner
+from deployments.ingress.openai.chat_images import ImageFetcher, image_hosts
 from deployments.records import ChatRequest
 from deployments.records.errors import InvalidRequest
 
@@ -300,13 +302,13 @@ async def resolve_here(host: str, port: int) -> list[str]:
 @pytest.fixture
 def open_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take this machine for the public network."""
-    monkeypatch.setattr(chat_images, "is_inner", lambda address: False)
+    monkeypatch.setattr(outer_hosts, "is_inner", lambda address: False)
 
 
 @pytest.mark.usefixtures("open_addresses")
 async def test_a_named_host_is_asked_at_the_address_that_was_looked_at() -> None:
     async with server(sending("200 OK", b"pixels")) as (port, heads):
-        fetcher = ImageFetcher([f"images.example:{port}"], 100, resolve_here)
+        fetcher = ImageFetcher(image_hosts([f"images.example:{port}"], resolve_here), 100)
         assert await fetcher.fetch(f"http://IMAGES.example:{port}/a%20b.png?c=d", "f") == b"pixels"
     assert heads[0].startswith(b"GET /a%20b.png?c=d HTTP/1.1\r\n")
     assert f"\r\nHost: images.example:{port}\r\n".encode() in heads[0]
@@ -334,9 +336,9 @@ async def test_a_certificate_has_to_be_the_named_hosts(tmp_path: Path, monkeypat
     path = certificate_of("images.example", tmp_path)
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(path)
-    monkeypatch.setattr(chat_images, "_tls", lambda: ssl.create_default_context(cafile=path))
+    monkeypatch.setattr(outer_hosts, "_tls", lambda: ssl.create_default_context(cafile=path))
     async with server(sending("200 OK", b"pixels"), tls) as (port, heads):
-        fetcher = ImageFetcher([f"images.example:{port}", f"other.example:{port}"], 100, resolve_here)
+        fetcher = ImageFetcher(image_hosts([f"images.example:{port}", f"other.example:{port}"], resolve_here), 100)
         assert await fetcher.fetch(f"https://images.example:{port}/", "f") == b"pixels"
         with pytest.raises(InvalidRequest, match=r"(?i)certificate verify failed"):
             await fetcher.fetch(f"https://other.example:{port}/", "f")
@@ -345,17 +347,17 @@ async def test_a_certificate_has_to_be_the_named_hosts(tmp_path: Path, monkeypat
 
 async def test_an_inner_address_is_not_asked() -> None:
     async with server(sending("200 OK", b"pixels")) as (port, heads):
-        fetcher = ImageFetcher([f"images.example:{port}", f"127.0.0.1:{port}"], 100, resolve_here)
+        fetcher = ImageFetcher(image_hosts([f"images.example:{port}", f"127.0.0.1:{port}"], resolve_here), 100)
         with pytest.raises(InvalidRequest, match=r"f: images\.example is at an inner address"):
             await fetcher.fetch(f"http://images.example:{port}/", "f")
         with pytest.raises(InvalidRequest, match="inner address"):
-            await ImageFetcher([f"127.0.0.1:{port}"], 100).fetch(f"http://127.0.0.1:{port}/", "f")
+            await ImageFetcher(image_hosts([f"127.0.0.1:{port}"]), 100).fetch(f"http://127.0.0.1:{port}/", "f")
 
         async def resolve_both(host: str, port: int) -> list[str]:
             return ["93.184.215.14", "127.0.0.1"]
 
         with pytest.raises(InvalidRequest, match="inner address"):
-            await ImageFetcher(["a.example"], 100, resolve_both).fetch("http://a.example/", "f")
+            await ImageFetcher(image_hosts(["a.example"], resolve_both), 100).fetch("http://a.example/", "f")
         assert not heads
 
 
@@ -372,7 +374,7 @@ async def test_other_hosts_are_not_resolved(url: str) -> None:
         raise AssertionError(host)
 
     with pytest.raises(InvalidRequest, match=r"^f: "):
-        await ImageFetcher(["named.example"], 100, resolve).fetch(url, "f")
+        await ImageFetcher(image_hosts(["named.example"], resolve), 100).fetch(url, "f")
 
 
 @pytest.mark.usefixtures("open_addresses")
@@ -388,7 +390,9 @@ async def test_other_hosts_are_not_resolved(url: str) -> None:
 async def test_answers_that_are_no_image(answer: Answer, words: str) -> None:
     async with server(answer) as (port, heads):
         with pytest.raises(InvalidRequest, match=words):
-            await ImageFetcher([f"a.example:{port}"], 100, resolve_here).fetch(f"http://a.example:{port}/", "f")
+            await ImageFetcher(image_hosts([f"a.example:{port}"], resolve_here), 100).fetch(
+                f"http://a.example:{port}/", "f"
+            )
         assert len(heads) == 1
 
 
@@ -408,7 +412,7 @@ async def test_a_host_that_sends_for_ever_is_left(monkeypatch: pytest.MonkeyPatc
             gone.set()
 
     async with server(answer) as (port, _):
-        fetcher = ImageFetcher([f"a.example:{port}"], 100, resolve_here)
+        fetcher = ImageFetcher(image_hosts([f"a.example:{port}"], resolve_here), 100)
         with pytest.raises(InvalidRequest, match=r"did not send the image in 0.2 s|could be fetched"):
             await fetcher.fetch(f"http://a.example:{port}/", "f")
         await asyncio.wait_for(gone.wait(), 10)
@@ -422,7 +426,7 @@ async def test_a_caller_who_goes_frees_its_place(monkeypatch: pytest.MonkeyPatch
         await asyncio.Event().wait()
         return []
 
-    fetcher = ImageFetcher(["a.example"], 100, resolve)
+    fetcher = ImageFetcher(image_hosts(["a.example"], resolve), 100)
     task = asyncio.create_task(fetcher.fetch("https://a.example/", "f"))
     await started.wait()
     task.cancel()

@@ -89,7 +89,8 @@ async def test_formats_warnings_and_refusals(
     assert "truncation" in answer.headers["X-Atelier-Warning"]
     assert "truncation" in answer.json()["warnings"][0]
     for name, wrong in (("previous_response_id", "resp_1"), ("input", []), ("background", True)):
-        answer = await http.post("/v1/responses", json={"model": "chatty", "input": "x", name: wrong})
+        asked = {"model": "chatty", "input": "x", "stream": True, name: wrong}
+        answer = await http.post("/v1/responses", json=asked)
         assert answer.status_code == 400
         assert problem(answer)["param"] == name
     replicas.error_after = 1

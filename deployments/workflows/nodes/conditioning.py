@@ -1,0 +1,221 @@
+"""Prompts, and what is put on them: guidance, ControlNets, references, images to repaint."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from deployments.workflows.backend import Backend, Catalog, Report
+from deployments.workflows.kinds import MAX_SIDE, Input, Kind, Output, boolean, choice, integer, link, number, text
+from deployments.workflows.nodes.latents import encoded, grayed
+from deployments.workflows.values import (
+    PENDING,
+    PENDING_LATENT,
+    ClipValue,
+    Conditioning,
+    ControlNetValue,
+    ControlUse,
+    Image,
+    Inpainting,
+    Latent,
+    Later,
+    Prompt,
+    VaeValue,
+)
+
+_METHODS: Final = ("offset", "index", "uxo/uno", "index_timestep_zero")
+_SIZES: Final = ("width", "height", "crop_w", "crop_h", "target_width", "target_height")
+
+
+def _prompt(text: str, clip: ClipValue) -> tuple[Conditioning]:
+    return ((Prompt(clip, text),),)
+
+
+def _flux_prompt(clip: ClipValue, clip_l: str, t5xxl: str, guidance: float) -> tuple[Conditioning]:
+    return ((Prompt(clip, clip_l, (("t5xxl", t5xxl),), guidance),),)
+
+
+def _sd3_prompt(clip: ClipValue, clip_l: str, clip_g: str, t5xxl: str, empty_padding: str) -> tuple[Conditioning]:
+    texts = (("clip_g", clip_g), ("t5xxl", t5xxl))
+    return ((Prompt(clip, clip_l, texts, extra=(("empty_padding", (empty_padding,)),)),),)
+
+
+def _sdxl_prompt(clip: ClipValue, text_g: str, text_l: str, **sizes: int) -> tuple[Conditioning]:
+    sized = tuple(sizes[name] for name in _SIZES)
+    return ((Prompt(clip, text_l, (("clip_g", text_g),), extra=(("sdxl_sizes", sized),)),),)
+
+
+def _each(conditioning: Conditioning, change: Callable[[Prompt], Prompt]) -> tuple[Conditioning]:
+    return (tuple(map(change, conditioning)),)
+
+
+def _guidance(conditioning: Conditioning, guidance: float) -> tuple[Conditioning]:
+    return _each(conditioning, lambda one: replace(one, guidance=guidance))
+
+
+def _zeroed(conditioning: Conditioning) -> tuple[Conditioning]:
+    return _each(conditioning, lambda one: replace(one, zeroed=True))
+
+
+def _combined(conditioning_1: Conditioning, conditioning_2: Conditioning) -> tuple[Conditioning]:
+    return ((*conditioning_1, *conditioning_2),)
+
+
+def _in_range(conditioning: Conditioning, start: float, end: float) -> tuple[Conditioning]:
+    return _each(conditioning, lambda one: replace(one, start=start, end=end))
+
+
+def _referring(conditioning: Conditioning, latent: Latent | None = None) -> tuple[Conditioning]:
+    if latent is None:
+        return (conditioning,)
+    return _each(conditioning, lambda one: replace(one, references=(*one.references, latent)))
+
+
+def _reference_method(conditioning: Conditioning, reference_latents_method: str) -> tuple[Conditioning]:
+    extra = ("reference_latents_method", (reference_latents_method,))
+    return _each(conditioning, lambda one: replace(one, extra=(*one.extra, extra)))
+
+
+def _controlled(
+    positive: Conditioning,
+    negative: Conditioning,
+    control_net: ControlNetValue,
+    image: Image,
+    strength: float,
+    start_percent: float,
+    end_percent: float,
+    vae: VaeValue | None = None,
+) -> tuple[Conditioning, Conditioning]:
+    if strength == 0:
+        return positive, negative
+    use = ControlUse(control_net, image, strength, start_percent, end_percent)
+
+    def controlled(one: Prompt) -> Prompt:
+        return replace(one, controls=(*one.controls, use))
+
+    return tuple(map(controlled, positive)), tuple(map(controlled, negative))
+
+
+def _edit_prompt(clip: ClipValue, prompt: str, vae: VaeValue | None = None, **images: Image) -> tuple[Conditioning]:
+    """Return a prompt with the images that an editing model's encoder reads; with a VAE they are references too."""
+    given = tuple(image for _, image in sorted(images.items()) if image is not None)
+    return ((Prompt(clip, prompt, images=given, extra=(("edits", (vae is not None,)),)),),)
+
+
+def _inpainting(
+    catalog: Catalog,
+    positive: Conditioning,
+    negative: Conditioning,
+    vae: VaeValue,
+    pixels: Image,
+    mask: Any,
+    noise_mask: bool = True,
+) -> Later:
+    def painted(latent: Latent, inside: Inpainting) -> tuple[Any, ...]:
+        both = [tuple(replace(one, inpainting=inside) for one in side) for side in (positive, negative)]
+        return (*both, latent.changed(noise_mask=mask) if noise_mask else latent)
+
+    async def act(backend: Backend, report: Report) -> tuple[Any, ...]:
+        whole = await encoded(backend, vae, pixels)
+        cut = await encoded(backend, vae, grayed(pixels, mask))
+        return painted(whole, Inpainting(cut, mask, pixels))
+
+    waiting: Callable[[Backend, Report], Awaitable[tuple[Any, ...]]] = act
+    return Later(waiting, painted(PENDING_LATENT, Inpainting(PENDING_LATENT, PENDING, PENDING)))
+
+
+_CLIP: Final = link("clip", "CLIP")
+_CONDITIONING: Final = link("conditioning", "CONDITIONING")
+_OUT: Final = (Output("CONDITIONING"),)
+_BOTH: Final = (Output("CONDITIONING", "positive"), Output("CONDITIONING", "negative"))
+_IMAGES: Final = tuple(link(f"image{place}", "IMAGE", required=False) for place in (1, 2, 3))
+
+
+def _words(name: str) -> Input:
+    return text(name, multiline=True, picks=True)
+
+
+CONDITIONING: Final = (
+    Kind("CLIPTextEncode", (_words("text"), _CLIP), _OUT, _prompt, category="conditioning"),
+    Kind(
+        "CLIPTextEncodeFlux",
+        (_CLIP, _words("clip_l"), _words("t5xxl"), number("guidance", 3.5, 0.0, 100.0)),
+        _OUT,
+        _flux_prompt,
+    ),
+    Kind(
+        "CLIPTextEncodeSD3",
+        (_CLIP, _words("clip_l"), _words("clip_g"), _words("t5xxl"), choice("empty_padding", ("none", "empty_prompt"))),
+        _OUT,
+        _sd3_prompt,
+    ),
+    Kind(
+        "CLIPTextEncodeSDXL",
+        (
+            _CLIP,
+            *(integer(name, 0 if "crop" in name else 1024, 0, MAX_SIDE) for name in _SIZES),
+            *(_words("text_g"), _words("text_l")),
+        ),
+        _OUT,
+        _sdxl_prompt,
+    ),
+    Kind("FluxGuidance", (_CONDITIONING, number("guidance", 3.5, 0.0, 100.0)), _OUT, _guidance),
+    Kind("ConditioningZeroOut", (_CONDITIONING,), _OUT, _zeroed),
+    Kind(
+        "ConditioningCombine",
+        (link("conditioning_1", "CONDITIONING"), link("conditioning_2", "CONDITIONING")),
+        _OUT,
+        _combined,
+    ),
+    Kind("ConditioningSetTimestepRange", (_CONDITIONING, number("start"), number("end", 1.0)), _OUT, _in_range),
+    Kind(
+        "ReferenceLatent",
+        (_CONDITIONING, link("latent", "LATENT", required=False)),
+        _OUT,
+        _referring,
+        is_opaque=True,
+    ),
+    Kind(
+        "FluxKontextMultiReferenceLatentMethod",
+        (_CONDITIONING, choice("reference_latents_method", _METHODS)),
+        _OUT,
+        _reference_method,
+    ),
+    Kind(
+        "ControlNetApplyAdvanced",
+        (
+            *(link("positive", "CONDITIONING"), link("negative", "CONDITIONING"), link("control_net", "CONTROL_NET")),
+            *(link("image", "IMAGE"), number("strength", 1.0, 0.0, 10.0)),
+            *(number("start_percent"), number("end_percent", 1.0), link("vae", "VAE", required=False)),
+        ),
+        _BOTH,
+        _controlled,
+        is_opaque=True,
+    ),
+    Kind(
+        "TextEncodeQwenImageEdit",
+        (_CLIP, _words("prompt"), link("vae", "VAE", required=False), link("image", "IMAGE", required=False)),
+        _OUT,
+        _edit_prompt,
+        is_opaque=True,
+    ),
+    Kind(
+        "TextEncodeQwenImageEditPlus",
+        (_CLIP, _words("prompt"), link("vae", "VAE", required=False), *_IMAGES),
+        _OUT,
+        _edit_prompt,
+        is_opaque=True,
+    ),
+    Kind(
+        "InpaintModelConditioning",
+        (
+            *(link("positive", "CONDITIONING"), link("negative", "CONDITIONING"), link("vae", "VAE")),
+            *(link("pixels", "IMAGE"), link("mask", "MASK"), boolean("noise_mask", True, required=False)),
+        ),
+        (*_BOTH, Output("LATENT", "latent")),
+        _inpainting,
+        is_opaque=True,
+        reads_catalog=True,
+    ),
+)

@@ -1,0 +1,155 @@
+"""Loaders: the file of a name to the registered models that have it, and what is put on them before they sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from deployments.workflows.backend import Catalog, Folder
+from deployments.workflows.kinds import Input, Kind, Output, choice, file, integer, link, number
+from deployments.workflows.records import Refused
+from deployments.workflows.values import (
+    ClipValue,
+    ControlNetValue,
+    LoraUse,
+    ModelValue,
+    UpscalerValue,
+    VaeValue,
+)
+
+_UNION_TYPES: Final = (
+    *("auto", "openpose", "depth", "hed/pidi/scribble/ted", "canny/lineart/anime_lineart/mlsd", "normal"),
+    *("segment", "tile", "repaint"),
+)
+
+
+def found_models(catalog: Catalog, folder: Folder, name: str, named: str) -> tuple[str, ...]:
+    """Return the registered models of a file, one at least."""
+    models = tuple(catalog.models_of(folder, name))
+    if not models:
+        known = ", ".join(catalog.files(folder)[:20]) or "none"
+        raise Refused(f"no registered model has the file {name!r}; {folder}: {known}", named, "value_not_in_list")
+    return models
+
+
+def _checkpoint(catalog: Catalog, ckpt_name: str) -> tuple[ModelValue, ClipValue, VaeValue]:
+    models = found_models(catalog, "checkpoints", ckpt_name, "ckpt_name")
+    return ModelValue(models), ClipValue(models), VaeValue(models)
+
+
+def _unet(catalog: Catalog, unet_name: str, weight_dtype: str = "default") -> tuple[ModelValue]:
+    if weight_dtype != "default":
+        raise Refused("a registered model has the dtype of its config: only `default` is honoured", "weight_dtype")
+    return (ModelValue(found_models(catalog, "diffusion_models", unet_name, "unet_name")),)
+
+
+def _clips(catalog: Catalog, **given: Any) -> tuple[ClipValue]:
+    """Return the encoders of models that have all of the files."""
+    names = {key: value for key, value in given.items() if key.startswith("clip_name")}
+    found = [found_models(catalog, "text_encoders", name, key) for key, name in names.items()]
+    models = tuple(one for one in found[0] if all(one in other for other in found))
+    if not models:
+        raise Refused(f"no registered model has all of {', '.join(map(repr, names.values()))}", next(iter(names)))
+    return (ClipValue(models),)
+
+
+def _vae(catalog: Catalog, vae_name: str) -> tuple[VaeValue]:
+    return (VaeValue(found_models(catalog, "vae", vae_name, "vae_name")),)
+
+
+def _lora(
+    catalog: Catalog, model: ModelValue, clip: ClipValue, lora_name: str, strength_model: float, strength_clip: float
+) -> tuple[ModelValue, ClipValue]:
+    adapter = found_models(catalog, "loras", lora_name, "lora_name")[0]
+    if strength_model != 0:
+        model = replace(model, loras=(*model.loras, LoraUse(adapter, strength_model)))
+    if strength_clip != 0:
+        clip = replace(clip, loras=(*clip.loras, LoraUse(adapter, strength_clip)))
+    return model, clip
+
+
+def _lora_model(catalog: Catalog, model: ModelValue, lora_name: str, strength_model: float) -> tuple[ModelValue]:
+    adapter = found_models(catalog, "loras", lora_name, "lora_name")[0]
+    if strength_model == 0:
+        return (model,)
+    return (replace(model, loras=(*model.loras, LoraUse(adapter, strength_model))),)
+
+
+def _last_layer(clip: ClipValue, stop_at_clip_layer: int) -> tuple[ClipValue]:
+    return (replace(clip, last_layer=stop_at_clip_layer),)
+
+
+def _noted(kind: str) -> Any:
+    """Return the function of a node that a sampler refuses, unless it changes nothing of what is sampled."""
+
+    def noted(model: ModelValue, **values: Any) -> tuple[ModelValue]:
+        return (replace(model, extra=(*model.extra, (kind, tuple(values.values())))),)
+
+    return noted
+
+
+def _control_net(catalog: Catalog, control_net_name: str) -> tuple[ControlNetValue]:
+    return (ControlNetValue(found_models(catalog, "controlnet", control_net_name, "control_net_name")[0]),)
+
+
+def _union_type(control_net: ControlNetValue, type: str) -> tuple[ControlNetValue]:
+    return (replace(control_net, mode=None if type == "auto" else type),)
+
+
+def _upscaler(catalog: Catalog, model_name: str) -> tuple[UpscalerValue]:
+    return (UpscalerValue(found_models(catalog, "upscale_models", model_name, "model_name")[0]),)
+
+
+def _clip_kind(name: str, number_of_files: int, *further: Input) -> Kind:
+    names = ["clip_name"] if number_of_files == 1 else [f"clip_name{place + 1}" for place in range(number_of_files)]
+    files = tuple(file(one, "text_encoders") for one in names)
+    return Kind(name, (*files, *further), (Output("CLIP"),), _clips, reads_catalog=True, category="loaders")
+
+
+def _loader(name: str, inputs: tuple[Input, ...], outputs: tuple[Output, ...], function: Any) -> Kind:
+    return Kind(name, inputs, outputs, function, reads_catalog=True, category="loaders")
+
+
+# Which encoders there are follows from the registered model; the words grow with every model that ComfyUI learns.
+_TYPE: Final = Input("type", "COMBO", "stable_diffusion")
+_DEVICE: Final = choice("device", ("default", "cpu"), required=False)
+_STRENGTH: Final = number("strength_model", 1.0, -100.0, 100.0)
+_MODEL: Final = link("model", "MODEL")
+_CLIP: Final = link("clip", "CLIP")
+
+LOADERS: Final = (
+    _loader(
+        "CheckpointLoaderSimple",
+        (file("ckpt_name", "checkpoints"),),
+        (Output("MODEL"), Output("CLIP"), Output("VAE")),
+        _checkpoint,
+    ),
+    _loader(
+        "UNETLoader",
+        (file("unet_name", "diffusion_models"), Input("weight_dtype", "COMBO", "default")),
+        (Output("MODEL"),),
+        _unet,
+    ),
+    _clip_kind("CLIPLoader", 1, _TYPE, _DEVICE),
+    _clip_kind("DualCLIPLoader", 2, _TYPE, _DEVICE),
+    _clip_kind("TripleCLIPLoader", 3),
+    _clip_kind("QuadrupleCLIPLoader", 4),
+    _loader("VAELoader", (file("vae_name", "vae"),), (Output("VAE"),), _vae),
+    _loader(
+        "LoraLoader",
+        (_MODEL, _CLIP, file("lora_name", "loras"), _STRENGTH, number("strength_clip", 1.0, -100.0, 100.0)),
+        (Output("MODEL"), Output("CLIP")),
+        _lora,
+    ),
+    _loader("LoraLoaderModelOnly", (_MODEL, file("lora_name", "loras"), _STRENGTH), (Output("MODEL"),), _lora_model),
+    Kind("CFGNorm", (_MODEL, number("strength", 1.0, 0.0, 100.0)), (Output("MODEL"),), _noted("CFGNorm")),
+    Kind("CLIPSetLastLayer", (_CLIP, integer("stop_at_clip_layer", -1, -24, -1)), (Output("CLIP"),), _last_layer),
+    _loader("ControlNetLoader", (file("control_net_name", "controlnet"),), (Output("CONTROL_NET"),), _control_net),
+    Kind(
+        "SetUnionControlNetType",
+        (link("control_net", "CONTROL_NET"), choice("type", _UNION_TYPES)),
+        (Output("CONTROL_NET"),),
+        _union_type,
+    ),
+    _loader("UpscaleModelLoader", (file("model_name", "upscale_models"),), (Output("UPSCALE_MODEL"),), _upscaler),
+)

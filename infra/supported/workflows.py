@@ -1,0 +1,195 @@
+"""ComfyUI's own templates, and which of them run: `make judge-templates`, then `python -m infra.supported.workflows`.
+
+A template runs where all of its outputs are reached over stand-ins: for each file that it names, a model of the
+pipeline's class that the file belongs to, whose samplers and VAEs give zeros of the right shapes. So all nodes run,
+every request is made and held against its class's rules, and no model is. Otherwise the node that lacks is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from deployments.engines.diffusion.families import FAMILIES
+from deployments.records import ChatRequest, ImageRequest, as_record
+from deployments.workflows.backend import Array, Folder, ModelFacts, Report, SavedFile
+from deployments.workflows.checking import check
+from deployments.workflows.nodes.table import KINDS
+from deployments.workflows.reading import read_workflow
+from deployments.workflows.records import Workflow, WorkflowError
+from deployments.workflows.running import NodeFailed, run
+
+FOLDER: Final = Path(".judges/comfy_templates")
+_PAID: Final = "api_"  # templates of services that are paid for
+
+# Which pipeline of diffusers a file of a denoiser belongs to, by what its name has in it; the first one that fits.
+CLASSES: Final[Mapping[str, str]] = {
+    r"qwen_image_edit_25\d\d|firered-image-edit": "QwenImageEditPlusPipeline",
+    r"qwen_image_edit": "QwenImageEditPipeline",
+    r"qwen_image_layered": "QwenImageLayeredPipeline",
+    r"qwen_image_2\.1": "QwenImage21Pipeline",
+    r"qwen_image": "QwenImagePipeline",
+    r"z_image": "ZImagePipeline",
+    r"flux-2-klein": "Flux2KleinPipeline",
+    r"flux2_dev|flux-2": "Flux2Pipeline",
+    r"flux1-fill|flux\.1-fill": "FluxFillPipeline",
+    r"flux1-(canny|depth)": "FluxControlPipeline",
+    r"kontext": "FluxKontextPipeline",
+    r"^flux1-": "FluxPipeline",
+    r"sd_xl_refiner": "StableDiffusionXLImg2ImgPipeline",
+    r"sd_xl": "StableDiffusionXLPipeline",
+    r"sd3": "StableDiffusion3Pipeline",
+    r"v1-5|dreamshaper": "StableDiffusionPipeline",
+}
+_PIXELS_PER_CELL: Final = 8
+_CHANNELS: Final = 16
+_INPUT_SIZE: Final = (384, 256)
+_NOT_FOUND: Final = "another class"
+
+
+class Finding(NamedTuple):
+    """The outcome of a template: `lacks` is empty where it runs."""
+
+    name: str
+    lacks: str
+
+
+class StandIns:
+    """A backend with a model for each file of a workflow. Encoders and VAEs belong to all of its denoisers."""
+
+    def __init__(self, workflow: Workflow) -> None:
+        self._files: dict[Folder, set[str]] = {}
+        for node in workflow.nodes.values():
+            kind = KINDS.get(node.kind)
+            for one in kind.inputs if kind is not None else ():
+                name = node.inputs.get(one.name)
+                if one.folder is not None and isinstance(name, str):
+                    self._files.setdefault(one.folder, set()).add(name)
+        self._models = sorted(self._files.get("checkpoints", set()) | self._files.get("diffusion_models", set()))
+
+    def files(self, folder: Folder) -> Sequence[str]:
+        return sorted(self._files.get(folder, ()))
+
+    def models_of(self, folder: Folder, name: str) -> Sequence[str]:
+        return [*self._models, name] if folder in ("text_encoders", "vae") else [name]
+
+    def facts(self, model: str) -> ModelFacts:
+        return ModelFacts(class_of(model), {"guidance_embeds": "schnell" not in model, "zero_cond_t": "2511" in model})
+
+    def _pixels_per_cell(self, model: str) -> int:
+        family = FAMILIES.get(class_of(model))
+        return _PIXELS_PER_CELL if family is None else family.latents.pixels_per_cell({})
+
+    async def image(self, request: ImageRequest, report: Report) -> Array:
+        cell = self._pixels_per_cell(request.model)
+        if request.latents is not None:
+            latents = np.zeros_like(request.latents)
+        else:
+            assert request.height is not None
+            assert request.width is not None
+            latents = np.zeros((request.n, _CHANNELS, request.height // cell, request.width // cell), np.float32)
+        return np.concatenate([latents, latents]) if request.output == "latent_and_clean" else latents
+
+    async def encode(self, model: str, images: Array) -> Array:
+        number, height, width, _ = images.shape
+        cell = self._pixels_per_cell(model)
+        return np.zeros((number, _CHANNELS, height // cell, width // cell), np.float32)
+
+    async def decode(self, model: str, latents: Array) -> Array:
+        number, _, height, width = latents.shape
+        cell = self._pixels_per_cell(model)
+        return np.zeros((number, height * cell, width * cell, 3), np.float32)
+
+    async def upscale(self, model: str, images: Array) -> Array:
+        return images.repeat(2, 1).repeat(2, 2)
+
+    async def text(self, model: str, prompt: str, options: Mapping[str, Any], images: Array | None) -> str:
+        as_record(ChatRequest, {"model": model, "messages": ({"role": "user", "content": prompt},), **options})
+        return prompt
+
+    async def read_input(self, name: str) -> bytes:
+        file = io.BytesIO()
+        Image.new("RGBA", _INPUT_SIZE, (200, 100, 50, 128)).save(file, "PNG")
+        return file.getvalue()
+
+    async def save(
+        self, images: Sequence[npt.NDArray[np.uint8]], prefix: str, type: Literal["output", "temp"]
+    ) -> list[SavedFile]:
+        return [SavedFile(f"{prefix}_{at:05}_.png", "", type) for at in range(len(images))]
+
+
+class _Unheard:
+    """Events that nobody hears."""
+
+    def executing(self, node: str) -> None: ...
+    def progress(self, node: str, value: int, max: int, preview: npt.NDArray[np.uint8] | None) -> None: ...
+    def executed(self, node: str, output: Mapping[str, Any] | None) -> None: ...
+
+
+def class_of(file: str) -> str:
+    """Return the pipeline's class of a denoiser's file."""
+    name = file.replace("\\", "/").rpartition("/")[2].lower()
+    return next((found for pattern, found in CLASSES.items() if re.search(pattern, name)), _NOT_FOUND)
+
+
+def finding(name: str, document: Any) -> Finding:
+    """Return the outcome of a template."""
+    try:
+        workflow = read_workflow(document)
+        found = check(workflow, StandIns(workflow))
+    except WorkflowError as error:
+        unknown = sorted({one.kind for one in error.errors})
+        return Finding(name, f"node {', '.join(unknown)}" if unknown else error.message)
+    unknown = sorted({one.kind for one in found.errors if one.type == "missing_node_type"})
+    if unknown:
+        return Finding(name, f"node {', '.join(unknown)}")
+    if found.errors:
+        return Finding(name, str(found.errors[0]).splitlines()[0])
+    try:
+        asyncio.run(run(workflow, StandIns(workflow), _Unheard(), found.outputs))
+    except NodeFailed as failed:
+        return Finding(name, str(failed).splitlines()[0])
+    return Finding(name, "")
+
+
+def templates(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and document of each template without nodes of paid services."""
+    for path in sorted(folder.rglob("comfyui_workflow_templates_json/**/*.json")):
+        document = json.loads(path.read_bytes())
+        if isinstance(document, dict) and "nodes" in document and not path.name.startswith(_PAID):
+            yield path.stem, document
+
+
+def main() -> int:
+    """Print a line for each template, and what lacks most."""
+    findings = [finding(name, document) for name, document in templates(FOLDER)]
+    if not findings:
+        sys.stderr.write(f"no templates in {FOLDER}: make judge-templates\n")
+        return 2
+    for one in findings:
+        sys.stdout.write(f"{one.name}: {one.lacks or 'runs'}\n")
+    groups = Counter(one.name.partition("_")[0].partition("-")[0].lower() for one in findings)
+    passed = Counter(one.name.partition("_")[0].partition("-")[0].lower() for one in findings if not one.lacks)
+    sys.stdout.write("\n| group | templates | run |\n|---|---|---|\n")
+    for group, number in groups.most_common(12):
+        sys.stdout.write(f"| {group} | {number} | {passed[group]} |\n")
+    sys.stdout.write(f"\n{sum(passed.values())} of {len(findings)} run.\n\nWhat lacks most:\n")
+    lacks = Counter(re.sub(r"^node [^,]*, ", "", one.lacks)[:120] for one in findings if one.lacks)
+    for what, number in lacks.most_common(40):
+        sys.stdout.write(f"{number:4} {what}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
