@@ -40,8 +40,8 @@ from deployments.records import (
 )
 from deployments.records.errors import ModelUnavailable
 from deployments.replicas.output_channel import OutputChannel
-from deployments.replicas.replica_end import ReplicaEnd
 from deployments.replicas.replica_calls import ReplicaCalls, ReplicaStates
+from deployments.replicas.replica_end import ReplicaEnd
 from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_requests import OnProgress
 from deployments.services.image_service import ImagePiece, ImageService

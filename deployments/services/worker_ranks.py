@@ -30,6 +30,7 @@ START_S: Final = 180.0  # for a follower's process and its imports
 BUILD_S: Final = 600.0  # for weights that come over a slow network; a follower that is lost is noticed at once
 PING_S: Final = 10.0
 
+
 class WorkerRanks:
     """Rank 0's view of the others. When one is lost, it ends the replica by `end`.
 
@@ -118,9 +119,7 @@ class WorkerRanks:
                 raise RankLost(f"rank {rank} is lost: {reason}", [rank]) from None
 
 
-async def start_ranks(
-    config: ClusterConfig, settings: WorkerConfig, name: str, end: ReplicaEnd
-) -> WorkerRanks:
+async def start_ranks(config: ClusterConfig, settings: WorkerConfig, name: str, end: ReplicaEnd) -> WorkerRanks:
     """Start the followers of this replica, each in its place of the replica's placement group, and meet them.
 
     Raises RankLost or TimeoutError when they do not come, and what keeps a follower from its node's weights.

@@ -170,9 +170,7 @@ async def alone(node: Node) -> Worker:
     return worker
 
 
-async def picture(
-    model: str, worker: Worker, settings: WorkerConfig, device: DeviceThread
-) -> Any:
+async def picture(model: str, worker: Worker, settings: WorkerConfig, device: DeviceThread) -> Any:
     """Return an image."""
     asked = {"prompt": "a handwritten five", "seed": 3, "width": 32, "height": 32, "num_inference_steps": 3}
     request = ImageRequest(model=model, max_sequence_length=16 if model == FLUX else None, **asked)
