@@ -68,6 +68,8 @@ SamplerName = Literal[
     "dpmpp_2m",
     "res_multistep",
     "lcm",
+    "uni_pc",
+    "uni_pc_bh2",
 ]
 
 

@@ -53,6 +53,7 @@ class JobDisk:
         """Take in a job, and make room for its result. Raises JobConflict, JobsFull."""
         job = self.book.add(new, config, now_s)
         self._results.remove(self.book.sweep(config, now_s))
+        self._files.remove(self.book.files.expire(now_s))
         return job
 
     def end(

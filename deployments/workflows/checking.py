@@ -1,8 +1,8 @@
 """The check whether a workflow can be honoured, before anything runs.
 
 Every node that makes small values is computed, and those of a device are planned over what will be there: so a sampler
-refuses what its model does not do by what is linked to it, not by its own words alone. Images are not computed. Texts
-are, and a pattern may take a second: not on an event loop.
+refuses what its model does not do by what is linked to it, not by its own words alone. Images and patterns are not
+computed: what follows from them is known only when the workflow runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.records import Link, NodeError, Refused, Workflow, WorkflowError
 from deployments.workflows.values import PENDING, PENDING_LATENT, Later, Shown
 
+_MAX_BYTES: Final = 2**28  # of texts at once
 _PIXELS: Final = ("IMAGE", "MASK", "IMAGE,MASK")  # computing them takes a run's time and memory
 
 
@@ -38,7 +39,7 @@ def check(workflow: Workflow, catalog: Catalog | None, targets: Sequence[str] | 
     unknown = _unknown_ends(workflow) if targets is None else []
     if not found:
         raise WorkflowError("Prompt has no outputs", "prompt_no_outputs", unknown)
-    walk = Evaluation(workflow, KINDS, catalog, found)
+    walk = Evaluation(workflow, KINDS, catalog, found, _MAX_BYTES)
     for ready in walk.ready():
         try:
             outputs = planned(ready, catalog)
@@ -85,7 +86,7 @@ def planned(ready: Ready, catalog: Catalog | None) -> Outputs:
     kind = ready.kind
     makes_pixels = any(one.type in _PIXELS for one in kind.outputs)
     lacks_catalog = kind.reads_catalog and catalog is None
-    if ready.is_pending or lacks_catalog or (makes_pixels and not kind.is_opaque):
+    if ready.is_pending or lacks_catalog or kind.is_costly or (makes_pixels and not kind.is_opaque):
         return tuple(PENDING_LATENT if one.type == "LATENT" else PENDING for one in kind.outputs)
     results: list[Outputs] = []
     for arguments in ready.calls:

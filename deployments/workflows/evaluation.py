@@ -19,7 +19,7 @@ from deployments.workflows.records import MAX_TEXT, ErrorType, Link, Node, NodeE
 from deployments.workflows.values import PENDING, fits_type
 
 MAX_CALLS: Final = 1_000  # of one node that gets a list
-MAX_BYTES: Final = 4 * 2**30  # of all values of a run that are kept at once
+MAX_BYTES: Final = 2 * 2**30  # of all values of a run that are kept at once
 
 Outputs: TypeAlias = "tuple[Any, ...]"
 
@@ -67,7 +67,18 @@ class Evaluation:
     max_bytes: int = MAX_BYTES
     errors: list[NodeError] = field(default_factory=list)
     _outputs: dict[str, Outputs | _Failed] = field(default_factory=dict)
+    _waiting: dict[str, set[str]] = field(default_factory=dict)  # the nodes that have yet to read a node's outputs
     _held: int = 0
+
+    def __post_init__(self) -> None:
+        reached, path = set(self.targets), list(self.targets)
+        while path:
+            node = self.workflow.nodes[path.pop()]
+            for source in _sources(node):
+                self._waiting.setdefault(source, set()).add(node.id)
+                if source not in reached and source in self.workflow.nodes:
+                    reached.add(source)
+                    path.append(source)
 
     def ready(self) -> Iterator[Ready]:
         """Yield each node when its turn is there; before the next one, `give` or `fail` has been called."""
@@ -85,6 +96,7 @@ class Evaluation:
                         continue
                     elif node.id not in self._outputs and (found := self._prepared(node)) is not None:
                         yield found
+                self._forget_read(node)
                 on_path.discard(path.pop())
 
     def give(self, node: str, outputs: Outputs) -> None:
@@ -103,6 +115,16 @@ class Evaluation:
     def has_failed(self, node: str) -> bool:
         """Return whether a node, or one before it, failed."""
         return self._outputs.get(node) is _FAILED
+
+    def _forget_read(self, node: Node) -> None:
+        """Let go of values that only this node had yet to read."""
+        for source in _sources(node):
+            waiting = self._waiting.get(source, set())
+            waiting.discard(node.id)
+            outputs = self._outputs.get(source)
+            if not waiting and isinstance(outputs, tuple) and outputs:
+                self._held -= sum(map(_num_bytes, outputs))
+                self._outputs[source] = ()
 
     def _refuse(self, node: Node, type: ErrorType, message: str, details: str = "", input: str | None = None) -> None:
         self.fail(node, NodeError(node.id, node.kind, node.title, type, message, details, input))
@@ -225,6 +247,10 @@ class Evaluation:
             found = f"{one.name}, received {type(value).__name__} for {one.type}"
             raise BadLiteral("return_type_mismatch", "Return type mismatch between linked nodes", found)
         return literal(one, value, self.catalog)
+
+
+def _sources(node: Node) -> set[str]:
+    return {value.node for value in node.inputs.values() if isinstance(value, Link)}
 
 
 def outputs_of(kind: Kind, results: Sequence[Outputs]) -> Outputs:

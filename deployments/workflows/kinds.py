@@ -83,7 +83,8 @@ class Kind:
 
     `is_opaque`: its function does not look into images, masks and latents, so a check calls it before they are there.
     `reads_catalog`: it is called with the catalog first. `wants`, where there is one, names the inputs that are still
-    needed once all literal ones are known: a switch's branch. `takes_lists` are inputs that get a list whole.
+    needed once all literal ones are known: a switch's branch. With `takes_lists` it gets lists whole. `is_costly`: it
+    may take a second, so that a check does not call it.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Kind:
     reads_catalog: bool = False
     wants: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
     takes_lists: bool = False
+    is_costly: bool = False
     category: str = ""
 
 

@@ -58,7 +58,10 @@ from deployments.workflows.values import (
 _SAMPLERS: Final[tuple[str, ...]] = get_args(SamplerName)
 _SCHEDULES: Final = tuple(SCHEDULES)
 # These schedule a step more, and leave the last level but one out.
-_ONE_MORE: Final = ("dpm_2", "dpm_2_ancestral")
+_ONE_MORE: Final = ("dpm_2", "dpm_2_ancestral", "uni_pc", "uni_pc_bh2")
+_TWICE: Final = ("heun", "dpm_2", "dpm_2_ancestral", "dpmpp_2s_ancestral")  # forwards a step
+_UNI_PC: Final = ("uni_pc", "uni_pc_bh2")
+_LAST_TIME: Final = 999.0  # of Stable Diffusion
 _FULL: Final = 0.9999  # from this part on, all of a schedule runs
 _MAX_STEP: Final = 10_000
 _SEED_BITS: Final = 63  # of an image's seed; the noise has its own, of 64
@@ -148,7 +151,7 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
     positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
     if plan.cfg != 1 and negative is None:
         raise Refused("guidance needs a negative prompt", "negative")
-    _check_model(plan)
+    _check_model(plan, facts)
     for side, prompt in zip(("positive", "negative"), prompts, strict=False):
         _check_prompt(prompt, positive, side, facts, latent)
     check_references(prompts, facts.class_name, facts.variant)
@@ -175,7 +178,12 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
     }
     if latent.samples is None:
         fields |= _sides(latent, facts)
-    fields["control"] = tuple(_control(use, plan, latent) for use in positive.controls if use.image is not PENDING)
+    parts = [_acting_part(use, plan, facts) for use in positive.controls]
+    fields["control"] = tuple(
+        _control(use, latent, part)
+        for use, part in zip(positive.controls, parts, strict=True)
+        if use.image is not PENDING and part is not None
+    )
     return ImageRequest(**fields)
 
 
@@ -191,7 +199,7 @@ def _sides(latent: Latent, facts: ModelFacts) -> dict[str, int]:
     return sides
 
 
-def _check_model(plan: Plan) -> None:
+def _check_model(plan: Plan, facts: ModelFacts) -> None:
     for kind, values in plan.model.extra:
         if kind != _NORMED or plan.cfg != 1 or values != (1.0,):
             raise Refused(f"{kind} changes the model in a way that this cluster does not", "model")
@@ -201,6 +209,8 @@ def _check_model(plan: Plan) -> None:
     if not all(a > b >= 0 for a, b in itertools.pairwise(plan.sigmas)) or len(plan.sigmas) < 2:
         shown = ", ".join(f"{one:g}" for one in plan.sigmas[:10])
         raise Refused(f"sigmas {shown}: expected two or more, each lower than the one before", "sigmas")
+    if plan.sampler.name in _UNI_PC and (len(plan.sigmas) < 3 or facts.class_name not in _OF_CLIPS):
+        raise Refused(f"{plan.sampler.name} takes two steps at least, and no flow", "sampler_name")
     if len(plan.sigmas) > MAX_STEPS + 1:
         raise Refused(f"{len(plan.sigmas) - 1} steps: at most {MAX_STEPS}", "sigmas")
 
@@ -306,7 +316,7 @@ def _for_batch(mask: Any, batch: int) -> Any:
     return np.tile(masks, (math.ceil(batch / len(masks)), 1, 1))[:batch]
 
 
-def _control(use: ControlUse, plan: Plan, latent: Latent) -> ControlNetUse:
+def _control(use: ControlUse, latent: Latent, part: tuple[float, float]) -> ControlNetUse:
     if use.net.mode is not None:
         raise Refused("modes of a union of ControlNets are not honoured here yet", "positive")
     image = use.image
@@ -317,14 +327,32 @@ def _control(use: ControlUse, plan: Plan, latent: Latent) -> ControlNetUse:
     if width and height and image.shape[1:3] != (height, width):
         image = resized(image, width, height, "nearest-exact", "center")
     pixels = np.rint(np.clip(image[0, :, :, :3], 0, 1) * 255).astype(np.uint8)
-    start, end = _acting_part(use, plan)
+    start, end = part
     return ControlNetUse(name=use.net.name, image=pixels, scale=use.strength, start=start, end=end)
 
 
-def _acting_part(use: ControlUse, plan: Plan) -> tuple[float, float]:
+def _acting_part(use: ControlUse, plan: Plan, facts: ModelFacts) -> tuple[float, float] | None:
+    """Return the part of the steps in which a ControlNet acts, None for none: its percents are those of times."""
     if (use.start, use.end) == (0.0, 1.0):
         return 0.0, 1.0
-    raise Refused("a ControlNet acts in all steps here, and not in a part of them", "positive")
+    if plan.sampler.name in _TWICE:
+        raise Refused(f"with {plan.sampler.name} a ControlNet acts in all steps here, and not in a part", "positive")
+    levels = levels_of(facts.class_name, facts.variant, facts.scheduler, plan.model.shift)
+    begin, end = (_level_at(levels, one) for one in (use.start, use.end))
+    acting = [number for number, sigma in enumerate(plan.sigmas[:-1]) if end <= sigma <= begin]
+    count = len(plan.sigmas) - 1
+    # A step acts that lies within a part: half a step more keeps it there, however it is rounded.
+    return (max(0.0, (acting[0] - 0.5) / count), min(1.0, (acting[-1] + 1.5) / count)) if acting else None
+
+
+def _level_at(levels: Levels, percent: float) -> float:
+    """Return the level of noise at a percent of the times, which begin with noise alone."""
+    if percent <= 0:
+        return math.inf
+    if percent >= 1:
+        return 0.0
+    last = 1.0 if levels.shift is not None else _LAST_TIME
+    return float(levels.at(np.array((1 - percent) * last)))
 
 
 # The functions of the kinds.

@@ -63,6 +63,23 @@ def bench_split(as_json: Json = False) -> None:
         print_split(rows)
 
 
+@app.command("ranks")
+def bench_ranks(
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Each way completes this many prompts, in turn.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure a language model on two ranks of one thread beside one process of two threads."""
+    from infra.bench.ranks import RanksSettings, measure_ranks, print_ranks
+
+    with _err.status("measuring: takes about a minute"):
+        rows = measure_ranks(RanksSettings(rounds=rounds), seed)
+    if as_json:
+        print_json(rows)
+    else:
+        print_ranks(rows)
+
+
 @app.command("extrapolate")
 def bench_extrapolate(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Every way makes an image this often, in turn.")] = 12,

@@ -16,6 +16,7 @@ import transformers
 from deployments.cli.models import TABLE, SupportedClass, read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.stock_classes import SEEING
+from deployments.workflows.nodes.table import KINDS
 from infra.supported import encoders, language_models, pipelines
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "supported.md"
@@ -113,7 +114,14 @@ def page(rows: Iterable[SupportedClass]) -> str:
         if refused := [row for row in own if row.is_refused]:
             lines = [f"| `{row.class_name}` | {_cell(row.why)} |" for row in refused]
             parts.append("\n".join(["", "| refused | why |", "|---|---|", *lines]) + "\n")
+    parts.append(_nodes())
     return "".join(parts)
+
+
+def _nodes() -> str:
+    """Return the section of the kinds of nodes that workflows may have."""
+    names = ", ".join(f"`{name}`" for name in sorted(KINDS, key=str.lower))
+    return f"\n## Nodes of ComfyUI\n\n[Workflows](workflows.md) may have {len(KINDS)} kinds of nodes: {names}.\n"
 
 
 def _cell(text: str) -> str:

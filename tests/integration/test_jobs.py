@@ -1,7 +1,8 @@
-"""Jobs of a running cluster: their owner and their ingress are killed, and each has the right result, once."""
+"""Jobs of a running cluster: each has the right result, once, also when their owner and their ingress are killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -75,3 +76,36 @@ def test_jobs_survive_kill_9_of_their_owner_and_of_their_ingress(cluster: Cluste
         assert answered(http, "GET", f"/v1/jobs/{id_}/result").content == result.content
     listed = answered(http, "GET", "/v1/jobs", params={"endpoint": ENDPOINT, "limit": 100}).json()["data"]
     assert sorted(job["id"] for job in listed) == sorted(ids)
+
+
+def test_a_batch_runs_by_openais_client(cluster: Cluster) -> None:
+    client, path = cluster.openai, "/v1/chat/completions"
+    bodies = {
+        f"{first} + 7": {"model": "adder", "messages": [{"role": "user", "content": f"What is {first} + 7?"}]}
+        for first in range(10, 15)
+    }
+    lines = [
+        json.dumps({"custom_id": name, "method": "POST", "url": path, "body": body}) for name, body in bodies.items()
+    ]
+    file = client.files.create(file=("sums.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    done = wait_until(lambda: _ended(client.batches.retrieve(batch.id)), "the end of the batch")
+    assert (done.status, done.request_counts.completed, done.error_file_id) == ("completed", len(bodies), None)
+    output = client.files.content(done.output_file_id).text.splitlines()
+    said = {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in map(json.loads, output)
+    }
+    assert said == {f"{first} + 7": f"{first + 7}." for first in range(10, 15)}
+
+
+def _ended(batch: Any) -> Any:
+    return batch if batch.status not in ("validating", "in_progress", "finalizing") else None
+
+
+def test_a_large_file_goes_through_the_door_and_back(cluster: Cluster) -> None:
+    content = os.urandom(3 * cluster.config.ingress.limits.max_upload_bytes // 2)
+    file = cluster.openai.files.create(file=("large.jsonl", content), purpose="batch")
+    assert file.bytes == len(content)
+    assert cluster.openai.files.content(file.id).content == content
+    assert cluster.openai.files.delete(file.id).deleted

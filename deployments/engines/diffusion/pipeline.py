@@ -222,7 +222,7 @@ class DenoisePipeline:
         pairs, merged = self._loras.forms_of(request, known)
         branches = self._branches(request, conditioning)
         maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
-        solver, generator = self._solver(request, size, maker), host_generator(request.seed)
+        solver, generator = _solver_of(request, size, self._solvers, maker, self._dtype), host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
         image_prompts = make_image_prompts(request, known, family, self.denoiser, len(branches))
         # Stock draws in the text encoder's dtype; another dtype would be another image.
@@ -260,14 +260,6 @@ class DenoisePipeline:
             runs_alone=runs_alone,
             extrapolation=extrapolation,
         )
-
-    def _solver(self, request: DiffusionRequest, size: ImageSize, maker: LatentsMaker) -> Any:
-        steps = self.family.steps
-        if request.sampler is None:
-            schedule, changes = partial(steps.schedule, request, size=size), partial(steps.solver_changes, request)
-            return self._solvers.create_solver(self.device, request, schedule, changes)
-        noise = StepNoise(maker.shape_of(request, size), self.family.latents, self.device)
-        return self._solvers.create_sampler(self.device, request.sampler, noise, self._dtype)
 
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
         family = self.family
@@ -450,6 +442,18 @@ class DenoisePipeline:
         if state.kept is not None:
             state.latents = state.kept.put_back(state.solver, state.latents, None if state.done else state.timestep)
         state.are_finite.append(state.latents.isfinite().all())
+
+
+def _solver_of(
+    request: DiffusionRequest, size: ImageSize, solvers: SolverFactory, maker: LatentsMaker, dtype: torch.dtype
+) -> Any:
+    """Return the solver of a request, or its sampler. Raises EngineError."""
+    steps, device = maker.family.steps, maker.device
+    if request.sampler is None:
+        schedule, changes = partial(steps.schedule, request, size=size), partial(steps.solver_changes, request)
+        return solvers.create_solver(device, request, schedule, changes)
+    noise = StepNoise(maker.shape_of(request, size), maker.family.latents, device)
+    return solvers.create_sampler(device, request.sampler, noise, dtype)
 
 
 def _ended(state: DenoiseState) -> torch.Tensor:

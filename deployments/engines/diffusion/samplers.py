@@ -18,8 +18,10 @@ import torch
 from configs.options import Sampler
 from deployments.engines.diffusion.families.base import Latents
 from deployments.engines.diffusion.noise_forms import NoiseForm
+from deployments.engines.records.protocol import EngineError
 
 _LMS_ORDER: Final = 4
+_NEARLY_CLEAN: Final = 0.001  # in the place of a last level of 0, which has no logarithm
 _SEEDS: Final = 2**64
 
 
@@ -312,6 +314,69 @@ class Heun(Dpm2):
         return begun + ((begun - found) / level + slope) * ((following - level) / 2)
 
 
+class UniPC(SigmaSolver):
+    """A multistep method over the logarithm of the level: each step is predicted, and corrected by the next forward.
+
+    Its order is 3 at most, and its last level not quite 0. Source: ComfyUI, `comfy/extra_samplers/uni_pc.py`.
+    """
+
+    grows: ClassVar[bool] = False  # the second form of B(h): e^h - 1 in place of h
+    begun: torch.Tensor | None = None  # the corrected latents of the step before
+    found: Sequence[torch.Tensor] = ()  # what was clean, the last one first
+
+    def __init__(
+        self,
+        form: NoiseForm,
+        sampler: Sampler,
+        noise: StepNoise,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(form, sampler, noise, device, dtype)
+        if sampler.num_steps < 2 or form.kind == "flow_prediction":
+            raise EngineError(f"sampler: {sampler.name} takes two steps at least, and no flow")
+        *levels, last = sampler.sigmas
+        self._ends = (*levels, last or _NEARLY_CLEAN)
+
+    def _moved(
+        self, here: Forward, x: torch.Tensor, clean: torch.Tensor, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        if self.begun is not None:
+            x = self._step(here.step, self.begun, clean)
+        self.begun, self.found = x, [clean, *self.found[:2]]
+        return self._step(here.step + 1, x, None)
+
+    def _step(self, to: int, x: torch.Tensor, clean: torch.Tensor | None) -> torch.Tensor:
+        """Return the latents of step `to - 1` at step `to`: predicted, or with what is clean there corrected."""
+        steps, most = self.sampler.num_steps, min(3, self.sampler.num_steps - 1)
+        order = to if to < most else min(most, steps + 1 - to)
+        start, end = self._ends[to - 1], self._ends[to]
+        length = math.log(start / end)
+        places = [math.log(start / self._ends[to - 1 - back]) / length for back in range(1, order)]
+        last, *earlier = self.found
+        slopes = [(one - last) / place for one, place in zip(earlier, places, strict=False)]
+        scale = math.expm1(-length) if self.grows else -length
+        powers = np.array([*places, 1.0]) ** np.arange(order)[:, None]
+        aims, phi, factor = list[float](), math.expm1(-length) / -length - 1, 1
+        for number in range(1, order + 1):
+            aims.append(phi * factor / scale)
+            factor *= number + 1
+            phi = phi / -length - 1 / factor
+        moved = x * (end / start) - last * math.expm1(-length)
+        if clean is None:
+            shares = np.linalg.solve(powers[:-1, :-1], aims[:-1]) if order > 2 else [0.5][: order - 1]
+        else:
+            shares = np.linalg.solve(powers, aims) if order > 1 else [0.5]
+            slopes = [*slopes, clean - last]
+        for slope, share in zip(slopes, shares, strict=True):
+            moved = moved - slope * (scale * float(share))
+        return moved
+
+
+class UniPCGrowing(UniPC):
+    grows: ClassVar[bool] = True
+
+
 SAMPLERS: Final[Mapping[str, type[SigmaSolver]]] = {
     "euler": Euler,
     "euler_ancestral": EulerAncestral,
@@ -324,6 +389,8 @@ SAMPLERS: Final[Mapping[str, type[SigmaSolver]]] = {
     "dpmpp_2m": DpmPlusPlus2M,
     "res_multistep": ResMultistep,
     "lcm": LatentConsistency,
+    "uni_pc": UniPC,
+    "uni_pc_bh2": UniPCGrowing,
 }
 
 

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn import functional as F
@@ -21,12 +21,13 @@ from deployments.engines.diffusion.families.base import Rows
 from deployments.engines.libraries.library_seam import SequencePart, sequence_plan
 from deployments.engines.ranks.group import RankGroup
 
-_AXIS = "sequence"
+_AXIS: Final = "sequence"
 
 
 def can_share(denoiser: Any, rows: Rows, count: int) -> bool:
     """Return whether so many ranks can share the tokens of rows: all of them, and the heads, are a multiple."""
-    if not sequence_plan(type(denoiser)) or rows.latents.ndim != 3 or len(set(rows.sizes)) > 1:
+    kind: Any = type(denoiser)
+    if not sequence_plan(kind) or rows.latents.ndim != 3 or len(set(rows.sizes)) > 1:
         return False
     sizes = rows.latents.shape[1], rows.prompts.shape[1], int(denoiser.config.num_attention_heads)
     return all(size % count == 0 for size in sizes)
@@ -39,7 +40,8 @@ def shared_sequence(denoiser: Any, rows: Rows, group: RankGroup) -> Iterator[Non
     All ranks run the same forward. HAZARD: one thread at a time may run the module.
     """
     handles: list[Any] = []
-    plan = sequence_plan(type(denoiser))
+    kind: Any = type(denoiser)
+    plan = sequence_plan(kind)
     try:
         for path, module in denoiser.named_modules():
             for part in plan:
@@ -116,8 +118,9 @@ class _SharedAttention(TorchFunctionMode):
             attn_mask = attn_mask[..., self._order]
         count = self._group.size(_AXIS)
         # (3, B, H, S, D) to (ranks, 3, B, H / ranks, S, D), and all tokens behind each other.
-        whole = torch.stack([query, key, value]).unflatten(2, (count, -1)).movedim(2, 0)
+        whole = torch.unflatten(torch.stack([query, key, value]), 2, (count, -1)).movedim(2, 0)
         heads = self._group.exchange(whole, _AXIS).movedim(0, 3).flatten(3, 4)
-        attended = F.scaled_dot_product_attention(*heads.unbind(), attn_mask=attn_mask, **options)
-        tokens = attended.unflatten(2, (count, -1)).movedim(2, 0)
+        query, key, value = heads.unbind()
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+        tokens = torch.unflatten(attended, 2, (count, -1)).movedim(2, 0)
         return self._group.exchange(tokens, _AXIS).movedim(0, 1).flatten(1, 2)

@@ -77,11 +77,11 @@ inline void fetch(const void* at) {
     _mm_prefetch(static_cast<const char*>(at), R < kDenseRows ? _MM_HINT_T1 : _MM_HINT_T0);
 }
 
-// R rows of x times 4 Q rows of W in some columns, whose number 16 divides. HAZARD: without `unroll`, GCC 12 keeps the sums in memory, and a product takes
-// three times as long.
+// R rows of x times 4 Q rows of W in some columns, whose number 16 divides. HAZARD: without `unroll`, GCC 12 keeps the
+// sums in memory, and a product takes three times as long.
 template <int R, int Q, class Weight>
-inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns, Stretch stretch, const float* x,
-                                int64_t x_stride, float* to, int64_t stride) {
+inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], Stretch stretch, const float* x, int64_t x_stride,
+                                float* to, int64_t stride) {
     Floats sums[R][4 * Q];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -107,9 +107,9 @@ inline bool has_half_products() { return __builtin_cpu_supports("avx512bf16"); }
 
 // The same of bfloat16, 32 columns at a time. HAZARD: the processor takes numbers below 2^-126 for zeros here.
 template <int R, int Q>
-__attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], int64_t columns,
-                                                                      Stretch stretch, const uint16_t* x, int64_t x_stride,
-                                                                      float* to, int64_t stride) {
+__attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint16_t* const (&w)[4 * Q], Stretch stretch,
+                                                                      const uint16_t* x, int64_t x_stride, float* to,
+                                                                      int64_t stride) {
     Floats sums[R][4 * Q];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -151,7 +151,7 @@ void multiply_dense_stretches(const Matrix& matrix, int64_t first, int64_t last,
                 for (int r = 0; r < R; ++r) std::memcpy(own + r * kRows, to + r * stride + at - first, 4 * (last - at));
             for (int64_t begin = stretches.begin; begin < stretches.end; begin += kStretch<Element>) {
                 const Stretch stretch{begin, std::min(stretches.end, begin + kStretch<Element>)};
-                multiply_dense_tile<R, kQuads>(w, matrix.columns, stretch, x, x_stride, into, by);
+                multiply_dense_tile<R, kQuads>(w, stretch, x, x_stride, into, by);
             }
             if (!is_whole)
                 for (int r = 0; r < R; ++r) std::memcpy(to + r * stride + at - first, own + r * kRows, 4 * (last - at));

@@ -44,6 +44,7 @@ from deployments.engines.text.forwards import (
     FAMILIES,
     encoder_family_of,
     filler_id,
+    has_bert_layers,
     limits_of,
     run_layers,
     text_kind,
@@ -413,7 +414,7 @@ def load_text_encoder(
     load_kernels()  # compiled now, if need be, not while the first text waits
     tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
     family = FAMILIES.get(class_name)
-    if family and are_kernels_faster():  # those of BERT and its relatives ask for them by themselves
+    if are_kernels_faster() and not has_bert_layers(module):  # BERT's forward asks for them by itself
         make_batch_invariant(module)
     if family and (family.is_clip or not (folder / "modules.json").exists()):
         return TextEncoder(module, tokenizer)

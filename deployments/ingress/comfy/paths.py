@@ -10,6 +10,7 @@ from configs.http import COMFYUI_PATHS
 
 _PREFIX: Final = "/api"
 _NAMES: Final = frozenset(path[1:] for path in COMFYUI_PATHS)
+_OF_OLLAMA: Final = ("POST", "/api/embeddings")  # ComfyUI only gets its embeddings
 
 
 class PathsBelowApi:
@@ -20,7 +21,8 @@ class PathsBelowApi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
-        if path.startswith(f"{_PREFIX}/") and path.split("/", 3)[2] in _NAMES:
+        is_ollamas = (scope.get("method"), path) == _OF_OLLAMA
+        if path.startswith(f"{_PREFIX}/") and path.split("/", 3)[2] in _NAMES and not is_ollamas:
             raw: bytes = scope.get("raw_path") or b""
             scope = {**scope, "path": path.removeprefix(_PREFIX), "raw_path": raw.removeprefix(_PREFIX.encode())}
         await self._app(scope, receive, send)

@@ -42,7 +42,14 @@ class Socket:
         self._waiting: deque[Message] = deque()
         self._num_previews = 0
         self._has_more = asyncio.Event()
+        self._is_greeted = False
         self._is_over = False
+
+    def greet(self, message: Message) -> None:
+        """Send a message before all others, which wait for it."""
+        self._waiting.appendleft(message)
+        self._is_greeted = True
+        self._has_more.set()
 
     def put(self, message: Message) -> None:
         """Send a message when its turn comes."""
@@ -63,7 +70,7 @@ class Socket:
 
     async def next(self) -> Message | None:
         """Return the next message; None when there will be none: the client has not read for too long."""
-        while not self._waiting and not self._is_over:
+        while not (self._waiting and self._is_greeted) and not self._is_over:
             self._has_more.clear()
             await self._has_more.wait()
         if self._is_over:

@@ -142,7 +142,7 @@ class _Watch:
         before, self._num_left = self._num_left, sum(not job.has_ended for job in jobs)
         for socket in self.sockets:
             if socket in new:
-                socket.put(event_text("status", self._status() | {"sid": socket.client}))
+                socket.greet(event_text("status", self._status() | {"sid": socket.client}))
             elif socket not in self._new and before != self._num_left:
                 socket.put(event_text("status", self._status()))
         self._new -= new

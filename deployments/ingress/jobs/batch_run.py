@@ -167,9 +167,18 @@ class BatchRun:
         """Keep a line's result, together with those of lines that end meanwhile."""
         self._unkept[result.number] = result
         async with self._keeping:
-            if result.number in self._unkept:
-                group, self._unkept = self._unkept, {}
-                await self._keep_all(list(group.values()))
+            while result.number in self._unkept:
+                await self._keep_all(self._next_group())
+
+    def _next_group(self) -> list[LineResult]:
+        """Take results to be kept together, the first ones, as many as one call of the owner may bring."""
+        group, num_bytes = list[LineResult](), 0
+        for number, one in list(self._unkept.items()):
+            num_bytes += len(one.content)
+            if group and num_bytes > PIECE_BYTES:
+                break
+            group.append(self._unkept.pop(number))
+        return group
 
     async def _keep_all(self, results: Sequence[LineResult]) -> None:
         taken = self._taken
@@ -195,12 +204,11 @@ class BatchRun:
         rest, number, offset = b"", 0, 0
         while piece := await self._told(WeightRegistry.read_file, self._taken.key, self._file, offset, PIECE_BYTES):
             offset += len(piece)
-            *whole, rest = (rest + piece).split(b"\n")
+            lines, rest, number = await asyncio.to_thread(_split, rest + piece, number)
             if len(rest) > MAX_LINE_BYTES:
                 why = f"more than {MAX_LINE_BYTES} bytes without the end of a line"
                 raise _BadFile([_problem("invalid_json_line", why, None, number)])
-            yield [(number + place, line) for place, line in enumerate(whole) if line.strip()]
-            number += len(whole)
+            yield lines
         if piece is None:
             raise _BadFile(
                 [_problem("file_not_found", f"input_file_id: {self._file!r} is gone", "input_file_id", None)]
@@ -217,6 +225,13 @@ class BatchRun:
                 logger.warning("batch %s waits: %s", self._taken.id, str(error).partition("\n")[0])
             await asyncio.sleep(pause_s)
         raise AssertionError("pauses have no end")
+
+
+def _split(content: bytes, number: int) -> tuple[Lines, bytes, int]:
+    """Return the lines of a content from a number on, the rest behind the last one, and the rest's number."""
+    *whole, rest = content.split(b"\n")
+    lines = [(number + place, line) for place, line in enumerate(whole) if line.strip()]
+    return lines, rest, number + len(whole)
 
 
 def _request_of(line: bytes, endpoint: str) -> tuple[str, bytes]:

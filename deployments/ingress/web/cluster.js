@@ -1,5 +1,6 @@
 // The page Cluster: what every node and worker holds and does, as it changes, and orders by hand.
 
+import { AddModel } from "./add_model.js";
 import { Decisions, Models, Order, Places, Tenants, Tiles, TimeLine } from "./cluster_view.js";
 import { colorOf } from "./drawing.js";
 import { follow } from "./live.js";
@@ -34,6 +35,7 @@ function Page() {
       <${State} state=${isPaused ? "paused" : state} staleS=${staleS} totals=${picture?.totals} />
       <span class="space"></span>
       ${picture && html`<${FreezeAll} totals=${picture.totals} />`}
+      ${picture && html`<${AddModel} models=${Object.keys(picture.models)} />`}
       <${TraceButton} onFile=${openFile} />
       <button aria-pressed=${isPaused} onClick=${() => setPaused(!isPaused)}>${isPaused ? words.resume : words.pause}</button>
     </div>

@@ -7,6 +7,7 @@ from typing import Final
 
 from deployments.workflows.nodes.conditioning import CONDITIONING
 from deployments.workflows.nodes.files import FILES
+from deployments.workflows.nodes.filters import FILTERS
 from deployments.workflows.nodes.images import IMAGES
 from deployments.workflows.nodes.latents import LATENTS
 from deployments.workflows.nodes.loading import LOADERS
@@ -19,7 +20,7 @@ from deployments.workflows.sampling import SAMPLING
 KINDS: Final = MappingProxyType(
     {
         kind.name: kind
-        for group in (LOADERS, CONDITIONING, SAMPLING, LATENTS, FILES, IMAGES, MASKS, TEXTS, WRITING, LOGIC)
+        for group in (LOADERS, CONDITIONING, SAMPLING, LATENTS, FILES, IMAGES, FILTERS, MASKS, TEXTS, WRITING, LOGIC)
         for kind in group
     }
 )

@@ -162,7 +162,13 @@ TEXTS: Final = (
         (Output("BOOLEAN"),),
         _compare,
     ),
-    Kind("RegexMatch", (_long("string"), _long("regex_pattern"), *_FLAGS), (Output("BOOLEAN", "matches"),), _match),
+    Kind(
+        "RegexMatch",
+        (_long("string"), _long("regex_pattern"), *_FLAGS),
+        (Output("BOOLEAN", "matches"),),
+        _match,
+        is_costly=True,
+    ),
     Kind(
         "RegexExtract",
         (
@@ -172,6 +178,7 @@ TEXTS: Final = (
         ),
         _TEXT,
         _extract,
+        is_costly=True,
     ),
     Kind(
         "RegexReplace",
@@ -181,6 +188,7 @@ TEXTS: Final = (
         ),
         _TEXT,
         _regex_replace,
+        is_costly=True,
     ),
     Kind("JsonExtractString", (_long("json_string"), text("key")), _TEXT, _json),
     Kind(

@@ -45,7 +45,7 @@ def _write(
     video: Any = None,
     audio: Any = None,
 ) -> Later:
-    """Return what the model answers; words are drawn as the cluster draws them, from the same distribution."""
+    """Return the answer of the model; words are drawn as the cluster draws them, from the same distribution."""
     if video is not None or audio is not None:
         raise Refused("language models are given texts and images here", "video" if video is not None else "audio")
     if not use_default_template:

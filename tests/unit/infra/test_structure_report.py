@@ -51,7 +51,7 @@ app = typer.Typer()
 def serve() -> None: ...
 
 def main() -> None:
-    """Run the program."""
+    """Of the program."""
     Model("a").describe()
     Model("b")
     app()

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from kit.browser import OpenPage
+from kit.browser import OpenPage, axe_violations, needs_axe
 from unit.deployments.ingress.page_server import PageServer
 
 MIB = 2**20
@@ -70,3 +70,35 @@ def test_a_switch_is_as_old_as_its_time_says(page_server: PageServer, open_page:
     rows = page.locator(".decisions li").all_inner_texts()
     assert ["5 min ago" in row for row in rows] == [False, True]
     assert all("kept vae" in row for row in rows)
+
+
+@needs_axe
+def test_a_model_and_a_lora_are_added(page_server: PageServer, open_page: OpenPage) -> None:
+    node = {"resident_bytes": 0, "leased_bytes": 0, "pinned_bytes": 0, "budget_bytes": MIB}
+    page = opened(page_server, open_page, picture(nodes={"n1": node}))
+    asked: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        is_first = len(asked) == 1
+        error = {"error": {"message": "path: '/m' is outside of the model roots"}}
+        route.fulfill(status=400 if is_first else 202, body=json.dumps(error if is_first else {"id": "x"}))
+
+    page.route("**/admin/models?wait=false", answer)
+    page.get_by_role("button", name="Add a model").click()
+    dialog = page.get_by_role("dialog")
+    add = dialog.get_by_role("button", name="Add", exact=True)
+    assert add.is_disabled()
+    dialog.get_by_label("Name").fill(" ink ")
+    dialog.get_by_label("Path or address").fill("/m")
+    assert axe_violations(page) == []
+    add.click()
+    dialog.get_by_role("alert").get_by_text("outside of the model roots").wait_for()
+    dialog.get_by_label("LoRA or ControlNet").check(force=True)
+    assert add.is_disabled()
+    dialog.get_by_label("Of the models").fill("flux, sdxl")
+    dialog.get_by_label("Path or address").fill("hf://someone/ink")
+    add.click()
+    page.get_by_text("ink is being taken in").wait_for()
+    dialog.wait_for(state="detached")
+    assert asked == [{"id": "ink", "path": "/m"}, {"id": "ink", "path": "hf://someone/ink", "base": ["flux", "sdxl"]}]

@@ -137,6 +137,54 @@ def test_composites_mix_by_the_mask() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def gaussian(radius: int, sigma: float) -> torch.Tensor:
+    line = torch.exp(-(torch.arange(-radius, radius + 1.0) ** 2) / (2 * sigma**2))
+    return torch.outer(line, line) / line.sum() ** 2
+
+
+def test_blurred_and_sharpened_images_are_torchs() -> None:
+    image = drawn_images()
+    channels_first = torch.from_numpy(image).movedim(-1, 1)
+    radius, sigma, alpha = 2, 1.3, 0.4
+    padded = torch.nn.functional.pad(channels_first, [radius] * 4, "reflect")
+    kernel = gaussian(radius, sigma)
+    expected = torch.nn.functional.conv2d(padded, kernel.repeat(3, 1, 1, 1), groups=3).movedim(1, -1)
+    found = call("ImageBlur", image=image, blur_radius=radius, sigma=sigma)
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+    kernel = kernel * -(alpha * 10)
+    kernel[radius, radius] += 1 - kernel.sum()
+    sharp = torch.nn.functional.conv2d(padded, kernel.repeat(3, 1, 1, 1), groups=3).movedim(1, -1).clamp(0, 1)
+    found = call("ImageSharpen", image=image, sharpen_radius=radius, sigma=sigma, alpha=alpha)
+    np.testing.assert_allclose(found, sharp.numpy(), atol=1e-4)
+
+
+def test_edges_are_thin_and_weak_ones_hold_on_to_strong_ones() -> None:
+    image = np.zeros((1, 32, 48, 3), np.float32)
+    ramp = np.linspace(0.15, 0.6, 32, dtype=np.float32)[None, :, None, None]  # stronger towards the bottom
+    image[:, :, 20:] = ramp
+    image[:, :, 19:20] = ramp / 2  # the middle of the step
+    image[:, 2:12, 40:44] += 0.16  # as weak as the top, and alone
+    image[:, 2:12, [39, 44]] += 0.08
+    blurred = torch.nn.functional.conv2d(
+        torch.nn.functional.pad(torch.from_numpy(image[..., :1]).movedim(-1, 1), [2] * 4, "reflect"),
+        gaussian(2, 1.0)[None, None],
+    )
+    sobel = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]])
+    padded = torch.nn.functional.pad(blurred, [1] * 4, "replicate")
+    slopes = torch.nn.functional.conv2d(padded, torch.stack([sobel, sobel.T])[:, None])
+    strength = (slopes.square().sum(1) + 1e-6).sqrt()[0].numpy()
+    low, high = 0.3, 0.9
+    edges = call("Canny", image=image, low_threshold=low, high_threshold=high)
+    assert edges.shape == image.shape
+    found = edges[0, ..., 0] == 1
+    assert not found[strength <= low].any()
+    # One pixel wide along the step, from its strong end up to its weak one; what is alone and weak is no edge.
+    assert (found[:, 17:23].sum(1) == 1).all()
+    assert not found[2:12, 38:46].any()
+    alone = call("Canny", image=image, low_threshold=low, high_threshold=low)
+    assert (alone[0, 4:10, 38:46, 0] == 1).any()
+
+
 def test_batches_are_joined_cut_and_repeated() -> None:
     one, other = drawn_images(2), drawn_images(1, 4)
     found = call("BatchImagesNode", images={"image0": one, "image1": other})

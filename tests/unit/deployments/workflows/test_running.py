@@ -248,6 +248,27 @@ async def test_a_value_of_another_type_through_a_switch_is_told() -> None:
     ]
 
 
+def test_values_that_nobody_reads_any_more_are_let_go() -> None:
+    size = 16 * 16 * 3 * 4
+    chain = {"n0": ("EmptyImage", SIZE)}
+    chain |= {f"n{at}": ("ImageInvert", {"image": (f"n{at - 1}", 0)}) for at in range(1, 50)}
+    last = {"image1": ("n49", 0), "image2": ("n0", 0)}
+    walk = Evaluation(workflow_of(**chain, end=("ImageBatch", last)), KINDS, FakeBackend(), ["end"], max_bytes=4 * size)
+    ran = []
+    for ready in walk.ready():
+        ran.append(ready.node.id)
+        walk.give(ready.node.id, ready.kind.function(**ready.calls[0]))
+    assert len(ran) == len(set(ran)) == 51
+
+
+def test_a_check_calls_nothing_that_may_take_long() -> None:
+    slow = {"string": "a" * 60 + "!", "regex_pattern": "(a|a)*$"}
+    slow |= {"case_insensitive": True, "multiline": False, "dotall": False}
+    nodes = {f"n{at}": ("RegexMatch", slow) for at in range(500)}
+    shows = {f"s{at}": ("PreviewAny", {"source": (f"n{at}", 0)}) for at in range(500)}
+    assert len(check(workflow_of(**nodes, **shows), FakeBackend()).outputs) == 500
+
+
 def test_values_of_a_run_are_bounded_together() -> None:
     nodes = {f"n{at}": ("EmptyImage", SIZE) for at in range(3)}
     batch = ("BatchImagesNode", {f"images.image{at}": (f"n{at}", 0) for at in range(3)})

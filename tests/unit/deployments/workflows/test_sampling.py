@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from kit.workflows import FakeBackend, Told, workflow_of
 
 from configs.cluster import ClusterConfig
+from deployments.engines.diffusion.state import Control
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
 from deployments.workflows.backend import Folder, ModelFacts, Report
@@ -23,6 +25,8 @@ from deployments.workflows.schedules import added_levels, schedule
 from deployments.workflows.values import (
     PENDING,
     ClipValue,
+    ControlNetValue,
+    ControlUse,
     Latent,
     Later,
     LoraUse,
@@ -110,7 +114,7 @@ async def test_a_ksampler_is_one_request():
     assert (latent.batch, latent.width, latent.height) == (2, 64, 96)
 
 
-@pytest.mark.parametrize("sampler_name", ["dpm_2", "dpm_2_ancestral"])
+@pytest.mark.parametrize("sampler_name", ["dpm_2", "dpm_2_ancestral", "uni_pc"])
 async def test_some_samplers_schedule_a_step_more(sampler_name):
     request = await asked("KSampler", **ksampler(sampler_name=sampler_name))
     whole = schedule("normal", LEVELS, 5)
@@ -201,13 +205,38 @@ async def test_adapters_have_a_scale_for_the_model_and_one_for_texts():
     ]
 
 
+@pytest.mark.parametrize(("of", "scheduler"), [("sdxl", "karras"), ("flux", "simple")])
+async def test_a_controlnet_acts_between_two_times(of, scheduler):
+    """By the engine's rule, in those steps whose sigmas lie between the two levels, and in no other."""
+    rng, image = seeded_rng(), np.zeros((1, 96, 64, 3), np.float32)
+    shift = None if of == "sdxl" else np.exp(1.15)
+    for _ in range(20):
+        steps, (start, end) = int(rng.integers(2, 30)), sorted(rng.uniform(0, 1, 2))
+        use = ControlUse(ControlNetValue("edges"), image, 0.5, float(start), float(end))
+        request = await asked(
+            "KSampler", **ksampler(of=of, steps=steps, scheduler=scheduler) | pair_of(of, controls=(use,))
+        )
+        if of == "sdxl":
+            high, low = (
+                float(np.exp(np.interp(999 * (1 - p), range(1000), np.log(LEVELS.table)))) for p in (start, end)
+            )
+        else:
+            high, low = (float(shift / (shift + 1 / (1 - p) - 1)) for p in (start, end))
+        sigmas = request.sampler.sigmas[:-1]
+        expected = [low <= sigma <= high for sigma in sigmas]
+        nets = [Control(one.name, None, (), one.scale, one.start, one.end, False) for one in request.control]
+        assert [any(net.acts_at(step, steps) for net in nets) for step in range(steps)] == expected
+    with pytest.raises(Refused, match="heun"):
+        await asked("KSampler", **ksampler(of=of, sampler_name="heun") | pair_of(of, controls=(use,)))
+
+
 async def test_what_follows_a_sampler_can_be_planned():
     found = KINDS["KSampler"].function(Asked(), **ksampler(latent_image=Latent(samples=PENDING, noise_mask=PENDING)))
     assert [one.samples for one in found.outputs] == [PENDING]
 
 
-def pair_of(**prompt: Any) -> dict[str, Any]:
-    return {side: parts(**prompt)[side] for side in ("positive", "negative")}
+def pair_of(model: str = "sdxl", **prompt: Any) -> dict[str, Any]:
+    return {side: parts(model, **prompt)[side] for side in ("positive", "negative")}
 
 
 @pytest.mark.parametrize(
@@ -220,6 +249,8 @@ def pair_of(**prompt: Any) -> dict[str, Any]:
         ({"positive": parts()["positive"] * 2}, "positive", "2 conditionings"),
         ({"negative": ()}, "negative", "0 conditionings"),
         ({"steps": 1001}, "steps", "1001 steps"),
+        ({"of": "flux", "sampler_name": "uni_pc"}, "sampler_name", "no flow"),
+        ({"steps": 1, "sampler_name": "uni_pc_bh2"}, "sampler_name", "two steps"),
         ({"denoise": 0.001, "steps": 900}, "steps", "steps are scheduled"),
         ({"latent_image": Latent(width=64, height=64, batch_index=(90,))}, None, ""),
         (

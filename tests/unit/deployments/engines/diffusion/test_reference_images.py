@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kit.tiny.pipelines import make, saved
 from kit.tiny.seeing import edit_small_areas, qwen_edit
 from unit.deployments.engines.diffusion.reader_pairs import Image, ReaderPair, create_ours
 
+from configs.options import Sampler
 from deployments.engines.building.build import build_skeleton
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
@@ -97,6 +99,18 @@ def test_the_prompt_is_read_with_its_images_as_stock_does(pair: ReaderPair) -> N
         torch.testing.assert_close(found, expected[:, :num_tokens], rtol=1e-4, atol=1e-5)
         # Stock takes any length; here the end of a text beyond 1024 tokens and its images is cut.
         assert num_tokens == expected.shape[1] if prompt == "x" else 1024 < num_tokens < expected.shape[1]
+
+
+@pytest.mark.usefixtures("small_areas")
+def test_a_sampler_over_stocks_levels_makes_stocks_image(pair: ReaderPair) -> None:
+    images = [drawn(70, 90), drawn(90, 50)][: pair.family.references.most]
+    request = request_of(*images, true_cfg_scale=1.0)
+    conditioning = pair.conditioning(request, "make it blue", None)
+    stock = pair.stock_run(request, "make it blue", None)
+    sigmas = tuple(float(sigma) for sigma in pair.stock.scheduler.sigmas)
+    sampler = Sampler(name="euler", sigmas=sigmas)
+    sampled = replace(request, sampler=sampler, num_inference_steps=sampler.num_steps)
+    pair.assert_equal_to_stock(pair.ours.start_request(sampled, conditioning), stock)
 
 
 @pytest.mark.usefixtures("small_areas")

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -207,6 +208,53 @@ def lcm(loop, x, sigmas, draw, eta):
     return x
 
 
+def uni_pc(loop, x, sigmas, draw, eta, variant="bh1"):
+    """In the form of the paper: latents that keep their variance, and its signal and noise."""
+    times = [*sigmas[:-1], sigmas[-1] or 0.001]
+
+    def alpha(t):
+        return (1 / (t * t + 1)) ** 0.5
+
+    def std(t):
+        return t * alpha(t)
+
+    def model(y, t):
+        return loop(y / alpha(t), t)
+
+    steps = len(times) - 1
+    most = min(3, steps - 1)
+    y = x * alpha(times[0])
+    known, known_times = [model(y, times[0])], [times[0]]
+    for step in range(1, steps + 1):
+        order = step if step < most else min(most, steps + 1 - step)
+        t, before, first = times[step], known_times[-1], known[-1]
+        h = math.log(alpha(t) / std(t)) - math.log(alpha(before) / std(before))
+        ratios = [
+            (math.log(alpha(one) / std(one)) - math.log(alpha(before) / std(before))) / h
+            for one in known_times[-2 : -order - 1 : -1]
+        ]
+        slopes = [(one - first) / ratio for one, ratio in zip(known[-2 : -order - 1 : -1], ratios, strict=True)]
+        scale = -h if variant == "bh1" else math.expm1(-h)
+        matrix = torch.tensor([[ratio**row for ratio in (*ratios, 1.0)] for row in range(order)], dtype=torch.float64)
+        aims, phi, factorial = [], math.expm1(-h) / -h - 1, 1
+        for i in range(1, order + 1):
+            aims.append(phi * factorial / scale)
+            factorial *= i + 1
+            phi = phi / -h - 1 / factorial
+        vector = torch.tensor(aims, dtype=torch.float64)
+        base = std(t) / std(before) * y - alpha(t) * math.expm1(-h) * first
+        rho = [0.5][: order - 1] if order <= 2 else torch.linalg.solve(matrix[:-1, :-1], vector[:-1]).tolist()
+        predicted = base - alpha(t) * scale * sum(a * b for a, b in zip(rho, slopes, strict=True))
+        if step == steps:
+            y = predicted
+            break
+        found = model(predicted, t)
+        rho = [0.5] if order == 1 else torch.linalg.solve(matrix, vector).tolist()
+        y = base - alpha(t) * scale * sum(a * b for a, b in zip(rho, [*slopes, found - first], strict=True))
+        known, known_times = [*known, found], [*known_times, t]
+    return y / alpha(times[-1])
+
+
 REFERENCE = {
     "euler": euler,
     "ddim": euler,
@@ -219,7 +267,10 @@ REFERENCE = {
     "dpmpp_2m": dpmpp_2m,
     "res_multistep": res_multistep,
     "lcm": lcm,
+    "uni_pc": uni_pc,
+    "uni_pc_bh2": partial(uni_pc, variant="bh2"),
 }
+OF_ADDED_NOISE = ("uni_pc", "uni_pc_bh2")  # that of a flow is refused
 
 
 def sampled(pair: Any, conditioning: Any, request: Any) -> torch.Tensor:
@@ -287,6 +338,12 @@ def test_each_sampler_has_a_formula_here() -> None:
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 def test_a_sampler_equals_its_formula(request, make_request, name, model):
     pair, rng = request.getfixturevalue(model), seeded_rng()
+    if model == FLOW and name in OF_ADDED_NOISE:
+        with pytest.raises(EngineError, match="no flow"):
+            pair.ours.start_request(
+                with_sampler(make_request, Sampler(name=name, sigmas=SIGMAS[FLOW])), pair.conditioning()
+            )
+        return
     conditioning = pair.conditioning(seed=int(rng.integers(1000)), negative=True)
     seed, shape = int(rng.integers(2**40)), shape_of(pair)
     for sigmas, latents in [
@@ -350,9 +407,10 @@ def test_the_last_step_tells_what_was_clean(stable_diffusion, make_request):
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCE))
-def test_a_sampler_goes_on_from_a_checkpoint(stable_diffusion_3, make_request, name):
-    pair, conditioning = stable_diffusion_3, stable_diffusion_3.conditioning()
-    request = with_sampler(make_request, Sampler(name=name, sigmas=SIGMAS[FLOW]))
+def test_a_sampler_goes_on_from_a_checkpoint(request, make_request, name):
+    model = ADDED if name in OF_ADDED_NOISE else FLOW
+    pair = request.getfixturevalue(model)
+    conditioning, request = pair.conditioning(), with_sampler(make_request, Sampler(name=name, sigmas=SIGMAS[model]))
     state = pair.ours.start_request(request, conditioning)
     for _ in range(3):
         pair.ours.step([state])

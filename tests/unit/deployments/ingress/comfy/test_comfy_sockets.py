@@ -157,6 +157,9 @@ async def test_previews_are_small_files_with_facts_for_who_takes_them() -> None:
     with shown.opened("", "me") as plain, shown.opened("", "me") as with_facts:
         with_facts.takes_facts = True
         facts = {"node_id": "3", "prompt_id": "p"}
+        for socket in (plain, with_facts):
+            socket.greet("hello")
+            assert await socket.next() == "hello"
         shown.show("", "me", image, facts, to_all=True)
         for socket, expected in ((plain, None), (with_facts, facts | {"image_type": "image/jpeg"})):
             message = await socket.next()
@@ -304,7 +307,7 @@ async def test_open_websockets_take_none_of_the_requests_that_a_key_may_have(
     async with (
         comfy_over(replicas, owner, tmp_path / "files", config) as comfy,
         comfy.socket("me", additional_headers=mine) as socket,
-        comfy.socket("me too", additional_headers=mine) as other,
+        comfy.socket("me-too", additional_headers=mine) as other,
     ):
         await asyncio.gather(socket.recv(), other.recv())
         assert (await comfy.http.post("/v1/chat/completions", json=CHAT, headers=mine)).status_code == 200
@@ -328,8 +331,7 @@ async def test_a_revoked_key_hears_nothing_more(replicas: Replicas, owner: JobOw
         await comfy.http.post("/prompt", json={"prompt": plain_workflow(), "client_id": "me"}, headers=mine)
         revoke_key(keys, "mine")
         async with asyncio.timeout(60):
-            async for message in socket:
-                assert json.loads(message)["type"] == "status"
+            await socket.wait_closed()
         assert socket.close_code == 1008
 
 
@@ -373,7 +375,8 @@ async def test_previews_wait_for_a_slow_client_and_no_more_than_two() -> None:
     for number in range(5):
         socket.put(bytes([number]))
     socket.put("text")
-    assert [await socket.next() for _ in range(3)] == [b"\0", b"\1", "text"]
+    socket.greet("hello")
+    assert [await socket.next() for _ in range(4)] == ["hello", b"\0", b"\1", "text"]
     socket.put(b"later")
     assert await socket.next() == b"later"
 

@@ -20,7 +20,7 @@ from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from configs.jobs import JobsConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
-from deployments.ingress.jobs import asking, desk, runner
+from deployments.ingress.jobs import asking, batch_run, desk, runner
 from deployments.records.errors import QueueFull
 
 CHATS = "/v1/chat/completions"
@@ -360,6 +360,17 @@ async def test_a_batch_goes_on_in_the_next_life(as_described: Any, replicas: Rep
     assert sorted(found, key=int) == [f"{number}" for number in range(count)]
     assert len(replicas.requests) == count // 2, "what was done is not done again"
     owner.close()
+
+
+async def test_lines_and_results_go_in_pieces_of_any_size(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_run, "PIECE_BYTES", 50)
+    client, url = client_of(http), "/v1/embeddings"
+    lines = [line(f"{number}", EMBEDDING | {"input": "x" * number}, url) for number in range(1, 30)]
+    done = await ended(client, (await begun(client, *lines, "", endpoint=url)).id)
+    assert (done.status, done.request_counts.completed) == ("completed", 29)
+    assert len(await results(client, done.output_file_id)) == 29
 
 
 async def test_what_is_refused_for_now_is_asked_again(http: httpx.AsyncClient, replicas: Replicas) -> None:

@@ -25,7 +25,7 @@ from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ingress_ov
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
-from deployments.ingress.jobs import runner
+from deployments.ingress.jobs import asking, runner
 from deployments.records import ClipRequest, ClipResult, ImageProgress
 from deployments.records.errors import GenerationFailed
 from deployments.services.clips import encode_audio, encode_video
@@ -72,8 +72,8 @@ def makers() -> Makers:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(runner, "LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
 
 
 @pytest.fixture
