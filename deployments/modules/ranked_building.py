@@ -96,7 +96,7 @@ class RankBuilder(ComponentBuilder):
 
 
 class _Shared(NamedTuple):
-    """A thing that rank 0 has built and the others have parts of: the number they know it by, and the way there."""
+    """A thing that rank 0 has built and the others have parts of: the number that they know it by, and a channel."""
 
     thing: Any  # kept, since it is found by its id
     number: int

@@ -130,7 +130,7 @@ class RankFollower(ModelReplica):
         return replace(part, follower=follower)
 
     def release_recalled(self, extents: Collection[str], is_overdue: bool) -> None:
-        """Keep what is here: rank 0 is asked as well, and releases it on all ranks."""
+        """Let go of nothing: rank 0 is asked as well, and releases it on all ranks."""
 
     def invalidate(self, extents: Collection[str]) -> None:
         """Read these extents anew from now on: rank 0 learns of the damage as well, and builds on all ranks anew."""

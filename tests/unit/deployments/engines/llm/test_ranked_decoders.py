@@ -328,7 +328,7 @@ def test_a_rank_reads_its_slices_alone_and_refuses_another_shape(rank: int, tiny
     assert {name.rpartition(".")[2] for name in slices} == {"weight", "bias"}
     assert sum(one.nbytes for one in own.values()) < 0.7 * sum(one.nbytes for one in model.tensors.values())
     group: Any = SimpleNamespace(
-        layout=RankLayout(tensor=2), size=lambda axis: 2, place=SimpleNamespace(tensor=rank), all_reduce=None
+        layout=RankLayout(tensor=2), size=lambda axis: 2, place=SimpleNamespace(tensor=rank), all_reduce=torch.clone
     )
 
     def state_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
