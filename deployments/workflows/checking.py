@@ -14,8 +14,8 @@ from typing import Final
 from deployments.records.errors import ServiceError
 from deployments.workflows.backend import Catalog
 from deployments.workflows.evaluation import Evaluation, Outputs, Ready, outputs_of
-from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.records import Link, NodeError, Refused, Workflow, WorkflowError
+from deployments.workflows.table import KINDS
 from deployments.workflows.values import PENDING, PENDING_LATENT, Later, Shown
 
 _MAX_BYTES: Final = 2**28  # of texts at once

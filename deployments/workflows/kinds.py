@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from deployments.workflows.backend import Folder
 from deployments.workflows.values import Later, Shown
@@ -77,6 +77,18 @@ class Choice:
     values: Mapping[str, Any]
 
 
+class Function(Protocol):
+    """The function of a kind."""
+
+    def __call__(self, *args: Any, **inputs: Any) -> tuple[Any, ...] | Shown | Later: ...
+
+
+class Wanted(Protocol):
+    """Says by what is known of a node's inputs which of them are needed."""
+
+    def __call__(self, given: Mapping[str, Any], /) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of node.
@@ -90,11 +102,11 @@ class Kind:
     name: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    function: Callable[..., tuple[Any, ...] | Shown | Later]
+    function: Function
     is_output: bool = False
     is_opaque: bool = False
     reads_catalog: bool = False
-    wants: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    wants: Wanted | None = None
     takes_lists: bool = False
     is_costly: bool = False
     category: str = ""

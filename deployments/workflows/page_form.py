@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deployments.workflows.kinds import Input, Kind, flat_inputs
-from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.records import MAX_NODES, Link, Node, Workflow, WorkflowError
+from deployments.workflows.table import KINDS
 
 _MUTED: Final = 2
 _BYPASSED: Final = 4

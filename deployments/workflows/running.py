@@ -13,8 +13,8 @@ from deployments.records.errors import ServiceError
 from deployments.workflows.backend import Backend, Events
 from deployments.workflows.checking import fault, output_nodes
 from deployments.workflows.evaluation import Evaluation, Outputs, Ready, outputs_of
-from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.records import NodeError, Refused, Workflow
+from deployments.workflows.table import KINDS
 from deployments.workflows.values import Later, Shown
 
 

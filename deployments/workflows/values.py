@@ -6,10 +6,10 @@ or a latent, is `PENDING`: functions of nodes that hand such things on must not 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,12 @@ class Shown:
     shown: Mapping[str, Any]
 
 
+class Act(Protocol):
+    """The work that gives the outputs of a node."""
+
+    def __call__(self, backend: Backend, report: Report, /) -> Awaitable[tuple[Any, ...] | Shown]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Later:
     """The return value of a node's function where a device or a file is needed: `act` gives the outputs.
@@ -46,7 +52,7 @@ class Later:
     `outputs` stand for them while the workflow is only checked.
     """
 
-    act: Callable[[Backend, Report], Awaitable[tuple[Any, ...] | Shown]]
+    act: Act
     outputs: tuple[Any, ...]
 
 

@@ -16,7 +16,7 @@ import transformers
 from deployments.cli.models import TABLE, SupportedClass, read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.stock_classes import SEEING
-from deployments.workflows.nodes.table import KINDS
+from deployments.workflows.table import KINDS
 from infra.supported import encoders, language_models, pipelines
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "supported.md"

@@ -25,10 +25,10 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.records import ChatRequest, ImageRequest, as_record
 from deployments.workflows.backend import Array, Folder, ModelFacts, Report, SavedFile
 from deployments.workflows.checking import check
-from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.reading import read_workflow
 from deployments.workflows.records import Workflow, WorkflowError
 from deployments.workflows.running import NodeFailed, run
+from deployments.workflows.table import KINDS
 
 FOLDER: Final = Path(".judges/comfy_templates")
 _PAID: Final = "api_"  # templates of services that are paid for

@@ -56,10 +56,10 @@ from deployments.ingress.service.service import Service
 from deployments.records.errors import InvalidRequest
 from deployments.workflows.backend import SavedFile
 from deployments.workflows.checking import Checked, check
-from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.reading import read_workflow
 from deployments.workflows.records import Workflow, WorkflowError
 from deployments.workflows.running import NodeFailed, run
+from deployments.workflows.table import KINDS
 
 VERSION: Final = "0.3.64"  # of ComfyUI, whose protocol this is
 MAX_RUNNING: Final = 16  # workflows that run at once in one ingress: each may hold images; tenants take turns

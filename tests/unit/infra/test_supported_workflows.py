@@ -1,4 +1,4 @@
-"""The verdict of the tool on a template: it runs over stand-ins, or the node that lacks is named."""
+"""A template runs over stand-ins, or the tool names the node that lacks."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from PIL import Image
 
 from deployments.workflows.checking import check
 from deployments.workflows.expressions import BadExpression, computed
+from deployments.workflows.files import read_image
 from deployments.workflows.kinds import Choice
-from deployments.workflows.nodes.files import read_image
-from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.records import Refused
 from deployments.workflows.resizing import resized
 from deployments.workflows.running import run
+from deployments.workflows.table import KINDS
 from deployments.workflows.values import Latent
 
 

@@ -13,9 +13,9 @@ from deployments.records.errors import InvalidRequest
 from deployments.workflows.checking import check, dependent_outputs
 from deployments.workflows.evaluation import Evaluation, Listed, outputs_of
 from deployments.workflows.kinds import Kind, Output, link
-from deployments.workflows.nodes.table import KINDS
 from deployments.workflows.records import WorkflowError
 from deployments.workflows.running import NodeFailed, run
+from deployments.workflows.table import KINDS
 
 SIZE = {"width": 16, "height": 16, "batch_size": 1, "color": 0x80FF00}
 SAVE = {"filename_prefix": "out"}

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from deployments.workflows.backend import Backend, Catalog, Report
+from deployments.workflows.images import joined
 from deployments.workflows.kinds import (
     MAX_SEED,
     Choice,
@@ -22,7 +23,6 @@ from deployments.workflows.kinds import (
     number,
     text,
 )
-from deployments.workflows.nodes.images import joined
 from deployments.workflows.records import Refused
 from deployments.workflows.values import PENDING, ClipValue, Image, Later
 
@@ -45,7 +45,7 @@ def _write(
     video: Any = None,
     audio: Any = None,
 ) -> Later:
-    """Return the answer of the model; words are drawn as the cluster draws them, from the same distribution."""
+    """Return the answer of a model, whose words the cluster draws from the same distribution."""
     if video is not None or audio is not None:
         raise Refused("language models are given texts and images here", "video" if video is not None else "audio")
     if not use_default_template:

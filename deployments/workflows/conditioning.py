@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from deployments.workflows.backend import Backend, Catalog, Report
 from deployments.workflows.kinds import MAX_SIDE, Input, Kind, Output, boolean, choice, integer, link, number, text
-from deployments.workflows.nodes.latents import encoded, grayed
+from deployments.workflows.latents import encoded, grayed
 from deployments.workflows.values import (
     PENDING,
     PENDING_LATENT,

@@ -1,1 +1,0 @@
-"""The kinds of nodes that are known: what they take and give, and one pure function each."""

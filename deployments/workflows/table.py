@@ -1,0 +1,26 @@
+"""The table of kinds."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+from deployments.workflows.conditioning import CONDITIONING
+from deployments.workflows.files import FILES
+from deployments.workflows.filters import FILTERS
+from deployments.workflows.images import IMAGES
+from deployments.workflows.latents import LATENTS
+from deployments.workflows.loading import LOADERS
+from deployments.workflows.logic import LOGIC
+from deployments.workflows.masks import MASKS
+from deployments.workflows.sampling import SAMPLING
+from deployments.workflows.texts import TEXTS
+from deployments.workflows.writing import WRITING
+
+KINDS: Final = MappingProxyType(
+    {
+        kind.name: kind
+        for group in (LOADERS, CONDITIONING, SAMPLING, LATENTS, FILES, IMAGES, FILTERS, MASKS, TEXTS, WRITING, LOGIC)
+        for kind in group
+    }
+)
