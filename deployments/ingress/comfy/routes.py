@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import io
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
@@ -434,7 +433,7 @@ def _system() -> dict[str, Any]:
         "python_version": platform.python_version(),
         "pytorch_version": "",
         "embedded_python": False,
-        "argv": sys.argv[:1],
+        "argv": ["atelier"],
     }
 
 
