@@ -19,7 +19,7 @@ from deployments.workflows.records import MAX_TEXT, ErrorType, Link, Node, NodeE
 from deployments.workflows.values import PENDING, fits_type
 
 MAX_CALLS: Final = 1_000  # of one node that gets a list
-MAX_BYTES: Final = 2 * 2**30  # of all values of a run that are kept at once
+MAX_BYTES: Final = 2**29  # of all values of a run that are kept at once
 
 Outputs: TypeAlias = "tuple[Any, ...]"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from integration.harness import ROOT, Cluster
+from kit.waiting import wait_until
 
 TEXT = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 PROTOCOL_PYTHON = ROOT / ".judges/protocol/bin/python"
@@ -49,6 +50,16 @@ def test_the_images_snippet_runs(
     assert edited.data[0].b64_json
     events = capsys.readouterr().out.split("\n")[1:]
     assert events == ["image_generation.partial_image"] * 2 + ["image_generation.completed", ""]
+
+
+def test_the_batch_snippet_runs(cluster: Cluster) -> None:
+    found = run(snippet("client.batches").replace("http://127.0.0.1:8000", cluster.url))
+    done = wait_until(lambda: _ended(found["client"].batches.retrieve(found["batch"].id)), "the end of a batch", 60)
+    assert (done.request_counts.total, done.request_counts.completed) == (1, 1)
+
+
+def _ended(batch: Any) -> Any:
+    return batch if batch.status in ("completed", "failed", "expired", "cancelled") else None
 
 
 def test_the_ranking_snippet_runs(cluster: Cluster) -> None:

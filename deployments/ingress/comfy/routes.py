@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import io
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -61,9 +62,11 @@ from deployments.workflows.running import NodeFailed, run
 from deployments.workflows.table import KINDS
 
 VERSION: Final = "0.3.64"  # of ComfyUI, whose protocol this is
-MAX_RUNNING: Final = 16  # workflows that run at once in one ingress: each may hold images; tenants take turns
+MAX_RUNNING: Final = 8  # workflows that run at once in one ingress: each may hold images; tenants take turns
 MAX_WAITING: Final = 16_384  # as many as there may be jobs
 _ERRORS: Final = documented_as(ComfyError, 400, 403, 404, 408, 409, 413, 429, 500, 503, 504)
+# At the paths without /api, other servers' clients are answered while `http.compat.vllm` is on.
+_BELOW_API: Final[Mapping[str, Any]] = MappingProxyType({"response_model": None, "include_in_schema": False})
 _TEXTS: Final = "extra_pnginfo"
 _FORMATS: Final = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
 _MAX_NAME: Final = 512
@@ -205,7 +208,7 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
         running, waiting = await prompts.queued("running"), await prompts.queued("queued")
         return json_response({"queue_running": running, "queue_pending": waiting})
 
-    @router.post("/queue", response_model=None, responses=_ERRORS)
+    @router.post("/queue", response_class=Response, response_model=None, responses=_ERRORS)
     async def change_queue(body: ChangeBody) -> Response:
         """Take waiting prompts out of the queue."""
         while body.clear and (waiting := await prompts.of("queued")):
@@ -221,7 +224,7 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
         """The prompts that have ended, the oldest first."""
         return json_response(await prompts.entries(await prompts.ended(min(max_items, MAX_LISTED), offset)))
 
-    @router.post("/history", response_model=None, responses=_ERRORS)
+    @router.post("/history", response_class=Response, response_model=None, responses=_ERRORS)
     async def change_history(body: ChangeBody) -> Response:
         """Forget prompts that have ended. Their files stay for their time."""
         while body.clear and (ended := await prompts.ended(MAX_LISTED, -1)):
@@ -235,7 +238,7 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
         job = await prompts.find(prompt_id)
         return json_response(await prompts.entries([job]) if job is not None and job.has_ended else {})
 
-    @router.post("/interrupt", response_model=None, responses=_ERRORS)
+    @router.post("/interrupt", response_class=Response, response_model=None, responses=_ERRORS)
     async def interrupt(body: InterruptBody | None = None) -> Response:
         """End a running prompt, or all that run."""
         if body is not None and body.prompt_id is not None:
@@ -247,7 +250,7 @@ def _add_queue_routes(router: APIRouter, prompts: Prompts) -> None:
                 await prompts.desk.cancel(job.id)
         return Response()
 
-    @router.post("/free", response_model=None, responses=_ERRORS)
+    @router.post("/free", response_class=Response, response_model=None, responses=_ERRORS)
     async def free() -> Response:
         """Nothing: a cluster frees memory by itself, and other callers use it."""
         return Response()
@@ -388,18 +391,18 @@ def _add_description_routes(router: APIRouter, parts: ComfyParts) -> None:
         described = {} if known is None else {kind: describe_kind(known, await parts.catalog(), await uploads())}
         return json_response(described)
 
-    @router.get("/embeddings", response_model=None, responses=_ERRORS)
+    @router.get("/embeddings", **_BELOW_API)
     async def embeddings() -> Response:
         """The names of textual inversions."""
         names = (await parts.catalog()).files("embeddings")
         return json_response([name for name in names if "." not in name] or list(names))
 
-    @router.get("/models", response_model=None, responses=_ERRORS)
+    @router.get("/models", **_BELOW_API)
     async def folders() -> Response:
         """The folders of models."""
         return json_response(list(FOLDERS))
 
-    @router.get("/models/{folder}", response_model=None, responses=_ERRORS)
+    @router.get("/models/{folder}", **_BELOW_API)
     async def in_folder(folder: str) -> Response:
         """The names of the models in a folder."""
         known = next((one for one in FOLDERS if one == folder), ALIASES.get(folder))
