@@ -99,7 +99,7 @@ def conditioning(pipeline: DenoisePipeline, length: int) -> dict[str, torch.Tens
 def begin(pipeline: DenoisePipeline, height: int, width: int, length: int, count: int) -> list[DenoiseState]:
     """Return requests for an image each."""
     options: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 0.0}
-    if pipeline.family.latents.num_extra_channels(pipeline.denoiser.config):
+    if pipeline.family.network.num_extra_channels(pipeline.denoiser.config):
         mask = np.full((height, width), 255, np.uint8)
         options |= {"init_image": np.zeros((height, width, 3), np.uint8), "mask_image": mask, "strength": 1.0}
     return [

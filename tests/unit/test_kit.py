@@ -126,23 +126,6 @@ def test_the_python_files_are_the_seed(tmp_path: Path) -> None:
     assert seeding.default_seed(tmp_path) == seeds[-1]
 
 
-def test_each_unit_test_is_in_one_part_of_make_test() -> None:
-    makefile = (TESTS.parent / "Makefile").read_text()
-    parts = re.findall(r"^FOLDERS_(\w+) := (\S+)(.*)", makefile, re.MULTILINE)
-    for path in (TESTS / "unit").rglob("test_*.py"):
-        has_it = [
-            part
-            for part, folder, ignored in parts
-            if path.is_relative_to(TESTS.parent / folder)
-            and not any(path.is_relative_to(TESTS.parent / one) for one in re.findall(r"--ignore (\S+)", ignored))
-        ]
-        assert len(has_it) == 1, path
-    targets = [f"test-{part}" for part, *_ in parts]
-    assert f"UNIT_TESTS := {' '.join(targets)}\n" in makefile
-    [all_parts] = re.findall(r"^LONGEST_FIRST := (.*)", makefile, re.MULTILINE)
-    assert {*targets, "test-ray", "test-device", "check"} == {*all_parts.split()}
-
-
 def test_a_wait_ends_with_the_value_or_says_what_did_not_come() -> None:
     values = iter([0, 0, 3])
     assert wait_until(lambda: next(values)) == 3

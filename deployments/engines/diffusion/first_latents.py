@@ -77,7 +77,7 @@ class LatentsMaker:
         family = self.family
         if family.steps.refines_only and request.init_image is None:
             raise EngineError("this model refines images, and makes none of a prompt alone: give it an init_image")
-        num_extra = family.latents.num_extra_channels(self.denoiser_config)
+        num_extra = family.network.num_extra_channels(self.denoiser_config)
         if num_extra and request.mask_image is None:
             raise EngineError("this model paints the masked part: give it an init_image and a mask_image")
         shape = self.shape_of(request, size)
@@ -131,7 +131,7 @@ class LatentsMaker:
         Raises EngineError for a request that this pipeline cannot begin.
         """
         family, sampler = self.family, solver.sampler
-        if family.latents.num_extra_channels(self.denoiser_config):
+        if family.network.num_extra_channels(self.denoiser_config):
             raise EngineError(
                 "sampler: this model paints the masked part, and reads it beside its latents; leave it out"
             )

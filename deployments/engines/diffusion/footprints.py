@@ -195,7 +195,7 @@ class PipelineTwin(DenoisePipeline):
             adapters=tuple(AdapterUse(name) for name, _ in adapted.loras),
         )
         latents = self._fake_latents(height, width)
-        num_extra = family.latents.num_extra_channels(self.denoiser.config)
+        num_extra = family.network.num_extra_channels(self.denoiser.config)
         with self._mode:
             prompt = torch.empty(1, text_length, text_width, device=self.device, dtype=self._dtype)
             pooled = None if pooled_width is None else prompt.new_empty(1, pooled_width)

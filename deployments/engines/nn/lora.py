@@ -293,15 +293,18 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
     elif hasattr(target, "in_features") and hasattr(target, "out_features"):
         wanted, found = 2, (target.in_features, target.out_features)
     else:
-        raise EngineError(
-            f"adapter target {path!r} is a {type(target).__name__}, expected a linear or convolution layer"
-        )
+        raise EngineError(f"adapter target {path!r} is a {_class_name(target)}, expected a linear or convolution layer")
     given = (*pair.down.shape[1:], pair.up.shape[0], *pair.up.shape[2:])
     if pair.down.ndim != wanted or given != found:
         raise EngineError(
-            f"adapter target {path!r}: matrices of (in, out) sizes {given} do not fit a {type(target).__name__} of "
+            f"adapter target {path!r}: matrices of (in, out) sizes {given} do not fit a {_class_name(target)} of "
             f"{found}"
         )
+
+
+def _class_name(layer: nn.Module) -> str:
+    """Return the name of a layer's class in its library: those put in its place begin with an underscore."""
+    return next(class_.__name__ for class_ in type(layer).__mro__ if not class_.__name__.startswith("_"))
 
 
 def is_norm(layer: nn.Module) -> bool:
@@ -315,7 +318,7 @@ def _check_norm(path: str, norm: Any, pair: LoraPair) -> None:
     if pair.up.shape != (size, 1) or (pair.bias is not None and getattr(norm, "bias", None) is None):
         what = "no bias" if len(pair.up) == size else f"{size} elements"
         raise EngineError(
-            f"adapter target {path!r}: {len(pair.up)} elements do not fit a {type(norm).__name__} of {what}"
+            f"adapter target {path!r}: {len(pair.up)} elements do not fit a {_class_name(norm)} of {what}"
         )
 
 

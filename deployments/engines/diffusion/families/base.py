@@ -392,6 +392,7 @@ class Latents(ABC):
 
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 if the VAE's config has `force_upcast`
     are_float32: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
+    patch: ClassVar[int] = 1  # latents on a side of what requests and results have: more are patches, normalized
 
     @abstractmethod
     def size_multiple(self, pixels_per_latent: int) -> int:
@@ -408,10 +409,6 @@ class Latents(ABC):
     def noise_shape(self, denoiser_config: Mapping[str, Any], size: ImageSize) -> tuple[int, int, int]:
         """Return the shape (C, h, w) in which stock draws the noise of an image."""
         return self.channels(denoiser_config), size.latent_height, size.latent_width
-
-    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
-        """Return the number of channels that the denoiser reads beside the latents': 5 for inpainting UNets."""
-        return 0
 
     def first(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
         """Return the latent images before the first step of a request without an image, (B, C, h, w)."""
@@ -434,16 +431,16 @@ class Latents(ABC):
         return latents_BCHW / vae.config["scaling_factor"]
 
     def taken_in(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
-        """Return latents of a request, by default the VAE's, at the scale at which they are denoised."""
-        return self.scale(latents_BCHW, vae)
+        """Return latents of a request, the VAE's or patches, at the scale at which they are denoised."""
+        return self.scale(latents_BCHW, vae) if self.patch == 1 else latents_BCHW
 
     def handed_out(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
         """Return latent images as results have them: undo `taken_in`."""
-        return self.unscale(latents_BCHW, vae)
+        return self.unscale(latents_BCHW, vae) if self.patch == 1 else latents_BCHW
 
     def pixels_per_cell(self, variant: Mapping[str, bool | int]) -> int:
         """Return the pixels of a side of an image for each place in a request's latents."""
-        return int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
+        return self.patch * int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
 
     def batch_shape(self, size: ImageSize) -> Hashable:
         """Return the key of images that share a forward of the denoiser at equal cost each."""
@@ -543,6 +540,10 @@ class Network(ABC):
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         """Return why `predict_noise` cannot call a denoiser of this config, or None."""
         return None
+
+    def num_extra_channels(self, config: Mapping[str, Any]) -> int:
+        """Return the number of channels that the denoiser reads beside the latents': 5 for inpainting UNets."""
+        return 0
 
     @abstractmethod
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:

@@ -57,7 +57,9 @@ class Unguided(Guidance):
 
 
 class PatchLatents(FlowLatents):
-    """Latents are patches, normalized by the VAE's statistics: (num_images, h/2 * w/2, 4 * C)."""
+    """Latents are patches, normalized by the VAE's statistics: (num_images, h/2 * w/2, 4 * C). So are ComfyUI's."""
+
+    patch: ClassVar[int] = PATCH
 
     def noise_shape(self, denoiser_config: Mapping[str, Any], size: ImageSize) -> tuple[int, int, int]:
         return int(denoiser_config["in_channels"]), size.latent_height // PATCH, size.latent_width // PATCH
@@ -69,16 +71,6 @@ class PatchLatents(FlowLatents):
     def unpack(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
         rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
         return latents.transpose(1, 2).reshape(len(latents), -1, rows, columns)
-
-    def taken_in(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
-        """Return them as they are: requests have normalized patches, as ComfyUI's latents are."""
-        return latents_BCHW
-
-    def handed_out(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
-        return latents_BCHW
-
-    def pixels_per_cell(self, variant: Mapping[str, bool | int]) -> int:
-        return PATCH * super().pixels_per_cell(variant)
 
     def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
         """Return patches (B, 4 * C, h/2, w/2) of latents (B, C, h, w)."""

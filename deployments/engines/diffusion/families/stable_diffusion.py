@@ -54,6 +54,9 @@ class UNet(Network):
     modulated_layers: ClassVar[str] = "*.time_emb_proj"
     text_layers: ClassVar[str] = "*.attn2.to_[kv]"
 
+    def num_extra_channels(self, config: Mapping[str, Any]) -> int:
+        return int(config["in_channels"]) - int(config["out_channels"])
+
     @abstractmethod
     def added_conditioning(self, pooled: torch.Tensor | None, rows: Rows, size: ImageSize) -> dict[str, Any]:
         """Return the UNet's and its ControlNets' further arguments, beside latents, timesteps and prompts."""
@@ -111,9 +114,6 @@ class UNetLatents(Latents):
 
     def channels(self, denoiser_config: Mapping[str, Any]) -> int:
         return int(denoiser_config["out_channels"])
-
-    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
-        return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
 
 
 class UNetAdapters(Adapters):

@@ -185,18 +185,20 @@ async def test_what_a_device_was_given_of_a_damaged_copy_is_uploaded_again(node:
     assert replica.describe()["arena"]["lingering_bytes"] == 0
 
 
-async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves(node: Node) -> None:
+async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for device in DEVICES:
         replica = node.replica(device, f"during-{device}")
         reached, go_on = threading.Event(), threading.Event()
-        build = replica._filler._builder
+        build = replica._filler._builder.build
 
         def slow(*arguments: Any, build: Callable[..., Any] = build, go: Any = (reached, go_on)) -> Any:
             go[0].set()
             assert go[1].wait(WAIT_S)
             return build(*arguments)
 
-        replica._filler._builder = slow
+        monkeypatch.setattr(replica._filler._builder, "build", slow)
         using = asyncio.ensure_future(replica.use())
         assert await asyncio.to_thread(reached.wait, WAIT_S)
         node.damage()
@@ -229,18 +231,20 @@ async def test_an_invalidated_module_counts_as_long_as_it_is_used(node: Node) ->
     assert replica.is_sound(await asyncio.wait_for(waiting[0], WAIT_S))
 
 
-async def test_a_building_that_fails_after_its_weights_were_damaged_takes_nothing_of_the_next(node: Node) -> None:
+async def test_a_building_that_fails_after_its_weights_were_damaged_takes_nothing_of_the_next(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replica = node.replica("cpu")
     reached, go_on = threading.Event(), threading.Event()
-    build = replica._filler._builder
+    build = replica._filler._builder.build
 
     def fails_once(*arguments: Any) -> Any:
-        replica._filler._builder = build
+        monkeypatch.setattr(replica._filler._builder, "build", build)
         reached.set()
         assert go_on.wait(WAIT_S)
         raise ValueError("cannot be built")
 
-    replica._filler._builder = fails_once
+    monkeypatch.setattr(replica._filler._builder, "build", fails_once)
     failing = asyncio.ensure_future(replica.use())
     assert await asyncio.to_thread(reached.wait, WAIT_S)
     node.damage()

@@ -31,6 +31,7 @@ RULES = {
     "references": References,
 }
 MOST_HOOKS = 12
+DERIVED = {"multiple_of", "taken_in", "handed_out", "pixels_per_cell"}
 
 
 def public(class_: type) -> set[str]:
@@ -41,8 +42,10 @@ def test_a_new_family_sees_few_hooks() -> None:
     parts = {field.name for field in fields(Family)}
     assert RULES.keys() < parts
     assert len(parts | {"variant"}) <= MOST_HOOKS
-    for class_ in RULES.values():
-        assert len(public(class_) - {"multiple_of"}) <= MOST_HOOKS, class_  # which follows from `size_multiple`
+    for name, class_ in RULES.items():
+        assert len(public(class_) - DERIVED) <= MOST_HOOKS, class_
+        own = {one for family in FAMILIES.values() for one in type(getattr(family, name)).__mro__} - {*class_.__mro__}
+        assert not any(DERIVED & public(one) for one in own), "they follow from others in every family"
 
 
 @pytest.mark.parametrize("family", dict.fromkeys(FAMILIES.values()), ids=lambda family: family.class_name)

@@ -16,6 +16,7 @@ from torch import nn
 from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.nn import fp8_linear
+from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.fp8_linear import _Fp8Linear, _scaled_product
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from infra.offline.fp8_pipeline import _quantize_rows, export_fp8
@@ -109,6 +110,7 @@ def test_a_layer_is_that_of_its_wide_weights_bit_for_bit(dtype, scales):
     layer = nn.Linear(columns, rows).to(dtype).requires_grad_(False)
     x, expected = torch.randn(16, columns).to(dtype), copy.deepcopy(layer)
     expected.weight = nn.Parameter((weight.float() * torch.from_numpy(scale)).to(dtype), requires_grad=False)
+    make_batch_invariant(nn.Sequential(expected))
     layer.__class__, layer.weight = _Fp8Linear, nn.Parameter(weight, requires_grad=False)
     layer.weight_scale = torch.from_numpy(scale).to(dtype)  # a power of two: no cast changes it
     assert torch.equal(layer(x), expected(x))
