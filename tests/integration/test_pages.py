@@ -14,10 +14,15 @@ from kit.waiting import wait_until
 pytestmark = pytest.mark.ray
 
 LONG_STEPS = "200"  # as many as may be: an image that is still on its way when the page is left
+LONG_SIDE = "128"  # and large: a step of 16 times as many tokens
 
 
 def generate(page: Any, prompt: str, steps: str = "8") -> None:
     page.get_by_label("Prompt", exact=True).fill(prompt)
+    if steps == LONG_STEPS:
+        page.get_by_text("Custom", exact=True).click()
+        page.get_by_label("Width").fill(LONG_SIDE)
+        page.get_by_label("Height").fill(LONG_SIDE)
     page.get_by_label("Steps").first.fill(steps)
     page.get_by_role("button", name=re.compile("^Generate")).click()
 
