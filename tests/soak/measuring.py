@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from soak.asking import Asker, Question, probes
-from soak.verdicts import Figure, middle, percentile
+from soak.verdicts import MACHINE, Figure, middle, percentile
 
 from cluster.ray_seam.loopback import ray_on_loopback
 from infra.bench.idle import short_name
@@ -48,7 +48,7 @@ class Meter:
         number = sum(map(len, times.values()))
         figures = {"log per request": Figure((self.log_bytes() - log_bytes) / number, "B")}
         for kind, values in times.items():
-            judged = self._is_judging_times and kind != "machine"
+            judged = self._is_judging_times and kind != MACHINE
             for share in (0.5, 0.95):
                 figures[f"{kind} p{share * 100:.0f}"] = Figure(percentile(values, share) * 1e3, "ms", judged)
         samples = []
@@ -70,7 +70,7 @@ class Meter:
             asked_s = time.monotonic()
             sum(itertools.repeat(1, 200_000))
             times[one.kind].append(asked_s - start_s)
-            times["machine"].append(time.monotonic() - asked_s)
+            times[MACHINE].append(time.monotonic() - asked_s)
         asker.close()
         return times
 

@@ -13,6 +13,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ import psutil
 import yaml
 
 ROOT: Final = Path(__file__).parents[2]
+KEPT_LOGS: Final = ROOT / "out/soak"  # of the last soak that found a problem
 sys.path.append(str(ROOT / "infra/demo"))  # the classifier of digits, and the sums
 
 from integration.harness import DEMO_MODELS  # noqa: E402
@@ -120,6 +122,8 @@ def soak(folder: Path, minutes: float, seed: int, *, is_judging_times: bool) -> 
                     _say(problem[:400])
                 load.go_on()
         report.problems += load.outcome.problems
+        if report.problems:
+            _keep_logs(folder)
     judged = verdicts(report.taken, minutes)
     _print(report, judged, load)
     return int(bool(report.problems) or any(one.word == "GREW" for one in judged))
@@ -204,6 +208,16 @@ def _fields(folder: Path) -> dict[str, Any]:
         "models": [*models, {"id": VIDEO, "path": str(_video_model(folder))}],
         "adapters": adapters,
     }  # fmt: skip
+
+
+def _keep_logs(folder: Path) -> None:
+    """Copy what the cluster wrote: its folder goes with the namespaces."""
+    shutil.rmtree(KEPT_LOGS, ignore_errors=True)
+    KEPT_LOGS.mkdir(parents=True)
+    shutil.copy(folder / "up.log", KEPT_LOGS)
+    with contextlib.suppress(shutil.Error):  # files that went meanwhile; the others are copied
+        shutil.copytree((TMP / "ray/session_latest/logs").resolve(), KEPT_LOGS / "ray", ignore_dangling_symlinks=True)
+    _say(f"logs are kept in {KEPT_LOGS}")
 
 
 def _video_model(folder: Path) -> Path:

@@ -103,6 +103,31 @@ def test_the_first_figures_are_compared_with_the_last_ones() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("machine", "answers", "word"),
+    [
+        ((10.0, 10.0), (100.0, 105.5), "holds"),
+        ((10.0, 10.0), (100.0, 106.5), "GREW"),
+        ((10.0, 11.0), (100.0, 116.0), "holds"),  # 1.1 x 1.05 x 100 + 1
+        ((10.0, 11.0), (100.0, 117.0), "GREW"),
+        ((11.0, 10.0), (100.0, 105.5), "holds"),  # a quicker machine asks for no more
+    ],
+)
+def test_a_machine_that_became_slower_is_no_growth(
+    machine: tuple[float, float], answers: tuple[float, float], word: str
+) -> None:
+    """The factor is that of the same percentile."""
+    taken = [
+        {
+            "machine p50": Figure(10.0, "ms", False),
+            "machine p95": Figure(machine[number], "ms", False),
+            "chat p95": Figure(answers[number], "ms"),
+        }
+        for number in (0, 1)
+    ]
+    assert {one.name: one.word for one in verdicts(taken)}["chat p95"] == word
+
+
 def test_figures_of_a_short_run_are_compared_from_its_middle_on() -> None:
     taken = [{"files": Figure(number, "files")} for number in (1, 10, 100, 101, 102, 103)]
     assert [one.early for one in verdicts(taken, 6)] == [100]
