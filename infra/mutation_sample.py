@@ -81,15 +81,18 @@ def packages_of(module: Path) -> list[str]:
     return [str(next(folder for folder in folders if folder.is_dir()))]
 
 
-def is_caught(tests: list[str], quick: bool, workers: int = 0) -> bool:
-    """Return whether one of the tests fails."""
+def first_failure(tests: list[str], quick: bool, workers: int = 0) -> str:
+    """Return the first of the tests that fails, "" where none does."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", str(workers), *tests]
     command += ["-m", "not long"] if quick else []
     try:
-        code = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
-        return code not in (0, _NO_TESTS)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return True
+        return "no end"
+    if run.returncode in (0, _NO_TESTS):
+        return ""
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split()[1] if failed else f"exit code {run.returncode}"
 
 
 def candidates(since: str | None) -> list[Path]:
@@ -121,13 +124,13 @@ def main() -> None:
         line, what, text = rng.choice(places)
         file.write_text(text)
         try:
-            found = is_caught(tests, given.quick)
-            if not found and not given.near:
-                found = is_caught(packages_of(file), given.quick, workers=2)
+            failure = first_failure(tests, given.quick)
+            if not failure and not given.near:
+                failure = first_failure(packages_of(file), given.quick, workers=2)
         finally:
             file.write_text(source)
-        caught, survived = caught + found, survived + (not found)
-        sys.stdout.write(f"{'caught  ' if found else 'SURVIVED'} {file}:{line} {what}\n")
+        caught, survived = caught + bool(failure), survived + (not failure)
+        sys.stdout.write(f"{'caught  ' if failure else 'SURVIVED'} {file}:{line} {what}{failure and f' ({failure})'}\n")
         sys.stdout.flush()
     sys.stdout.write(f"{caught} of {caught + survived} caught (seed {given.seed})\n")
     sys.exit(caught < 0.9 * (caught + survived))
