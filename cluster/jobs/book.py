@@ -105,8 +105,9 @@ class JobBook:
         with writing(self._db) as run:
             if new.idempotency_key is not None and (known := self._known(new, digest)) is not None:
                 return known
+            if (known := self.find(new.key, id_ := new.id, now_s)) is not None:
+                return known
             self._check_room(new, config)
-            id_ = f"{new.prefix}_{secrets.token_hex(16)}"
             texts = json.dumps(new.headers), json.dumps(dict(new.facts))
             run(
                 "INSERT INTO jobs (id, key, endpoint, headers, facts, priority, idempotency_key, digest, status,"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -24,7 +25,8 @@ class Webhook:
 class NewJob:
     """A request to keep. `key` is the name of its API key, "" without keys; its answers repeat the `facts`.
 
-    A second one of a key with the same `idempotency_key` is the first.
+    A second one of a key with the same `idempotency_key` is the first; so is one with the same `number`, which is added
+    again because the answer was lost.
     """
 
     key: str
@@ -36,6 +38,11 @@ class NewJob:
     idempotency_key: str | None = None
     prefix: str = "job"
     webhook: Webhook | None = None
+    number: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def id(self) -> str:
+        return f"{self.prefix}_{self.number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
+from ray.exceptions import RayActorError
 from starlette.requests import Request
 
 from cluster.admission.fair_slots import release_read_slot
@@ -14,6 +15,7 @@ from cluster.records.errors import FileInUse, JobConflict, JobsFull, JobsUnavail
 from cluster.registry.actor import Method, WeightRegistry
 from configs.jobs import JobsConfig
 from deployments.ingress.access.callers import current_key
+from deployments.ingress.jobs.asking import growing_pauses
 from deployments.ingress.jobs.signing import checked_secret
 from deployments.ingress.messages.outer_hosts import OuterHosts
 from deployments.ingress.messages.running_job import current_job
@@ -30,6 +32,7 @@ _MAX_URL_CHARS: Final = 2048
 _KEPT_HEADERS: Final = ("host", "content-type", "accept", "anthropic-version", PRIORITY, TENANT, TIMEOUT)
 PIECE_BYTES: Final = 2**22
 _WATCH_S: Final = 15.0
+_AWAY_S: Final = 20.0  # a registry that died is back within seconds; clients wait no longer for it
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +90,7 @@ class JobDesk:
         new = NewJob(
             current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix, self._webhook_of(request)
         )
-        job = await self.call(WeightRegistry.add_job, new)
+        job = await self._answer(WeightRegistry.add_job, new)
         release_read_slot()  # the place in the queue is the job's
         return job
 
@@ -105,25 +108,25 @@ class JobDesk:
 
     async def find(self, id_: str) -> Job | None:
         """Return a job, None where there is none."""
-        return await self.call(WeightRegistry.find_job, current_key(), id_)
+        return await self._answer(WeightRegistry.find_job, current_key(), id_)
 
     async def page(self, wanted: JobFilter, after: str | None, limit: int, order: Order) -> list[Job] | None:
         """Return a page of jobs, None where there is none `after`."""
-        return await self.call(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
+        return await self._answer(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
 
     async def body(self, id_: str) -> bytes | None:
         """Return the body of an unfinished job's request; None for another job."""
-        return await self.call(WeightRegistry.read_body, current_key(), id_)
+        return await self._answer(WeightRegistry.read_body, current_key(), id_)
 
     async def cancel(self, id_: str) -> Job | None:
         """End a job unless it has ended, and return it; None where there is none."""
-        job = await self.call(WeightRegistry.cancel_job, current_key(), id_)
+        job = await self._answer(WeightRegistry.cancel_job, current_key(), id_)
         self.changed.set()
         return job
 
     async def forget(self, id_: str) -> bool:
         """Remove a job and its result, and return whether there was one."""
-        was_there = await self.call(WeightRegistry.forget_job, current_key(), id_)
+        was_there = await self._answer(WeightRegistry.forget_job, current_key(), id_)
         self.changed.set()
         return was_there
 
@@ -135,7 +138,7 @@ class JobDesk:
             if job.has_ended:
                 return
             seen = JobState(job.status, job.progress, job.num_starts)
-            found = await self.call(WeightRegistry.watch_job, key, id_, seen, _WATCH_S)
+            found = await self._answer(WeightRegistry.watch_job, key, id_, seen, _WATCH_S)
             if found is None:
                 return
             job = found
@@ -143,7 +146,7 @@ class JobDesk:
     async def result(self, job: Job, span: range) -> AsyncIterator[bytes] | None:
         """Return the pieces of a span of a job's result, None where there is none any more."""
         key = current_key()
-        first = await self.call(WeightRegistry.read_result, key, job.id, span.start, min(PIECE_BYTES, len(span)))
+        first = await self._answer(WeightRegistry.read_result, key, job.id, span.start, min(PIECE_BYTES, len(span)))
         return None if first is None else self._pieces(key, job.id, span, first)
 
     async def _pieces(self, key: str, id_: str, span: range, piece: bytes | None) -> AsyncIterator[bytes]:
@@ -152,7 +155,7 @@ class JobDesk:
             span = span[len(piece) :]
             if not span:
                 return
-            piece = await self.call(WeightRegistry.read_result, key, id_, span.start, min(PIECE_BYTES, len(span)))
+            piece = await self._answer(WeightRegistry.read_result, key, id_, span.start, min(PIECE_BYTES, len(span)))
 
     async def call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the owner. Raises ServiceErrors, and RayActorError while it is gone."""
@@ -166,6 +169,18 @@ class JobDesk:
             raise QueueFull(str(error)) from None
         except JobsUnavailable as error:
             raise Overloaded(str(error)) from None
+
+    async def _answer(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the owner, again while it comes back from its death; a call that it has heard twice changes nothing."""
+        given_up_s = asyncio.get_running_loop().time() + _AWAY_S
+        for pause_s in growing_pauses():
+            try:
+                return await self.call(method, *args, **kwargs)
+            except RayActorError:
+                if asyncio.get_running_loop().time() + pause_s > given_up_s:
+                    raise
+            await asyncio.sleep(pause_s)
+        raise AssertionError("pauses have no end")
 
 
 def is_for_later(background: object, *, is_stream: bool = False) -> bool:

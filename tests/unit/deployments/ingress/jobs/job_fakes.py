@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 from kit.waiting import until
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 from unit.deployments.ingress.http_fakes import CONFIG, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
@@ -27,10 +27,14 @@ ENDED = ("done", "failed", "cancelled")
 
 
 class RegistryWithJobs:
-    """Replicas, and a registry with jobs: what the owner has is asked of it, all else of the replicas."""
+    """Replicas, and a registry with jobs: what the owner has is asked of it, all else of the replicas.
 
-    def __init__(self, replicas: Any, owner: JobOwner) -> None:
+    dying: The methods whose next call it dies of; the value says whether it has acted by then.
+    """
+
+    def __init__(self, replicas: Any, owner: JobOwner, dying: dict[str, bool] | None = None) -> None:
         self.owner = owner
+        self._dying = {} if dying is None else dying
         self._replicas = replicas
         self._began_s = time.monotonic()
 
@@ -47,20 +51,31 @@ class RegistryWithJobs:
             return getattr(self._replicas, name)
 
         async def call(*arguments: Any, **options: Any) -> Any:
+            has_acted = self._dying.pop(name, None)
+            if has_acted is False:
+                raise ActorDiedError
             try:
-                return await getattr(part, name)(*arguments, **options)
+                answer = await getattr(part, name)(*arguments, **options)
             except Exception as error:
                 raise RayTaskError(name, "Traceback of the actor", error) from None
+            if has_acted:
+                raise ActorDiedError
+            return answer
 
         return SimpleNamespace(remote=call)
 
 
 @asynccontextmanager
 async def ingress_over(
-    replicas: Any, owner: JobOwner, as_described: Any, config: ClusterConfig = CONFIG, num_runners: int = 1
+    replicas: Any,
+    owner: JobOwner,
+    as_described: Any,
+    config: ClusterConfig = CONFIG,
+    num_runners: int = 1,
+    dying: dict[str, bool] | None = None,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of one more ingress replica. `num_runners` 0: it runs no jobs."""
-    registry, handle = RegistryWithJobs(replicas, owner), FakeHandle(replicas)
+    registry, handle = RegistryWithJobs(replicas, owner, dying), FakeHandle(replicas)
     watch = RegistrySnapshot(NamedActor(lambda: registry))
     app = create_http_app(Service(config, watch, handle, handle), config.model_copy(update={"grpc": None}))
     async with AsyncExitStack() as stack:

@@ -20,7 +20,7 @@ from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ended, ing
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
-from deployments.ingress.jobs import asking, runner
+from deployments.ingress.jobs import asking, desk, runner
 from deployments.records.errors import GenerationFailed, QueueFull
 
 OpenHttp = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -88,6 +88,34 @@ async def test_a_result_is_what_the_endpoint_answers(http: httpx.AsyncClient, en
         assert without_times(result.content) == without_times(direct.content)
     assert (job["error"] is None) == (direct.status_code == 200)
     assert job["num_starts"] == 1
+
+
+@pytest.mark.parametrize("has_acted", [False, True])
+async def test_the_death_of_the_owner_is_no_failure_of_its_clients(
+    as_described: Any, replicas: Replicas, owner: JobOwner, has_acted: bool
+) -> None:
+    """A job whose answer was lost is added once; whatever is asked of it is answered as soon as the owner is back."""
+    dying: dict[str, bool] = {}
+    async with ingress_over(replicas, owner, as_described, num_runners=0, dying=dying) as http:
+        dying["add_job"] = has_acted
+        id_ = await begun(http, CHATS, CHAT)
+        for method, path in (("find_job", f"/v1/jobs/{id_}"), ("list_jobs", "/v1/jobs")):
+            dying[method] = has_acted
+            assert (await http.get(path)).status_code == 200
+        assert [job["id"] for job in (await http.get("/v1/jobs")).json()["data"]] == [id_]
+        dying["cancel_job"] = has_acted
+        assert (await http.post(f"/v1/jobs/{id_}/cancel")).json()["status"] == "cancelled"
+        assert not dying
+
+
+async def test_an_owner_that_stays_away_is_told(
+    as_described: Any, replicas: Replicas, owner: JobOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "_AWAY_S", 0.0)
+    async with ingress_over(replicas, owner, as_described, num_runners=0, dying={"add_job": False}) as http:
+        answer = await http.post("/v1/jobs", json={"endpoint": CHATS, "body": CHAT})
+        assert problem(answer)["code"] == "replica_unavailable"
+        assert answer.status_code == 503
 
 
 async def test_a_stream_is_kept_whole(http: httpx.AsyncClient) -> None:
