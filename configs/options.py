@@ -21,7 +21,7 @@ PromptSyntax = Literal["plain", "weighted", "compel", "comfyui"]
 
 
 class Acceleration(BaseModel):
-    """Which steps of an image compute no forward: their output is extrapolated from those computed before.
+    """The steps of an image that compute no forward: their output is extrapolated from those computed before.
 
     After `warmup` steps every `interval`-th one is computed, as TaylorSeer has it (2503.06923); `order` is that of the
     Taylor polynomial. With `max_error` the interval, at most `interval`, follows from how far the last prediction was

@@ -1,4 +1,4 @@
-"""The part of the book that has webhooks: who is told of which job's end, and when again. SQLite, without a clock."""
+"""Webhooks in the book of jobs: where a job's end is told, and when that is tried next. SQLite, without a clock."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def deployed_app(app: str) -> DeployedApp:
     Raises ValueError without a Serve, and Ray's errors while its controller is away.
     """
     shims.require(shims.SERVE_CONTROL)
-    details = ray.get(_serve_controller().get_serve_instance_details.remote(), timeout=CALL_S)
+    details = _details(_serve_controller())
     found = details.get("applications", {}).get(app, {})
     deployments = found.get("deployments", {})
     status = found.get("status")
@@ -119,7 +119,7 @@ def _counted(deployment: Mapping[str, Any]) -> ReplicaCount:
 def proxy_host() -> str | None:
     """Return the address that Serve's proxies listen on, None when Serve was told none. For a process of Serve's."""
     shims.require(shims.SERVE_CONTROL)
-    details = ray.get(_serve_controller().get_serve_instance_details.remote(), timeout=CALL_S)
+    details = _details(_serve_controller())
     host = details.get("http_options", {}).get("host")
     return str(host) if host else None
 
@@ -128,7 +128,7 @@ def serving_nodes() -> set[str]:
     """Return the ids of the nodes whose proxy answers; none while Serve does not say. Blocks."""
     shims.require(shims.SERVE_CONTROL)
     try:
-        details = ray.get(_serve_controller().get_serve_instance_details.remote(), timeout=CALL_S)
+        details = _details(_serve_controller())
     except (ValueError, ray.exceptions.RayError):  # no actor of that name, or it is away
         return set()
     return {node_id for node_id, proxy in details.get("proxies", {}).items() if proxy["status"] == "HEALTHY"}
@@ -149,7 +149,7 @@ def running_serve() -> RunningServe | None:
         controller = _serve_controller()
     except ValueError:  # Ray's own, for no actor of that name
         return None
-    details = ray.get(controller.get_serve_instance_details.remote(), timeout=CALL_S)
+    details = _details(controller)
     routes = {name: found["route_prefix"] for name, found in details["applications"].items()}
     return RunningServe(int(details["http_options"]["port"]), routes)
 
@@ -158,6 +158,11 @@ def _serve_controller() -> Any:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+def _details(controller: Any) -> dict[str, Any]:
+    found: dict[str, Any] = ray.get(controller.get_serve_instance_details.remote(), timeout=CALL_S)
+    return found
 
 
 def unplaced_demands() -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Which extents the served versions of models have, and which models share them. No I/O."""
+"""The extents of the served versions of models, and the models that share an extent. No I/O."""
 
 from __future__ import annotations
 

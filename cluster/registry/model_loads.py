@@ -11,7 +11,7 @@ from cluster.registry.watched_directory import WatchedDirectory
 
 
 class ModelLoads:
-    """Which replicas could not load which models.
+    """The replicas that could not load a model, by model and version.
 
     The directory shows a model as unavailable when no replica is left that may load it. Requests are still tried.
     """

@@ -30,8 +30,10 @@ _FIRST_FALLBACK_PORT: Final = 8500
 _FIRST_REPLICA_PORT: Final = 30_000
 _LAST_PORT: Final = 32_767  # the kernel gives outgoing connections those above
 _BUFFER_BYTES: Final = 32 * 2**10  # of a request, with its head: larger ones are not sent again
-_CONNECT_S: Final = 2  # to a replica: enough where the first frame of it is lost, and soon over where its node is gone
-_CLIENT_TIMEOUT_S: Final = 60  # of silence in the middle of a request, or of not reading an answer
+# HAProxy's timeouts, beside those of heads and bodies (door/haproxy_rules.py) and of answers (`http.proxy_timeout_s`).
+# To a replica: enough where the first frame of it is lost, and soon over where its node is gone.
+_CONNECT_TIMEOUT_S: Final = 2
+_CLIENT_TIMEOUT_S: Final = 60  # slow clients: of silence in the middle of a request, and slow readers of an answer
 _DRAIN_S: Final = 3.0  # within which every HAProxy knows that a replica goes
 # In which load balancers outside learn that a node goes. With Serve's 30 s, Ray gives up waiting for the node before.
 _NODE_DRAIN_S: Final = 10.0
@@ -85,7 +87,7 @@ class DoorPlan:
             "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
             "RAY_SERVE_HAPROXY_RETRIES": str(MAX_RETRIES),
             "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # a refused connection: nobody is there
-            "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": str(_CONNECT_S),
+            "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": str(_CONNECT_TIMEOUT_S),
             "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_CLIENT_TIMEOUT_S),
             "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(timeout_s),
             # An older process finishes what it has; meanwhile no replica may take a port that it still knows.

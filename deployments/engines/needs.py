@@ -1,4 +1,4 @@
-"""Which service builds what of a model, and so how much memory it needs there at once."""
+"""The parts of a model that each service builds, and so the memory that they need there at once."""
 
 from __future__ import annotations
 

@@ -180,10 +180,8 @@ class PipelineRun:
 
     def _is_wanted_here(self, segment: SegmentPlan) -> bool:
         inside = {stage.name for stage in segment.stages}
-        others = (unit for unit in self._plan.units if isinstance(unit, StagePlan))
-        return any(edge.stage in inside for edge in self._plan.outputs.values()) or any(
-            o.needs & inside for o in others
-        )
+        is_output = any(edge.stage in inside for edge in self._plan.outputs.values())
+        return is_output or any(unit.needs & inside for unit in self._plan.units if isinstance(unit, StagePlan))
 
     async def _run_stage(self, stage: StagePlan) -> None:
         for name in stage.needs:

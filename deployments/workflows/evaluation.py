@@ -1,4 +1,4 @@
-"""Which node is next, and with which arguments: only what output nodes reach, only chosen branches, each node once.
+"""The next node with its arguments: only what output nodes reach, only chosen branches, each node once.
 
 A check and a run walk the same way. Who walks gives every ready node its outputs, or says that it failed.
 """

@@ -110,6 +110,7 @@ def begin(pipeline: DenoisePipeline, height: int, width: int, length: int, count
     ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("shape", SIZES)
 def test_denoisers(
     pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
@@ -126,6 +127,7 @@ def test_denoisers(
         assert 1.0 <= found.bytes_of(rows) / measured <= (1.01 if is_recorded else 1.05), (rows, measured, found)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("shape", SIZES)
 def test_loras(
     pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
@@ -327,7 +329,7 @@ class NoTokenizer:
     model_max_length, pad_token_id, padding_side = 512, 0, "right"
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["T5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "BertModel"])
 def test_text_encoders(device: torch.device, name: str) -> None:
     """A length that was recorded has its bytes; one between two of them a little more, never less.
@@ -363,6 +365,7 @@ def test_forwards_of_texts_are_as_large_as_their_room(device: torch.device) -> N
 # language models
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("context", [64, 256])
 def test_steps_of_a_language_model(device: torch.device, tmp_path: Path, context: int) -> None:
     """Prompts, completions and both, at the longest texts there are."""
@@ -432,6 +435,7 @@ def small(name: str, width: int = 64) -> Any:
     return getattr(transformers, name)(config).eval().requires_grad_(False)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["T5EncoderModel", "CLIPTextModel", "BertModel", "LlamaForCausalLM"])
 def test_recordings_of_encoders_and_decoders(device: torch.device, name: str) -> None:
     """Never below what was counted, and a hundredth above at most."""

@@ -88,6 +88,7 @@ async def test_a_pipeline_larger_than_the_budget_makes_the_same_image(store: Wei
         await draw(Host(store, str(device), denoiser // 50), REQUEST)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("share", ["in turn", "streamed"])
 def test_the_library_alone_makes_the_same_image_again_and_again(
     store: WeightStore, device: torch.device, share: str

@@ -158,7 +158,7 @@ async def test_a_model_at_half_of_its_device_writes_what_the_host_writes(
     assert not +host.provider.leases
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize("wanted", [0, 2, NUM_LAYERS, r"layers\.[14]"])
 async def test_each_choice_of_layers_computes_the_same(store: WeightStore, device: torch.device, wanted: Any) -> None:
@@ -325,7 +325,7 @@ def used_by(host: Host) -> list[int]:
     return counted
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize(("model", "share"), [("plain", 0.7), ("tied", 0.7), ("packed", 0.7), ("plain", 0.4)])
 async def test_layers_on_two_devices_are_each_within_its_budget_and_write_the_same(
@@ -354,6 +354,7 @@ async def test_layers_on_two_devices_are_each_within_its_budget_and_write_the_sa
     assert not +host.provider.leases
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize("model", ["plain", "packed"])
 async def test_a_cache_that_takes_what_there_is_takes_it_of_each_device_for_the_layers_there(
@@ -381,6 +382,7 @@ async def test_a_cache_that_takes_what_there_is_takes_it_of_each_device_for_the_
     assert_same(logged(engine)[1], rows, device)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("has_kernels", [True, False])
 async def test_a_token_crosses_from_one_device_to_the_other_once(
     store: WeightStore,

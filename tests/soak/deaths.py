@@ -1,4 +1,4 @@
-"""Which deaths of a cluster's processes a client is told of, and when they were: who waited then asks again."""
+"""The deaths of a cluster's processes that a client is told of, with their times: who waited then asks again."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_MANY_MODULES = 100
+_MANY_MODULES = 400
 # What an application over fakes, or a small model, is made of outlives several collections of Python's own pace, which
 # were a third of the time of such tests. Whoever looks for what was left behind collects before that.
 _MANY_OBJECTS = 50_000

@@ -22,6 +22,11 @@ def tree() -> dict[str, ast.Module]:
     return budgets.sources(ROOT)
 
 
+@pytest.fixture(scope="module")
+def callables(tree: dict[str, ast.Module]) -> dict[str, int]:
+    return budgets.callables(tree)
+
+
 def test_no_import_goes_round(tree: dict[str, ast.Module]) -> None:
     graph = budgets.imports(tree)
     assert sum(map(len, graph.values())) > 1000
@@ -29,13 +34,13 @@ def test_no_import_goes_round(tree: dict[str, ast.Module]) -> None:
     assert budgets.mutual_folders(graph) == []
 
 
-def test_constructors_take_few_callables(tree: dict[str, ast.Module]) -> None:
-    over = {name: count for name, count in budgets.callables(tree).items() if count > budgets.MAX_CALLABLES}
+def test_constructors_take_few_callables(callables: dict[str, int]) -> None:
+    over = {name: count for name, count in callables.items() if count > budgets.MAX_CALLABLES}
     assert over == {}, "pass an object that has these methods"
 
 
-def test_callables_of_constructors_get_fewer(tree: dict[str, ast.Module]) -> None:
-    total = sum(budgets.callables(tree).values())
+def test_callables_of_constructors_get_fewer(callables: dict[str, int]) -> None:
+    total = sum(callables.values())
     assert total <= NUM_CALLABLES, "pass what they return as an argument of the method, or an object with that method"
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from kit import seeding
+from kit.nested import Run, plugins, run_pytest
 from kit.shares import parse_share
 
-TESTS = Path(__file__).parents[1]
 SOURCE = """
 import time
 import pytest
@@ -49,32 +46,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, seed: int, *options: str) -> list[str]:
-    """Return the names of the tests that a run has chosen."""
-    plugins = [word for name in ("seeding", "drawing", "shares", "times") for word in ("-p", f"kit.{name}")]
-    words = ["-m", "pytest", *plugins, "-p", "no:cacheprovider", "--verbose", "test_drawn.py", *options]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environment | {"ATELIER_TEST_SEED": str(seed)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED), done.stdout + done.stderr
-    return re.findall(r"::(test_\S+) PASSED", done.stdout)
+def run(folder: Path, *runs: tuple[int, tuple[str, ...]]) -> list[list[str]]:
+    """Return the names of the tests that runs have chosen, each of a seed and of options."""
+    words = [*plugins("seeding", "drawing", "shares", "times"), "--verbose", "test_drawn.py"]
+    done = run_pytest(folder, *(Run([*words, *options], {seeding.VARIABLE: str(seed)}) for seed, options in runs))
+    assert all(one.code in (0, pytest.ExitCode.NO_TESTS_COLLECTED) for one in done), done
+    return [re.findall(r"::(test_\S+) PASSED", one.out) for one in done]
 
 
 @pytest.mark.slow
 def test_few_cases_are_drawn_and_the_long_run_has_all_others(folder: Path) -> None:
-    quick = run(folder, 7, "-m", "not long", "--times", "times.tsv")
+    quick, long = run(folder, (7, ("-m", "not long", "--times", "times.tsv")), (7, ("-m", "long")))
     counts = {name: sum(test.partition("[")[0] == name for test in quick) for name in TABLES}
     assert counts == {"test_three": 3, "test_one_of_a_kind": 2, "test_property": 2, "test_plain": 1, "test_busy": 1}
     assert {test[-4] for test in quick if "kind" in test} == {"a", "b"}
     assert {test[-2] for test in quick if "property" in test} == {"x", "y"}
-    long = run(folder, 7, "-m", "long")
     assert not {*quick} & {*long}
     assert len(quick) + len(long) == sum(TABLES.values())
     lines = [line.split("\t") for line in (folder / "times.tsv").read_text().splitlines()]
@@ -86,7 +72,8 @@ def test_few_cases_are_drawn_and_the_long_run_has_all_others(folder: Path) -> No
 
 @pytest.mark.slow
 def test_a_seed_draws_the_same_cases_again_and_others_draw_others(folder: Path) -> None:
-    drawn = [run(folder, seed, "-m", "not long", "-k", "three or property") for seed in (7, 7, 8)]
+    options = ("-m", "not long", "-k", "three or property")
+    drawn = run(folder, *((seed, options) for seed in (7, 7, 8)))
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -97,11 +84,11 @@ def test_shares_are_all_tests_once_and_a_drawn_one_is_one_of_them(folder: Path) 
     plain = "import pytest\n\n@pytest.mark.parametrize('number', range(20))\ndef test_plain(number): pass\n"
     clustered = plain.replace("test_plain", "test_ray").replace("@pytest", "@pytest.mark.ray\n@pytest", 1)
     (ray / "test_drawn.py").write_text(plain + clustered)
-    shares = [set(run(ray, 7, "--share", f"{number}/3")) for number in (1, 2, 3)]
+    *shares, drawn = map(set, run(ray, *((7, ("--share", share)) for share in ("1/3", "2/3", "3/3", "3"))))
     assert sum(map(len, shares)) == len(set.union(*shares)) == 40
     assert all(any("plain" in test for test in share) for share in shares)
     assert sorted(sum("ray" in test for test in share) for share in shares) == [0, 0, 20], "they share a cluster"
-    assert set(run(ray, 7, "--share", "3")) in shares
+    assert drawn in shares
 
 
 def test_the_seed_draws_the_share(monkeypatch: pytest.MonkeyPatch) -> None:

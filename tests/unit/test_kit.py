@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kit import seeding
+from kit.nested import Run, plugins, run_pytest
 from kit.waiting import until, wait_until
 
 from infra.ports import free_port
 
 TESTS = Path(__file__).parents[1]
-ALONE = {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins of others take seconds to load
 DRAWING = """
 import random
 import numpy as np
@@ -45,22 +46,6 @@ def test_second(wide):
 """
 
 
-# Two runs of pytest, of processes that have loaded torch once.
-RUNS = """
-import os, sys
-import pytest
-import torch
-
-for options in [], ["-k", "second"]:
-    print("a run", flush=True)
-    if not (child := os.fork()):
-        code = pytest.main([*sys.argv[1:], *options])
-        sys.stdout.flush()
-        os._exit(code)
-    os.waitpid(child, 0)
-"""
-
-
 def drawn(printed: str) -> dict[str, str]:
     """Return the draws of each test."""
     return dict(re.findall(r"(first|second) (\[.*\])", printed))
@@ -69,13 +54,9 @@ def drawn(printed: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_a_seed_gives_a_test_the_same_draws_alone_as_among_others(tmp_path: Path) -> None:
     (tmp_path / "test_drawing.py").write_text(DRAWING)
-    words = ["-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "test_drawing.py"]
-    environment = os.environ | ALONE | {"ATELIER_TEST_SEED": "7"}
-    command = [sys.executable, "-c", RUNS, *words]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=True
-    )
-    _, printed, alone = done.stdout.split("a run\n")
+    words, environment = [*plugins("seeding"), "-s", "test_drawing.py"], {seeding.VARIABLE: "7"}
+    runs = [Run([*words, *options], environment) for options in ([], ["-k", "second"])]
+    printed, alone = (done.out for done in run_pytest(tmp_path, *runs, libraries=["torch"]))
     assert "ATELIER_TEST_SEED=7 draws the same again" in printed
     both = drawn(printed)
     numbers = re.findall(r"0\.\d+", both["first"] + both["second"])
@@ -84,26 +65,23 @@ def test_a_seed_gives_a_test_the_same_draws_alone_as_among_others(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_seed_gives_hypothesis_the_same_examples_where_ci_is_set_too(tmp_path: Path) -> None:
+def test_a_seed_gives_hypothesis_the_same_examples_where_ci_is_set_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "test_examples.py").write_text(
         "from hypothesis import given, settings, strategies\n\n"
         "@settings(max_examples=20)\n@given(strategies.integers())\n"
         "def test_integers(number):\n    print(number)\n"
     )
 
-    def shown(seed: str, **more: str) -> list[str]:
-        plugins = ["-p", "_hypothesis_pytestplugin", "-p", "kit.seeding", "-p", "no:cacheprovider"]
-        words = ["-m", "pytest", *plugins, "-s", "--quiet", "test_examples.py"]
-        environment = {name: value for name, value in os.environ.items() if name != "CI"}
-        environment |= ALONE | {"ATELIER_TEST_SEED": seed, **more}
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-        )
-        return re.findall(r"^-?\d+$", done.stdout, re.MULTILINE)
-
-    first = shown("7")
+    words = ["-p", "_hypothesis_pytestplugin", *plugins("seeding"), "-s", "--quiet", "test_examples.py"]
+    environments: list[dict[str, str]] = [{seeding.VARIABLE: seed} for seed in ("7", "7", "8")]
+    environments[1]["CI"] = "true"
+    monkeypatch.delenv("CI", raising=False)
+    done = run_pytest(tmp_path, *(Run(words, one) for one in environments), libraries=["hypothesis"])
+    first, in_ci, other = (re.findall(r"^-?\d+$", one.out, re.MULTILINE) for one in done)
     assert len(first) == 20
-    assert shown("7", CI="true") == first != shown("8", CI="true")
+    assert in_ci == first != other
 
 
 def test_another_seed_gives_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +121,22 @@ async def test_tasks_go_on_while_one_awaits_a_condition() -> None:
     assert await until(found) == "it"
     with pytest.raises(TimeoutError, match="within 0 s"):
         await until(lambda: None, timeout_s=0)
+
+
+@pytest.fixture
+def silent_logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("silent in this test")
+    logger.propagate = False
+    yield logger
+    logger.propagate = True
+
+
+def test_logs_that_are_not_passed_on_are_captured_too(
+    silent_logger: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent_logger.warning("told here alone")
+    logging.getLogger("another").warning("told to all")
+    assert [record.getMessage() for record in caplog.records] == ["told here alone", "told to all"]
 
 
 def test_a_port_is_of_one_process_alone_while_it_lives() -> None:

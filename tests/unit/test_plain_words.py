@@ -1,4 +1,4 @@
-"""Docstrings name things: they do not open with "what it ..." or "who asks" in the place of a noun."""
+"""Docstrings name things: they do not open with "what it ...", "which one" or "who asks" in the place of a noun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("configs", "weights", "cluster", "deployments", "infra", "tests")
 VERBS = "Return|Yield|Tell|Say|Print|Show|Give|Take|Remove|Read|Raise|Write|Keep|Forget|Hold"
 FRAGMENT = re.compile(
     rf"(?:(?:{VERBS}) )?(?:what|who|whom|whose|whoever|whatever|those who|that which|one that|those that)\b"
-    r"|(?:of|how|where|when|whether|why|whichever|wherever)\b",
+    r"|(?:of|how|where|when|whether|which|why|whichever|wherever)\b",
     re.IGNORECASE,
 )
 MAYBE = re.compile(rf'"""\s*(?:{FRAGMENT.pattern})', re.IGNORECASE)  # so that few files are parsed
@@ -46,9 +46,11 @@ def test_docstrings_open_with_a_noun_or_a_verb(package: str) -> None:
         ("Tell whoever waits.", True),
         ("How a machine is found.", True),
         ("Where it stands.", True),
+        ("Which of them wait.", True),
         ("Return those that wait.", True),
         ("Return whether it is there.", False),
         ("Return how many there are.", False),
+        ("Return which of them wait.", False),
         ("The resources of a machine.", False),
     ],
 )

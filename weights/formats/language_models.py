@@ -112,7 +112,7 @@ def language_model_details(manifest: Manifest, folder: Path) -> LanguageModelDet
         nbytes[tensor.dtype] += tensor.nbytes
     is_packed = any(name not in BLOCK_SIZES and not name.startswith(("F", "BF")) for name in nbytes)
     try:
-        architecture, sizes, template = _gguf_details(folder) or _config_details(folder)
+        architecture, sizes, template = _said_by_files(folder)
     except FormatError:
         architecture, sizes, template = "", {}, ""
     return LanguageModelDetails(
@@ -125,15 +125,43 @@ def language_model_details(manifest: Manifest, folder: Path) -> LanguageModelDet
     )
 
 
-def _gguf_details(folder: Path) -> tuple[str, dict[str, Any], str] | None:
+def _read_gguf(folder: Path) -> tuple[Mapping[str, Any], str] | None:
+    """Return the metadata of a GGUF model as the store keeps it, and its template of chats; None for another model."""
     if not (headers := sorted(folder.glob("*.gguf.header"))):
         return None
     metadata = read_gguf_header(headers[0]).metadata
-    architecture = str(metadata.get("general.architecture") or "")[:_MAX_TEXT]
-    own = (f"{architecture}.", "general.")
-    sizes = {name: value for name, value in metadata.items() if name.startswith(own) and _is_plain(value)}
     template = metadata.get("tokenizer.chat_template")
-    return architecture, sizes, template if isinstance(template, str) else ""
+    return metadata, template if isinstance(template, str) else ""
+
+
+def _read_configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
+    """Return a model's config, its part about texts, and the template of chats, "" where that is damaged."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    try:
+        template = _template_of(folder)
+    except FormatError:  # the config is known all the same
+        template = ""
+    return config, text if isinstance(text, dict) else config, template
+
+
+def _said_by_files(folder: Path) -> tuple[str, dict[str, bool | int | float | str], str]:
+    """Return the architecture, the sizes by their GGUF keys, and the template of chats."""
+    sizes: dict[str, bool | int | float | str] = {}
+    if gguf := _read_gguf(folder):
+        metadata, template = gguf
+        architecture = str(metadata.get("general.architecture") or "")[:_MAX_TEXT]
+        own = (f"{architecture}.", "general.")
+        sizes |= {name: value for name, value in metadata.items() if name.startswith(own) and _is_plain(value)}
+        return architecture, sizes, template
+    config, about_texts, template = _read_configs(folder)
+    kind = config.get("model_type")
+    architecture = kind[:_MAX_TEXT] if isinstance(kind, str) else ""
+    for name, known in _SIZES.items():
+        found = next((about_texts[key] for key in known if key in about_texts), None)
+        if is_size(found) and isinstance(found, int) and found:
+            sizes[f"{architecture}.{name}"] = found
+    return architecture, sizes, template
 
 
 def _is_plain(value: Any) -> TypeGuard[bool | int | float | str]:
@@ -142,28 +170,16 @@ def _is_plain(value: Any) -> TypeGuard[bool | int | float | str]:
     return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _config_details(folder: Path) -> tuple[str, dict[str, bool | int | float | str], str]:
-    config = read_json(folder / "config.json")
-    kind = config.get("model_type")
-    architecture = kind[:_MAX_TEXT] if isinstance(kind, str) else ""
-    text: Any = config.get("text_config")
-    own: Mapping[str, Any] = text if isinstance(text, dict) else config
-    sizes: dict[str, bool | int | float | str] = {}
-    for name, known in _SIZES.items():
-        found = next((own[key] for key in known if key in own), None)
-        if is_size(found) and isinstance(found, int) and found:
-            sizes[f"{architecture}.{name}"] = found
-    try:
-        return architecture, sizes, _template_of(folder)
-    except FormatError:
-        return architecture, sizes, ""
-
-
 def language_model_facts(folder: Path) -> Mapping[str, bool | int]:
     """Return facts of a language model's files: the length that its config names, and whether its template of chats
     knows tools and reasoning. Damaged or absent files give no facts."""
     try:
-        length, template = _said_by_gguf(folder) or _said_by_configs(folder)
+        if gguf := _read_gguf(folder):
+            metadata, template = gguf
+            length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+        else:
+            _, about_texts, template = _read_configs(folder)
+            length = about_texts.get("max_position_embeddings")
     except FormatError:
         return {}
     found: dict[str, bool | int] = {}
@@ -173,26 +189,6 @@ def language_model_facts(folder: Path) -> Mapping[str, bool | int]:
         found["knows_tools"] = re.search(r"\btools\b", template) is not None
         found["thinks"] = any(mark in template for mark in _THOUGHTS)
     return found
-
-
-def _said_by_gguf(folder: Path) -> tuple[Any, str] | None:
-    """Return the length of the context and the template of a GGUF model as the store keeps it; None for another."""
-    if not (headers := sorted(folder.glob("*.gguf.header"))):
-        return None
-    metadata = read_gguf_header(headers[0]).metadata
-    template = metadata.get("tokenizer.chat_template")
-    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-    return length, template if isinstance(template, str) else ""
-
-
-def _said_by_configs(folder: Path) -> tuple[Any, str]:
-    config = read_json(folder / "config.json")
-    text = config.get("text_config")
-    length = (text if isinstance(text, dict) else config).get("max_position_embeddings")
-    try:
-        return length, _template_of(folder)
-    except FormatError:  # its length is known all the same
-        return length, ""
 
 
 def _template_of(folder: Path) -> str:

@@ -111,7 +111,10 @@ def _remove(path: Path) -> None:
 
 
 def _resolve_weight_dir(weight_dir: Path | None, environ: Mapping[str, str], cwd: Path, pid: int, session: str) -> Path:
-    """Return the folder by the rule above, absolute if `cwd` is. Raises StoreError for an odd session name."""
+    """Return the folder that is given, or else a temporary one in ATELIER_WORK_PATH; absolute if `cwd` is.
+
+    Raises StoreError for an odd session name.
+    """
     if weight_dir is not None:
         return cwd / weight_dir
     if not _SESSION.fullmatch(session):

@@ -70,10 +70,16 @@ def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a store in which models stay from one test to the next."""
+    return tmp_path_factory.mktemp("models") / "store"
+
+
 @pytest.fixture
-def models(tmp_path: Path, outline: Path, style: Path, one_file: Path) -> LocalModels:
+def models(store: Path, outline: Path, style: Path, one_file: Path) -> LocalModels:
     config = {
-        "store": {"path": str(tmp_path / "store")},
+        "store": {"path": str(store)},
         "models": [
             {"id": "one-file", "path": str(one_file), "like": SDXL, "dtype": "float32"},
             {"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"},
@@ -98,14 +104,13 @@ def test_an_image_and_a_mask(models):
     assert np.abs(half[:8].astype(int) - five[:8]).mean() < np.abs(half[20:].astype(int) - five[20:]).mean()
 
 
-def test_a_model_in_one_file_is_that_of_its_folder(models, tmp_path):
+def test_a_model_in_one_file_is_that_of_its_folder(models, store):
     result = models.generate(ImageRequest(**{**FIVE, "model": "one-file"}))
     again = models.generate(ImageRequest(**FIVE))
     assert np.array_equal(result.images[0], again.images[0])
-    store = WeightStore(tmp_path / "store")
-    one, folder = store.manifest("one-file"), store.manifest(SDXL)
+    one, folder = (WeightStore(store).manifest(name) for name in ("one-file", SDXL))
     assert [part.module_key for part in one.components.values()] == [p.module_key for p in folder.components.values()]
-    assert not (tmp_path / "store" / "packs" / "one-file_weight_combined").exists()
+    assert not (store / "packs" / "one-file_weight_combined").exists()
 
 
 def test_an_image_of_another_size_is_scaled_as_by_stock(models):
@@ -123,7 +128,7 @@ def test_an_image_of_another_size_is_scaled_as_by_stock(models):
     assert any("35x33 pixels were scaled to 32x32" in warning for warning in result.warnings)
 
 
-def test_a_controlnet_is_a_component_of_the_store(models, tmp_path):
+def test_a_controlnet_is_a_component_of_the_store(models, store):
     image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     plain = models.generate(ImageRequest(**FIVE))
     control = (ControlNetUse(name="outline", image=image),)
@@ -132,21 +137,20 @@ def test_a_controlnet_is_a_component_of_the_store(models, tmp_path):
     assert np.abs(result.images[0].astype(int) - plain.images[0]).max() > 4
     off = (ControlNetUse(name="outline", image=image, scale=0),)
     assert np.array_equal(models.generate(ImageRequest(**FIVE, control=off)).images[0], plain.images[0])
-    store = WeightStore(tmp_path / "store")
-    net, pipeline = store.manifest("outline"), store.manifest(SDXL)
+    net, pipeline = (WeightStore(store).manifest(name) for name in ("outline", SDXL))
     assert (net.kind, net.class_name) == ("controlnet", "ControlNetModel")
     unet = {ref.sha256 for ref in pipeline.components["unet"].tensors.values()}
     shared = [ref for ref in net.components["controlnet"].tensors.values() if ref.sha256 in unet]
     assert len(shared) > 20  # its encoder is the UNet's own, and is stored once
 
 
-def test_a_controlnet_of_another_type_equals_stock_with_that_of_its_model(tmp_path, outline):
+def test_a_controlnet_of_another_type_equals_stock_with_that_of_its_model(tmp_path, store, outline):
     """As diffusers loads one for a pipeline: `from_pretrained(..., dtype=pipeline.dtype)`."""
     from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
     ControlNetModel.from_pretrained(outline, dtype=torch.float16).save_pretrained(tmp_path / "half")
     config = {
-        "store": {"path": str(tmp_path / "store")},
+        "store": {"path": str(store)},
         "models": [{"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}],
         "adapters": [{"id": "half", "path": str(tmp_path / "half"), "base": [SDXL]}],
     }
@@ -259,7 +263,7 @@ def test_an_adapter_of_another_model_is_refused_before_anything_is_read(tmp_path
     assert not (tmp_path / "store" / "models").exists() or not list((tmp_path / "store" / "models").iterdir())
 
 
-def test_a_learned_word_equals_stock(tmp_path):
+def test_a_learned_word_equals_stock(tmp_path, store):
     from diffusers import StableDiffusionXLPipeline
     from safetensors.torch import save_file
 
@@ -271,7 +275,7 @@ def test_a_learned_word_equals_stock(tmp_path):
         vectors[key] = torch.randn(2, width, generator=generator)
     save_file(vectors, tmp_path / "inky.safetensors")
     config = {
-        "store": {"path": str(tmp_path / "store")},
+        "store": {"path": str(store)},
         "models": [{"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}],
         "adapters": [{"id": "inky", "path": str(tmp_path / "inky.safetensors"), "base": [SDXL]}],
     }
@@ -290,7 +294,7 @@ def test_a_learned_word_equals_stock(tmp_path):
     assert np.abs(image.astype(int) - plain).max() > 4
 
 
-def test_a_vae_of_its_own_equals_stock_with_it(tmp_path):
+def test_a_vae_of_its_own_equals_stock_with_it(tmp_path, store):
     from diffusers import StableDiffusionXLPipeline
 
     stock = StableDiffusionXLPipeline.from_pretrained(MODELS / SDXL, dtype=torch.float32)
@@ -302,7 +306,7 @@ def test_a_vae_of_its_own_equals_stock_with_it(tmp_path):
     stock.vae.save_pretrained(tmp_path / "vae")
     plain = {"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}
     config = {
-        "store": {"path": str(tmp_path / "store")},
+        "store": {"path": str(store)},
         "models": [plain, {**plain, "id": "mine", "vae": str(tmp_path / "vae")}],
     }
     models = LocalModels(ClusterConfig.model_validate(config))
@@ -311,6 +315,5 @@ def test_a_vae_of_its_own_equals_stock_with_it(tmp_path):
     [expected] = (stock(**options, generator=torch.Generator().manual_seed(FIVE["seed"])).images * 255).round()
     assert np.abs(images["mine"] - expected).max() <= 1
     assert np.abs(images["mine"].astype(int) - images[SDXL]).max() > 4
-    store = WeightStore(tmp_path / "store")
-    ours, theirs = store.manifest("mine").components, store.manifest(SDXL).components
+    ours, theirs = (WeightStore(store).manifest(name).components for name in ("mine", SDXL))
     assert {name for name in ours if ours[name].module_key != theirs[name].module_key} == {"vae"}

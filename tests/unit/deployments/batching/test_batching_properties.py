@@ -153,7 +153,7 @@ class Run:
                 assert passed <= self.max_overtakes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(configs(), EVENTS)
 def test_every_schedule(config: BatchingConfig, events: list[Any]) -> None:
     run = Run(config)

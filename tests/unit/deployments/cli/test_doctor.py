@@ -51,6 +51,11 @@ def test_a_machine_without_haproxy_is_told_what_answers(monkeypatch: pytest.Monk
     assert "/no/such/program does not run" in doctor.examine()["haproxy"]
 
 
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", {0: {1, 4, 5}}.__getitem__, raising=False)
+    assert doctor.examine()["cores"] == 3
+
+
 def test_nodes_of_a_ray_that_lack_something_are_named_and_are_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ["node 10.0.0.3 has Atelier 1 (a), and this cluster Atelier 2 (b): install the same there"]
     monkeypatch.setattr("cluster.start.session.join_ray", lambda address: None)

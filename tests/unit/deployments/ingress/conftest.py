@@ -9,6 +9,7 @@ import types
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import fastapi.routing
@@ -21,9 +22,11 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.routing import Match
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas, client_over
+from unit.deployments.ingress.jobs.job_fakes import owner_in
 from unit.deployments.ingress.page_server import PageServer, page_server_over
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.jobs.owner import JobOwner
 from cluster.process.ray_calls import NamedActor
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import StoredResponsesConfig
@@ -32,6 +35,7 @@ from deployments.ingress.compat.a1111_bodies import WebuiError
 from deployments.ingress.compat.anthropic import MessageError
 from deployments.ingress.compat.ollama_answers import OllamaError
 from deployments.ingress.http import create_http_app
+from deployments.ingress.jobs import asking, runner
 from deployments.ingress.kserve.rest.messages import ProtocolError
 from deployments.ingress.messages.responses import ErrorAnswer, error_content
 from deployments.ingress.service.service import Service
@@ -119,6 +123,21 @@ def dependants() -> Dependants:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.service.retries.PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs tell of their progress at once, and look for work and for room without pauses."""
+    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
+    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
+
+
+@pytest.fixture
+def owner(tmp_path: Path, quick_jobs: None) -> Iterator[JobOwner]:
+    owner = owner_in(tmp_path)
+    yield owner
+    owner.close()
 
 
 @pytest.fixture(scope="module")

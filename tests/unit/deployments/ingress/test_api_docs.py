@@ -28,21 +28,24 @@ IN_BACKGROUND = ("/v1/images/generations", "/v1/chat/completions", "/v1/completi
 
 
 @pytest.fixture(scope="module")
-def page() -> dict[str, Any]:
+def app() -> FastAPI:
     replicas: Any = object()  # nobody asks them
     watch = RegistrySnapshot(NamedActor(lambda: replicas))
-    return create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG).openapi()
+    return create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG)
 
 
-async def test_the_docs_page_needs_no_other_server() -> None:
-    replicas: Any = object()
-    app = create_http_app(Service(CONFIG, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas), CONFIG)
+@pytest.fixture(scope="module")
+def page(app: FastAPI) -> dict[str, Any]:
+    return app.openapi()
+
+
+async def test_the_docs_page_needs_no_other_server(app: FastAPI, page: dict[str, Any]) -> None:
     async with client_over(app, "http://localhost") as client:
-        page = (await client.get("/docs")).text
-        wanted = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
+        shown = (await client.get("/docs")).text
+        wanted = re.findall(r"(?:src|href)=\"([^\"]*)\"", shown)
         assert set(wanted) == {SCRIPT_PATH, STYLE_PATH, "data:,"}
-        assert "//" not in re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL).replace("// ", "")
-        assert '"validatorUrl": null' in page
+        assert "//" not in re.sub(r"<!--.*?-->", "", shown, flags=re.DOTALL).replace("// ", "")
+        assert '"validatorUrl": null' in shown
         for path, media_type, sha256 in (
             (SCRIPT_PATH, "text/javascript", "e6a898692f2d768e807c3ba4626068a69a2c5dd960dd6c76f3e4d3a3de180af2"),
             (STYLE_PATH, "text/css", "5ed08757e53da3e026d6cbecc61fe5d43585c9560b302d534ad56692519a273d"),
@@ -50,7 +53,7 @@ async def test_the_docs_page_needs_no_other_server() -> None:
             file = await client.get(path)
             assert file.headers["content-type"].startswith(media_type)
             assert hashlib.sha256(file.content).hexdigest() == sha256  # as npm has it
-    assert {path for path in app.openapi()["paths"] if path.startswith("/docs")} == set()
+    assert {path for path in page["paths"] if path.startswith("/docs")} == set()
 
 
 def responses(page: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -89,11 +92,21 @@ def test_streams_are_documented_as_such(page: dict[str, Any]) -> None:
     assert "text/event-stream" in responses(page)["post", "/v1/chat/completions"]["200"]["content"]
 
 
-def test_the_page_is_made_once(page: dict[str, Any]) -> None:
-    replicas: Any = object()
-    app = create_http_app(Service(CONFIG, RegistrySnapshot(NamedActor(lambda: replicas)), replicas, replicas), CONFIG)
-    assert app.openapi() is app.openapi()
-    assert app.openapi() == page
+def test_the_page_is_made_once(app: FastAPI, page: dict[str, Any]) -> None:
+    assert app.openapi() is page
+
+
+def test_operations_are_documented(page: dict[str, Any]) -> None:
+    register = page["paths"]["/admin/models"]["post"]
+    assert (register["tags"], set(register["responses"])) == (
+        ["operations"],
+        {"200", "201", "202", "400", "409", "422", "503"},
+    )
+    batching = page["paths"]["/admin/text-encoders/batching"]["put"]
+    assert {"200", "400", "503"} <= batching["responses"].keys()
+    for path, methods in page["paths"].items():
+        for operation in methods.values():
+            assert path.startswith("/admin") <= (operation["tags"] == ["operations"] and bool(operation["description"]))
 
 
 def test_a_status_can_mean_something_else_on_a_route() -> None:

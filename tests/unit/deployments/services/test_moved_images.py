@@ -24,7 +24,7 @@ from deployments.text.fallback import FallbackEncoder
 pytestmark = pytest.mark.slow  # imports diffusers
 
 FLUX = Path(__file__).parents[4] / "infra" / "demo" / "models" / "digits-flux"
-NUM_STEPS = 12
+NUM_STEPS = 6
 
 
 def request_of(seed: int, **fields: Any) -> ImageRequest:

@@ -106,11 +106,11 @@ def test_the_lower_bound_of_a_case_of_any_size_is_below_the_best_and_not_far() -
 
 
 def test_a_larger_case_stands_beside_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    assert draw_large(3) == draw_large(3)
-    one = measure_large(3)
+    assert draw_large(14) == draw_large(14)
+    one = measure_large(14)
     assert all(one.ratio(rival) >= 1.0 for rival in ("latency-first", "no-controller", "serve.multiplexed"))
     print_optimum_figures([measure_case(0), one], as_json=False)
-    assert "1 larger cases from seed 3" in capsys.readouterr().out
+    assert "1 larger cases from seed 14" in capsys.readouterr().out
     print_optimum_figures([measure_case(0), one], as_json=True)
     assert '"large"' in capsys.readouterr().out
 
@@ -131,8 +131,9 @@ def test_a_batch_ends_as_the_simulator_says() -> None:
     assert batch_latencies_s(model, 7, worker) == pytest.approx(sorted(one.latency_s for one in world.served))
 
 
-def test_drawn_cases_are_near_the_optimum_and_no_slower_than_without_a_controller() -> None:
-    outcomes = [measure_case(seed) for seed in range(25)]
+@pytest.mark.parametrize("num_cases", [10, pytest.param(25, marks=pytest.mark.long)])
+def test_drawn_cases_are_near_the_optimum_and_no_slower_than_without_a_controller(num_cases: int) -> None:
+    outcomes = [measure_case(seed) for seed in range(num_cases)]
     assert {one.kind for one in outcomes} == set(KINDS)
     for one in outcomes:
         assert all(one.ratio(rival) >= 0.999 for rival in ("latency-first", "no-controller"))

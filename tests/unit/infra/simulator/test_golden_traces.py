@@ -126,14 +126,15 @@ def test_where_switches_are_cheap_it_is_no_slower_than_no_controller_and_switche
         assert switches[0] < 0.9 * switches[1], (rate, switches)
 
 
-def test_more_capacity_does_not_hurt() -> None:
+@pytest.mark.parametrize("num_traces", [5, pytest.param(12, marks=pytest.mark.long)])
+def test_more_capacity_does_not_hurt(num_traces: int) -> None:
     """Have every worker twice: no trace gets much worse (a little is what Graham 1969 allows), and most are faster.
 
-    The worst of these twelve takes 1.201 times as long: models that start anywhere are spread over more workers, and
+    The worst of twelve takes 1.201 times as long: models that start anywhere are spread over more workers, and
     each of those has to switch.
     """
     ratios = []
-    for seed in range(12):
+    for seed in range(num_traces):
         scenario = random_scenario(seed)
         copies = tuple(
             SimWorker(f"{each.id}-copy", each.node, each.budget_bytes, each.slots, each.speed, each.fixed_switch_s,

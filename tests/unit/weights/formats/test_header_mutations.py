@@ -81,7 +81,7 @@ def test_the_seeds_are_valid(tmp_path: Path, inputs: dict[str, bytes], name: str
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", PARSERS)
-@settings(property_test, max_examples=150)
+@settings(property_test, max_examples=50)
 @given(changes=CHANGES, other=st.sampled_from(list(PARSERS)))
 def test_a_damaged_file_is_refused_as_one_or_read_within_its_bounds(
     tmp_path: Path, inputs: dict[str, bytes], name: str, changes: list[Change], other: str
@@ -120,7 +120,7 @@ ARRAYS = st.dictionaries(
 )
 
 
-@settings(property_test, max_examples=80)
+@settings(property_test, max_examples=50)
 @given(metadata=st.dictionaries(KEYS, VALUES, max_size=6), arrays=ARRAYS, alignment=st.sampled_from([8, 32, 64]))
 def test_a_random_gguf_file_reads_as_gguf_py_reads_it(
     tmp_path: Path, metadata: dict[str, Any], arrays: dict[str, Any], alignment: int
@@ -146,7 +146,7 @@ def test_a_random_gguf_file_reads_as_gguf_py_reads_it(
     ]
 
 
-@settings(property_test, max_examples=80)
+@settings(property_test, max_examples=50)
 @given(
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3)]),
     pairs=st.integers(1, 4),
@@ -207,7 +207,7 @@ VALUES_JSON = st.recursive(
 )
 
 
-@settings(property_test, max_examples=200)
+@settings(property_test, max_examples=100)
 @given(path=st.lists(st.integers(0, 20), min_size=1, max_size=6), value=VALUES_JSON, removes=st.booleans())
 def test_a_manifest_with_another_value_somewhere_is_valid_or_refused(
     tmp_path: Path, path: list[int], value: Any, removes: bool
@@ -228,7 +228,7 @@ def test_a_manifest_with_another_value_somewhere_is_valid_or_refused(
         PARSERS["manifest"](tmp_path, json.dumps(manifest).encode())
 
 
-@settings(property_test, max_examples=150)
+@settings(property_test, max_examples=50)
 @given(value=VALUES_JSON, name=st.sampled_from(["shard_index", "config", "model_index"]), key=st.integers(0, 3))
 def test_an_index_of_any_json_is_read_or_refused(tmp_path: Path, value: Any, name: str, key: int) -> None:
     keys = ["weight_map", "architectures", "_class_name", "vae"]

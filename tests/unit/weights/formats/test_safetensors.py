@@ -199,7 +199,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(arrays=ARRAYS, changes=CHANGES, keep_length=st.booleans(), extra=st.binary(max_size=2))
 def test_a_mutated_file_reads_as_the_library_reads_it_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, arrays: Any, changes: Any, keep_length: bool, extra: bytes
@@ -231,7 +231,7 @@ PERTURBED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     entries=st.dictionaries(st.text("ab.é\n", max_size=3), PERTURBED, max_size=3),
     metadata=st.one_of(st.none(), st.dictionaries(st.text(max_size=2), st.text(max_size=2), max_size=2), ODD_VALUES),

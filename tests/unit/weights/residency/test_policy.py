@@ -85,7 +85,7 @@ def test_an_unknown_rate_is_that_of_the_others_per_byte() -> None:
     assert origin_rates({None: 5}) == {None: 1.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_is_that_of_looking_through_everything(rng: random.Random) -> None:
     """The same holds after any additions, uses, discards and returns, at any time."""

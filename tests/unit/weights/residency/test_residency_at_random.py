@@ -539,5 +539,5 @@ TestEntriesOfTheirOwn = Tier.TestCase
 TestEntriesThatShareParts = DividedTier.TestCase
 TestEntriesInTwoPlaces = SpreadTier.TestCase
 TestEntriesOfTheirOwn.settings = TestEntriesThatShareParts.settings = TestEntriesInTwoPlaces.settings = settings(
-    max_examples=50, stateful_step_count=50, deadline=None
+    max_examples=25, stateful_step_count=50, deadline=None
 )

@@ -100,14 +100,14 @@ def use(index: StoreIndex, hashes: list[str], ids: list[str]) -> None:
 
 
 def test_one_changed_byte_of_the_header_stops_nobody(sound: Sound) -> None:
-    """Each of its bytes."""
+    """A third of its bytes, drawn."""
     seed = random.randrange(2**32)
     print("seed", seed)
     chance = random.Random(seed)
     manifest = sound.store.manifest("a")
     manifests = [*sound.store.manifests().values()]
     hashes = [*manifest.components["model"].bytes_by_hash]
-    for place in range(HEADER_BYTES):
+    for place in range(chance.randrange(3), HEADER_BYTES, 3):
         value = (sound.index[place] + chance.randrange(1, 256)) % 256
         sound.store.index_file.write_bytes(sound.index[:place] + bytes([value]) + sound.index[place + 1 :])
         with sound.store.locked():

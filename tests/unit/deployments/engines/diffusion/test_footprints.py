@@ -12,7 +12,7 @@ from unit.deployments.engines.diffusion.conftest import Pair
 from deployments.engines.building.build import build_skeleton
 from deployments.engines.diffusion.footprints import PipelineTwin
 from deployments.engines.diffusion.rows import BatchBounds, decode_kind, memory_kind, parts_of
-from deployments.engines.records.protocol import AdapterUse, DiffusionRequest
+from deployments.engines.records.protocol import AdapterUse, DiffusionRequest, EngineError
 from weights.operations.adapters import load_adapter
 
 
@@ -36,6 +36,12 @@ def test_footprints_have_the_kinds_of_requests(flux: Pair, twin: PipelineTwin) -
     again = twin.record_denoise(32, 48, part.branch.prompt.shape[1], 2)
     assert again.eager_peak() == peaks[1]
     assert any(node.layer.startswith("transformer.single_transformer_blocks.0") for node in again.nodes)
+
+
+def test_a_size_that_no_request_can_have_is_refused(twin: PipelineTwin) -> None:
+    twin.check_size(32, 48)
+    with pytest.raises(EngineError, match=r"width 47: expected a multiple of \d+"):
+        twin.check_size(32, 47)
 
 
 @pytest.mark.parametrize("kind", ["OFT", "GLoRA", "IA3"])

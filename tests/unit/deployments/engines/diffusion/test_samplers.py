@@ -334,6 +334,7 @@ def test_each_sampler_has_a_formula_here() -> None:
     assert set(REFERENCE) == set(SAMPLERS) == set(get_args(SamplerName))
 
 
+@pytest.mark.drawn(over="model")
 @pytest.mark.parametrize("model", [ADDED, FLOW])
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 def test_a_sampler_equals_its_formula(request, make_request, name, model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pkgutil
 import random
 from itertools import pairwise
 from typing import Any
@@ -117,24 +118,56 @@ def test_logits_equal_those_of_transformers(case: str, tiny: Any) -> None:
             assert float((ours[i] - theirs).norm() / theirs.norm()) < 1e-4  # 2e-5 were seen, of torch as well
 
 
+def round_as_ours(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let a model of transformers round what ours does: keys, values and, where the processor does, products' rows."""
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16().float()
+
+    for module in ("llama", "qwen2", "qwen3"):
+        place = f"transformers.models.{module}.modeling_{module}.apply_rotary_pos_emb"
+        turn = pkgutil.resolve_name(place)
+        patch.setattr(place, lambda *given, turn=turn, **more: (lambda q, k: (q, rounded(k)))(*turn(*given, **more)))
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            if processor_rounds():
+                module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+            if name.endswith("v_proj"):
+                module.register_forward_hook(lambda _, given, found: rounded(found))
+
+
+def processor_rounds() -> bool:
+    kernels = load_kernels()
+    return kernels is not None and kernels.variant == "avx512" and "avx512_bf16" in processor_flags()
+
+
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
-def test_bfloat16_logits_are_nearer_to_exact_ones_than_those_of_transformers(case: str, tiny: Any) -> None:
-    """Sums are float32: what is rounded to bfloat16 are weights and the KV cache alone."""
+def test_bfloat16_logits_follow_the_formula_and_are_nearer_to_exact_ones_than_those_of_transformers(
+    case: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are float32: what is rounded to bfloat16 are weights, the KV cache, and rows where the processor does so."""
     family, overrides = CASES[case]
     runner, half, exact = in_bfloat16(new_model(tiny, family, **overrides))
     assert runner._decoder is not None
     assert runner._decoder.vocab_size == exact.config.vocab_size
-    ours, theirs = [], []
+    alike = copy.deepcopy(exact)
+    ours, theirs, beside = [], [], []
     for one in drawn_sequences(3, 19, 70, 150):
         ids = torch.tensor([one.token_ids])
         end = len(one.token_ids)
         expected = exact(ids).logits[0, -2:]
         logits_of(runner, (one, 0, end - 2))
-        found = [logits_of(runner, (one, at, at + 1))[0] for at in (end - 2, end - 1)]
-        ours.append(float((torch.stack(found) - expected).norm() / expected.norm()))
+        found = torch.stack([logits_of(runner, (one, at, at + 1))[0] for at in (end - 2, end - 1)])
+        ours.append(float((found - expected).norm() / expected.norm()))
         theirs.append(float((half(ids).logits[0, -2:].float() - expected).norm() / expected.norm()))
-    assert max(ours) < 0.1  # two tokens of a text: one softmax that is nearly flat or sharp, and they are at 0.05
+        with monkeypatch.context() as patch:
+            formula = copy.deepcopy(alike)
+            round_as_ours(formula, patch)
+            rounded = formula(ids).logits[0, -2:]
+        beside.append(float((found - rounded).norm() / rounded.norm()))
+    # A last bit of float32 may round an element the other way: 0.01 was seen, and 0.07 beside the exact ones.
+    assert max(beside) < 0.03
     assert sum(ours) < sum(theirs)
 
 
@@ -147,7 +180,7 @@ def test_bfloat16_products_have_float32_sums(tiny: Any) -> None:
     runner, _, exact = in_bfloat16(model)
     (text,) = drawn_sequences(40)
     found = logits_of(runner, (text, 0, 40))[0]
-    rounds = (kernels := load_kernels()) and kernels.variant == "avx512" and "avx512_bf16" in processor_flags()
+    rounds = processor_rounds()
     for module in exact.modules():
         if rounds and isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))

@@ -328,6 +328,7 @@ from weights.programs.signature import COMPONENT
 from weights.storage.store import WeightStore
 
 store, packages = WeightStore(Path(sys.argv[1])), Path(sys.argv[2])
+compiling._MODULE = sys.argv[3]
 manifest = store.manifest("m")
 try:
     compiling._find_package(manifest.components[COMPONENT], store.skeleton(manifest), packages)
@@ -339,6 +340,14 @@ COMPILER = """#!/bin/sh
 sleep 600 &
 wait
 """
+# In the place of the process that compiles: it starts the compiler at once. Inductor takes ten seconds until then.
+AT_ONCE = """
+import os, subprocess
+from deployments.engines.programs import compiling
+
+compiling._end_with_stdin()
+subprocess.run([os.environ["CXX"]])
+"""
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -348,18 +357,20 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.mark.drawn
 @pytest.mark.slow
+@pytest.mark.drawn(by="module")
 @pytest.mark.parametrize("victim", ["replica", "compiling process"])
-def test_no_compiler_outlives_what_started_it(tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize("module", ["compiles_at_once", pytest.param(compiling.__name__, marks=pytest.mark.long)])
+def test_no_compiler_outlives_what_started_it(tmp_path: Path, module: str, victim: str) -> None:
     """A C++ compiler has a process of its own for what takes long; here, one that never ends."""
     node, compiler = Node(tmp_path), tmp_path / "compiler"
     node.put("m", export_classifier(Classifier()))
     compiler.write_text(COMPILER)
     compiler.chmod(0o700)
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "CXX": str(compiler)}
+    (tmp_path / "compiles_at_once.py").write_text(AT_ONCE)
+    paths = {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]), "CXX": str(compiler)}
     begun: list[psutil.Process] = []
-    command = [sys.executable, "-c", REPLICA, str(node.folder / "store"), str(node.packages)]
+    command = [sys.executable, "-c", REPLICA, str(node.folder / "store"), str(node.packages), module]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | paths
     ) as replica:

@@ -188,7 +188,7 @@ def test_every_large_weight_is_read_where_the_node_holds_it(stored: Stored) -> N
     held = {tensor.data_ptr(): tensor for tensor in stored.held["tuned"].values()}
     assert all(value.data_ptr() in held for value in program.weights.values())
     large = [tensor for tensor in held.values() if tensor.is_floating_point() and tensor.nbytes >= 1024]
-    assert len(large) > 12
+    assert len(large) > 6
     given = {"input_ids": torch.arange(40)[None], "attention_mask": torch.ones(1, 40, dtype=torch.int64)}
     for tensor in large:
         before, kept = torch.cat([value.flatten() for value in program(given).values()]), tensor.clone()

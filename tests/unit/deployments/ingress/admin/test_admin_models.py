@@ -447,18 +447,6 @@ async def test_a_dead_registry_leaves_the_rest_to_be_seen_and_served(
         assert problem(response)[:2] == (503, "model_unavailable")
 
 
-async def test_operations_are_documented(http: httpx.AsyncClient) -> None:
-    paths = (await http.get("/openapi.json")).json()["paths"]
-    register = paths["/admin/models"]["post"]
-    assert (register["tags"], set(register["responses"])) == (
-        ["operations"],
-        {"200", "201", "202", "400", "409", "422", "503"},
-    )
-    for path, methods in paths.items():
-        for operation in methods.values():
-            assert path.startswith("/admin") <= (operation["tags"] == ["operations"] and bool(operation["description"]))
-
-
 async def test_many_watchers_and_registrations_at_once(http: httpx.AsyncClient, registry: Registry) -> None:
     bodies = [{"id": f"m{number % 10}", "path": f"/v{number}"} for number in range(60)]
     responses = await asyncio.gather(*(http.post("/admin/models", json=body) for body in bodies))

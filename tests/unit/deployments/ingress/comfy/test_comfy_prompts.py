@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +22,15 @@ from unit.deployments.ingress.comfy.comfy_fakes import (
     text_to_image,
 )
 from unit.deployments.ingress.http_fakes import CONFIG, Held, Replicas
-from unit.deployments.ingress.jobs.job_fakes import owner_in
 
 from cluster.jobs.owner import JobOwner
 from cluster.registry.directory import ModelRecord
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
-from deployments.ingress.jobs import asking, runner
 from deployments.ingress.service.service import Service
 from deployments.records.errors import NoReplica, QueueFull
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Any:
-    owner = owner_in(tmp_path)
-    yield owner
-    owner.close()
-
-
-@pytest.fixture
-async def comfy(replicas: Replicas, owner: JobOwner, tmp_path: Path) -> AsyncIterator[Comfy]:
-    async with comfy_over(replicas, owner, tmp_path / "files") as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("quick_jobs")
 
 
 def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from unit.deployments.ingress.comfy.comfy_fakes import (
     text_to_image,
 )
 from unit.deployments.ingress.http_fakes import CHAT, CONFIG, Held, Replicas
-from unit.deployments.ingress.jobs.job_fakes import owner_in
 
 from cluster.jobs.owner import JobOwner
 from cluster.registry.directory import ModelRecord
@@ -32,27 +30,12 @@ from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
 from deployments.ingress.comfy import sockets, watching
 from deployments.ingress.comfy.sockets import Socket, Sockets
-from deployments.ingress.jobs import runner
 from deployments.records.errors import RateLimited
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
+def quick(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "LOOK_S", 0.01)
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Any:
-    owner = owner_in(tmp_path)
-    yield owner
-    owner.close()
-
-
-@pytest.fixture
-async def comfy(replicas: Replicas, owner: JobOwner, tmp_path: Path) -> AsyncIterator[Comfy]:
-    async with comfy_over(replicas, owner, tmp_path / "files") as found:
-        yield found
 
 
 async def refused(comfy: Comfy, **options: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,14 @@ from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from configs.jobs import JobsConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
-from deployments.ingress.jobs import asking, batch_run, desk, runner
+from deployments.ingress.jobs import batch_run, desk
 from deployments.records.errors import QueueFull
 
 CHATS = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Any:
-    owner = owner_in(tmp_path)
-    yield owner
-    owner.close()
-
-
-@pytest.fixture
-async def http(as_described: Any, replicas: Replicas, owner: JobOwner) -> AsyncIterator[httpx.AsyncClient]:
-    async with ingress_over(replicas, owner, as_described) as client:
-        yield client
+pytestmark = pytest.mark.usefixtures("quick_jobs")
 
 
 def client_of(http: httpx.AsyncClient, key: str = "none") -> openai.AsyncOpenAI:

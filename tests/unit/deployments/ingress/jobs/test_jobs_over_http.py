@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,14 @@ from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ended, ing
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
-from deployments.ingress.jobs import asking, desk, runner
+from deployments.ingress.jobs import desk
 from deployments.records.errors import GenerationFailed, QueueFull
 
 OpenHttp = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 CHATS, IMAGES = "/v1/chat/completions", "/v1/images/generations"
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Any:
-    owner = owner_in(tmp_path)
-    yield owner
-    owner.close()
-
-
-@pytest.fixture
-async def http(as_described: Any, replicas: Replicas, owner: JobOwner) -> AsyncIterator[httpx.AsyncClient]:
-    async with ingress_over(replicas, owner, as_described) as client:
-        yield client
+pytestmark = pytest.mark.usefixtures("quick_jobs")
 
 
 async def begun(http: httpx.AsyncClient, endpoint: str, body: Any, **more: Any) -> str:

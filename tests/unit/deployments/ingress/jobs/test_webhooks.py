@@ -9,36 +9,26 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from kit.waiting import until
 from unit.deployments.ingress.http_fakes import CHAT, Replicas, problem
-from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ended, ingress_over, owner_in
+from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ended, ingress_over
 
 from cluster.jobs import hook_book
 from cluster.jobs.owner import JobOwner
 from configs.cluster import ClusterConfig
-from deployments.ingress.jobs import asking, runner, webhooks
+from deployments.ingress.jobs import webhooks
 
 CHATS = "/v1/chat/completions"
 SECRET = f"whsec_{base64.b64encode(os.urandom(32)).decode()}"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
+def quick(quick_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook_book, "PAUSES_S", (0.0, 0.0))
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Any:
-    owner = owner_in(tmp_path)
-    yield owner
-    owner.close()
 
 
 class Listener:

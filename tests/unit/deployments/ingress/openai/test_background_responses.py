@@ -12,11 +12,10 @@ import openai
 import pytest
 from kit.waiting import until
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas, problem
-from unit.deployments.ingress.jobs.job_fakes import ingress_over, owner_in
+from unit.deployments.ingress.jobs.job_fakes import ingress_over
 
 from cluster.jobs.owner import JobOwner
 from configs.cluster import StoredResponsesConfig
-from deployments.ingress.jobs import asking
 from deployments.records.errors import GenerationFailed
 
 
@@ -38,17 +37,9 @@ def replicas() -> HeldTexts:
 
 
 @pytest.fixture
-def owner(tmp_path: Path) -> Any:
-    owner = owner_in(tmp_path)
-    yield owner
-    owner.close()
-
-
-@pytest.fixture
 async def http(
-    as_described: Any, replicas: HeldTexts, owner: JobOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    as_described: Any, replicas: HeldTexts, owner: JobOwner, tmp_path: Path
 ) -> AsyncIterator[httpx.AsyncClient]:
-    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
     stored = StoredResponsesConfig(folder=tmp_path / "stored")
     config = CONFIG.model_copy(update={"ingress": CONFIG.ingress.model_copy(update={"stored_responses": stored})})
     async with ingress_over(replicas, owner, as_described, config) as client:

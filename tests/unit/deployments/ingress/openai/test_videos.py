@@ -25,7 +25,6 @@ from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ingress_ov
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
-from deployments.ingress.jobs import asking, runner
 from deployments.records import ClipRequest, ClipResult, ImageProgress
 from deployments.records.errors import GenerationFailed
 from deployments.services.clips import encode_audio, encode_video
@@ -69,15 +68,8 @@ def makers() -> Makers:
     return Makers()
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROGRESS_S", 0.001)
-    monkeypatch.setattr(asking, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(asking, "LONGEST_PAUSE_S", 0.002)
-
-
 @pytest.fixture
-def open_videos(as_described: Any, makers: Makers, tmp_path: Path) -> Iterator[Open]:
+def open_videos(as_described: Any, makers: Makers, tmp_path: Path, quick_jobs: None) -> Iterator[Open]:
     """Return a function that makes a client of one more ingress replica of the same cluster."""
     owners: list[JobOwner] = []
 

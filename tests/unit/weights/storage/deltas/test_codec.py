@@ -132,7 +132,7 @@ def test_what_is_cut_short_or_goes_on_is_refused() -> None:
 
 
 def test_flipped_bits_are_refused_or_give_as_many_bytes() -> None:
-    """Which bytes, the checksum of the extent says."""
+    """The checksum of the extent tells wrong bytes from right ones."""
     rng = seeded_rng()
     base, target = siblings(3000, 0.3, rng)
     data = bytearray(encode(target, [Segment(1000, 2, 0), Segment(2000, 4, 0, 1000)], [base]))
