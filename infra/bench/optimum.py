@@ -3,6 +3,7 @@
 A case is drawn by its seed: models whose requests come together, over time, in bursts over a steady flow or in waves;
 asked for alike or not; 1 to 8 slots; switches of 0.1 to 60 s; models with parts in common or without. What can be
 searched exactly is (`oracle.py`); all of them are run without a controller and by `serve.multiplexed`'s rule, too.
+"Known only" plans exactly, and anew at each moment, those requests that have come by then.
 Larger cases, too large to be searched, stand beside a lower bound, which no schedule reaches.
 """
 
@@ -20,7 +21,14 @@ from typing import Any, Final
 
 from cluster.placement.state import Components, SloClass
 from deployments.console.output import Column, print_line, print_table
-from infra.bench.oracle import best_over_time, best_together, late_cost, latency_cost, least_mean_s
+from infra.bench.oracle import (
+    best_over_time,
+    best_together,
+    known_only_latencies,
+    late_cost,
+    latency_cost,
+    least_mean_s,
+)
 from infra.simulator.multiplexed import policies_and_multiplexed
 from infra.simulator.running import simulate
 from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
@@ -28,6 +36,7 @@ from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 PART: Final = 10**9
 KINDS: Final = ("together", "steady", "bursts", "waves", "workers")
 RIVALS: Final = ("latency-first", "no-controller", "serve.multiplexed")
+KNOWN_ONLY: Final = "known only"
 PATIENCE: Final = 1e5
 NUM_WORST: Final = 10
 
@@ -116,7 +125,14 @@ def measure_case(seed: int) -> Outcome:
     def best(cost: Callable[[SimModel, float], float]) -> float:
         return best_together(scenario, cost) if kind == "together" else best_over_time(scenario, False, cost)
 
-    return _outcome(seed, kind, scenario, best(latency_cost), 1 - best(late_cost))
+    outcome = _outcome(seed, kind, scenario, best(latency_cost), 1 - best(late_cost))
+    if kind == "together":  # all is known at once
+        outcome.mean_s[KNOWN_ONLY], outcome.in_time[KNOWN_ONLY] = outcome.mean_s["optimum"], outcome.in_time["optimum"]
+    else:
+        known = known_only_latencies(scenario)
+        outcome.mean_s[KNOWN_ONLY] = statistics.mean(latency_s for _, latency_s in known)
+        outcome.in_time[KNOWN_ONLY] = 1 - statistics.mean(late_cost(*each) for each in known)
+    return outcome
 
 
 def measure_large(seed: int) -> Outcome:
@@ -146,7 +162,7 @@ def summary_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     """Return, for each rival, the ratios to the optimum and how many cases are worse than without a controller."""
     outcomes = list(outcomes)
     rows: dict[str, Any] = {}
-    for rival in RIVALS:
+    for rival in (*RIVALS, KNOWN_ONLY) if all(KNOWN_ONLY in one.mean_s for one in outcomes) else RIVALS:
         ratios = sorted(one.ratio(rival) for one in outcomes)
         rows[rival] = {
             "median": statistics.median(ratios),

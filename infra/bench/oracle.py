@@ -4,6 +4,9 @@
 served of each model, model of each worker), with the times at which workers are free and the cost so far. Requests of
 one model are served in their order (they are alike, so exchanging two changes no sum).
 
+`known_only_latencies` knows no future: it plans the requests that have come, exactly, and anew at each moment. Between
+it and the optimum lies what is gained by knowing or guessing which requests come.
+
 `best_together` is for one worker of any number of slots and requests that all come at once: models are served one
 after the other, each until it is done, because all of a model's requests are alike and a second visit costs another
 switch. So every order of the models is tried, with the workers' rule of batches.
@@ -18,7 +21,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Final
 
 from infra.simulator.scenario import Scenario, SimModel, SimWorker
@@ -26,7 +32,9 @@ from infra.simulator.scenario import Scenario, SimModel, SimWorker
 MAX_REQUESTS: Final = 14  # of more than one worker; beyond it the search takes minutes
 MAX_STATES: Final = 20_000  # of one worker
 MAX_ORDERED: Final = 6  # models
-_State = tuple[tuple[int, ...], tuple[int, ...]]
+_State = tuple[tuple[int, ...], tuple[int, ...]]  # requests served of each model, model of each worker
+# When each worker is free, the cost so far, and each worker with the model that it served first.
+_Partial = tuple[tuple[float, ...], float, tuple[tuple[int, int], ...]]
 Cost = Callable[[SimModel, float], float]  # of a request, by its model and latency
 
 
@@ -53,9 +61,7 @@ def best_over_time(scenario: Scenario, ahead: bool, cost_of: Cost) -> float:
     All workers must be alike, have one slot and room for one model, and be empty at the start.
     """
     workers, models = scenario.workers, scenario.models
-    _check(scenario)
-    if workers[0].slots != 1:
-        raise ValueError("the oracle takes workers that are alike, with one slot and room for one model")
+    _check_one_slot(scenario)
     index = {model.id: number for number, model in enumerate(models)}
     arrivals: list[list[float]] = [[] for _ in models]
     for request in sorted(scenario.requests, key=lambda request: request.at_s):
@@ -65,29 +71,83 @@ def best_over_time(scenario: Scenario, ahead: bool, cost_of: Cost) -> float:
         raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
     switch_s = _switches_s(models, workers[0])
     service_s = [model.service_s / workers[0].speed for model in models]
-    start: _State = ((0,) * len(models), (-1,) * len(workers))
-    fronts: dict[_State, list[tuple[tuple[float, ...], float]]] = {start: [((0.0,) * len(workers), 0.0)]}
-    for _ in scenario.requests:
-        grown: dict[_State, list[tuple[tuple[float, ...], float]]] = {}
+    start = [(-1, 0.0)] * len(workers)
+    costs = [partial(cost_of, model) for model in models]
+    return _cheapest(arrivals, start, switch_s, service_s, costs, ahead)[0] / len(scenario.requests)
+
+
+def known_only_latencies(scenario: Scenario) -> list[tuple[SimModel, float]]:
+    """Return each request's model and latency where nobody knows a request before it comes.
+
+    Whenever a worker is free and requests wait, it begins what the best plan of these alone begins with. It expects no
+    others, so a rule that does may be quicker. Raises ValueError as `best_over_time` does, but for the size.
+    """
+    _check_one_slot(scenario)
+    models, queues = scenario.models, [list[float]() for _ in scenario.models]
+    index = {model.id: number for number, model in enumerate(models)}
+    switch_s = _switches_s(models, scenario.workers[0])
+    service_s = [model.service_s / scenario.workers[0].speed for model in models]
+    workers = [(-1, 0.0)] * len(scenario.workers)
+    coming = deque(sorted(scenario.requests, key=lambda request: request.at_s))
+    moments, found = [request.at_s for request in coming], list[tuple[SimModel, float]]()
+    while moments:
+        now_s = heapq.heappop(moments)
+        while coming and coming[0].at_s <= now_s:
+            queues[index[coming[0].model]].append(coming.popleft().at_s)
+        if not any(queues) or min(free_s for _, free_s in workers) > now_s:
+            continue
+        free = [(attached, max(free_s, now_s)) for attached, free_s in workers]
+        costs = [float] * len(models)  # of those that wait, the least mean latency has the least sum of latencies
+        for place, model in enumerate(_cheapest(queues, free, switch_s, service_s, costs, False)[1]):
+            if model >= 0 and free[place][1] <= now_s:
+                end_s = now_s + switch_s[free[place][0]][model] + service_s[model]
+                found.append((models[model], end_s - queues[model].pop(0)))
+                workers[place] = model, end_s
+                heapq.heappush(moments, end_s)
+    return found
+
+
+def _cheapest(
+    queues: list[list[float]],
+    workers: list[tuple[int, float]],
+    switch_s: list[list[float]],
+    service_s: list[float],
+    costs: Sequence[Callable[[float], float]],
+    ahead: bool,
+) -> tuple[float, list[int]]:
+    """Return the least sum of costs, and the model that each worker then serves first, -1 for none.
+
+    `queues` are the arrivals for each model, `workers` the model that each has, -1 for none, and when it is free.
+    """
+    begun = sorted((attached, free_s, (place, -1)) for place, (attached, free_s) in enumerate(workers))
+    state = (0,) * len(queues), tuple(row[0] for row in begun)
+    fronts: dict[_State, list[_Partial]] = {
+        state: [(tuple(row[1] for row in begun), 0.0, tuple(row[2] for row in begun))]
+    }
+    for _ in range(sum(map(len, queues))):
+        grown: dict[_State, list[_Partial]] = {}
         for (done, attached), front in fronts.items():
-            for model, queue in enumerate(arrivals):
+            for model, queue in enumerate(queues):
                 if done[model] == len(queue):
                     continue
                 arrival_s = queue[done[model]]
                 served = (*done[:model], done[model] + 1, *done[model + 1 :])
                 for place in range(len(workers)):
                     way_s = switch_s[attached[place]][model]
-                    for free_s, cost in front:
+                    for free_s, cost, firsts in front:
                         ready_s = free_s[place] + way_s if ahead else max(arrival_s, free_s[place]) + way_s
                         end_s = max(arrival_s, ready_s) + service_s[model]
-                        pairs = [*zip(attached, free_s, strict=True)]
-                        pairs[place] = (model, end_s)
-                        pairs.sort()  # workers are alike
-                        key = (served, tuple(pair[0] for pair in pairs))
-                        more = cost + cost_of(models[model], end_s - arrival_s)
-                        _keep(grown.setdefault(key, []), tuple(pair[1] for pair in pairs), more)
+                        rows = [*zip(attached, free_s, firsts, strict=True)]
+                        worker, first = firsts[place]
+                        rows[place] = model, end_s, (worker, model if first < 0 else first)
+                        rows.sort()  # workers are alike
+                        key = served, tuple(row[0] for row in rows)
+                        grown_cost = cost + costs[model](end_s - arrival_s)
+                        entry = tuple(row[1] for row in rows), grown_cost, tuple(row[2] for row in rows)
+                        _keep(grown.setdefault(key, []), entry)
         fronts = grown
-    return min(cost for front in fronts.values() for _, cost in front) / len(scenario.requests)
+    _, cost, firsts = min((one for front in fronts.values() for one in front), key=itemgetter(1))
+    return cost, [first for _, first in sorted(firsts)]
 
 
 def best_together(scenario: Scenario, cost_of: Cost) -> float:
@@ -186,6 +246,12 @@ def _check(scenario: Scenario) -> None:
         raise ValueError("the oracle takes workers that are alike, with one slot and room for one model")
 
 
+def _check_one_slot(scenario: Scenario) -> None:
+    _check(scenario)
+    if scenario.workers[0].slots != 1:
+        raise ValueError("the oracle takes workers that are alike, with one slot and room for one model")
+
+
 def _check_there_is_work(scenario: Scenario) -> None:
     if not scenario.requests or not scenario.workers:
         raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
@@ -202,9 +268,10 @@ def _switches_s(models: list[SimModel] | tuple[SimModel, ...], worker: SimWorker
     return [*rows, [way_s(set(), other) for other in models]]
 
 
-def _keep(front: list[tuple[tuple[float, ...], float]], free_s: tuple[float, ...], cost: float) -> None:
+def _keep(front: list[_Partial], new: _Partial) -> None:
     """Add a schedule unless another is at least as good in everything; drop those that it beats."""
-    for other_free, other_cost in front:
+    free_s, cost, _ = new
+    for other_free, other_cost, _ in front:
         if other_cost <= cost and all(a <= b for a, b in zip(other_free, free_s, strict=True)):
             return
     front[:] = [
@@ -212,4 +279,4 @@ def _keep(front: list[tuple[tuple[float, ...], float]], free_s: tuple[float, ...
         for other in front
         if not (cost <= other[1] and all(a <= b for a, b in zip(free_s, other[0], strict=True)))
     ]
-    front.append((free_s, cost))
+    front.append(new)
