@@ -62,7 +62,7 @@ _SIXTEEN: Final = ("F16", "BF16")
 
 
 class _Place(NamedTuple):
-    """Where a layer of nunchaku's files goes in diffusers' classes. Several names share its rows."""
+    """The place of a layer of nunchaku's files in diffusers' classes. Several names share its rows."""
 
     names: Sequence[str]
     parts: int = 1  # interleaved, of a modulation
@@ -285,8 +285,8 @@ class _Awq:
     parts: int
 
     def compute(self, start: int, stop: int) -> Array:
-        words = np.frombuffer(self.codes.read(), "<u2").reshape(-1, self.columns // _RUN, 4, 16)
-        words = words.transpose(0, 2, 1, 3).reshape(-1, 8)  # 8 words of 4 numbers, of 32 columns
+        packed = np.frombuffer(self.codes.read(), "<u2").reshape(-1, self.columns // _RUN, 4, 16)
+        words = packed.transpose(0, 2, 1, 3).reshape(-1, 8)  # 8 words of 4 numbers, of 32 columns
         codes = np.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], axis=1)
         runs = codes.reshape(-1, self.columns // _RUN, _RUN).astype(np.float32)
         scales, zeros = (
@@ -298,11 +298,10 @@ class _Awq:
 
 def _joined(path: Path, name: str, found: dict[str, Quantized]) -> dict[str, Quantized]:
     """Put the two halves of a product together, whose columns lie side by side."""
-    halves = [found.pop(f"{name}.{number}.weight", None) for number in range(2)]
+    first, second = (found.pop(f"{name}.{number}.weight", None) for number in range(2))
     biases = [found.pop(f"{name}.{number}.bias", None) for number in range(2)]
-    if halves[0] is None or halves[1] is None or halves[0].shape[0] != halves[1].shape[0]:
+    if first is None or second is None or first.shape[0] != second.shape[0]:
         raise FormatError(f"{path}: {shown(name)}: expected an out_proj and an mlp_fc2 of as many rows")
-    first, second = halves
     shape = (first.shape[0], first.shape[1] + second.shape[1])
     joined = {f"{name}.weight": Quantized(first.file, shape, _SideBySide((first, second)))}
     added = tuple(one for one in biases if one is not None)

@@ -1,4 +1,4 @@
-"""What a base says of its ControlNet's tensors is what diffusers' class asks for."""
+"""A base says of its ControlNet's tensors just what diffusers' class asks for."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def why_unlike_unet(config: Mapping[str, Any], unet_config: Mapping[str, Any]) -
 
 
 def read_hint(net: Any, pixels_B3HW: torch.Tensor) -> torch.Tensor:
-    """Return what a ControlNet-XS reads of the first of equal images, expanded to all: the same at every step."""
+    """Return a ControlNet-XS's reading of the first of equal images, expanded to all: the same at every step."""
     pixels = pixels_B3HW[:1]
     if net.config.conditioning_channel_order == "bgr":
         pixels = pixels.flip(1)

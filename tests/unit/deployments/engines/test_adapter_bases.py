@@ -296,7 +296,7 @@ def flux_net(**options: Any) -> Any:
 def test_what_a_base_tells_of_a_controlnet_is_not_asked_of_diffusers(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose import takes seconds."""
+    """Its import takes seconds."""
 
     def ask(*_: Any) -> None:
         raise AssertionError("diffusers was asked")
