@@ -1,7 +1,8 @@
 """Adapters compared with the models that they are registered for, by headers and configs alone.
 
 The rules are those by which the engines refuse a request: a user should meet them when the adapter comes in. Torch is
-imported for one kind only: LoRAs whose modules are named beside the model, by the converters of diffusers.
+imported for LoRAs whose modules are named beside the model, by the converters of diffusers, and for ControlNets whose
+layers are not all told by their base's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import PROMPTED, takes_image_prompts
 from weights.formats.checkpoint import check_lora_base, check_same_layers
+from weights.formats.control_layers import is_as_made
 from weights.formats.ip_adapter import check_ip_base
 from weights.formats.learned_words import WORDS_CLASS
 from weights.formats.lora import PEFT_CLASS, changes_text_encoders, is_convertible
@@ -96,20 +98,30 @@ def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> Non
         raise AdapterError(f"{adapter.path}: a ControlNet that {reason}")
     check_same_layers(adapter, _denoiser(base, family), base)
     (net,) = adapter.components
-    # By name: the registry goes without torch until such a checkpoint comes.
-    importlib.import_module("deployments.engines.building.build").check_module(
-        net.library,
-        adapter.class_name,
-        adapter.config,
-        {name: tuple(tensor.shape) for name, tensor in net.tensors.items()},
-        adapter.path,
-    )
+    if not _is_as_made(adapter, base, family):
+        # By name: the registry goes without torch until such a checkpoint comes.
+        importlib.import_module("deployments.engines.building.build").check_module(
+            net.library, adapter.class_name, adapter.config, _shapes_of(net), adapter.path
+        )
     own = float_dtype(net, stored_dtypes(adapter, dtype)[net.name])
     if own != base.dtype and own and base.dtype:
         raise AdapterError(
             f"{adapter.path}: a ControlNet in {own}, and {base.model!r} is in {base.dtype}: register it without a "
             "dtype, which gives it that of its models, and once for each dtype that they have"
         )
+
+
+def _is_as_made(adapter: Checkpoint, base: AdapterBase, family: Family) -> bool:
+    """Return whether the base's headers say that a ControlNet has all that its class asks for, and nothing else."""
+    denoiser, (net,) = _denoiser(base, family), adapter.components
+    config = _config_of(base, family.denoiser_name)
+    return denoiser.format == "safetensors" and is_as_made(
+        adapter.class_name or "", adapter.config, _shapes_of(net), config, _shapes_of(denoiser)
+    )
+
+
+def _shapes_of(component: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in component.tensors.items()}
 
 
 def _check_ip_adapter(adapter: Checkpoint, base: AdapterBase) -> None:

@@ -47,7 +47,7 @@ _UNET: Final = {
     "block_out_channels": (32, 64),
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "layers_per_block": 1,
+    "layers_per_block": 2,
     "cross_attention_dim": 32,
 }
 _UNET_XL: Final = {
@@ -166,7 +166,10 @@ CONTROLS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]]] = {
         {_UNET_NAME: "T2IAdapter"},
         {"adapter_type": "full_adapter", "channels": _UNET["block_out_channels"]},
     ),
-    "ControlNet-XS": ({_UNET_NAME: "ControlNetXSAdapter"}, {}),
+    "ControlNet-XS": (
+        {_UNET_NAME: "ControlNetXSAdapter"},
+        {"base_block_out_channels": _UNET["block_out_channels"], "down_block_types": _UNET["down_block_types"]},
+    ),
 }
 IP_ADAPTER: Final = "IP-Adapter"
 BESIDE: Final = (*CONTROLS, IP_ADAPTER)

@@ -223,6 +223,7 @@ def _is_control_class(config: Mapping[str, Any]) -> bool:
 
 
 _OF_ITS_OWN: Final = ("conv_in.weight", "pos_embed.pos_embed")
+_WITHOUT_COMMON_LAYERS: Final = "ControlNetXSAdapter"  # which has a denoiser's names for layers of other sizes
 
 
 def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
@@ -231,7 +232,9 @@ def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
     Its first layer is its own, since that of an inpainting model reads more, and so is how many places it knows. Raises
     AdapterError naming the tensor.
     """
-    for name, tensor in net.components[0].tensors.items() if part.format == "safetensors" else ():
+    if part.format != "safetensors" or net.class_name == _WITHOUT_COMMON_LAYERS:
+        return
+    for name, tensor in net.components[0].tensors.items():
         layer = part.tensors.get(name)
         if layer is not None and name not in _OF_ITS_OWN and list(layer.shape) != list(tensor.shape):
             given, wanted = list(tensor.shape), list(layer.shape)

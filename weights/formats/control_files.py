@@ -46,10 +46,10 @@ _PREFIXES: Final = ("control_model.", "adapter.")
 _LORA_MARK, _DIFFERENCE_MARK = "lora_controlnet", "difference"
 _FLOATS: Final[Mapping[str, Any]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _MAX_BLOCKS: Final = 64
+_XS: Final = r"(^|\.)(control_to_base_for_conv_in|base_to_ctrl|ctrl_to_base)\."
 # What tells a file that is refused, by a pattern of one of its names, the first that matches.
 _REFUSED: Final = (
     (r"^lllite_", "a ControlNet-LLLite"),
-    (r"(^|\.)(control_to_base_for_conv_in|base_to_ctrl|ctrl_to_base)\.", "a ControlNet-XS"),
     (r"^control_all_x_embedder\.|^control_layers\.", "a ControlNet of Z-Image"),
     (r"^control_img_in\.|^control_blocks\.0\.after_proj\.", "a ControlNet of Qwen-Image (Fun)"),
     (r"^controlnet_blocks\.0\.linear\.", "a ControlNet of Flux in MistoLine's layout"),
@@ -101,6 +101,11 @@ def control_kind(path: Path, shapes: _Shapes) -> ControlKind | None:
         return "unet"
     if any(re.match(r"body\.\d+\.(resnets\.0\.|body\.0\.)?block1\.weight$", name) for name in names):
         return "t2i"
+    if any(re.search(_XS, name) for name in names):
+        raise FormatError(
+            f"{path}: a ControlNet-XS without its config.json, which alone says how many heads it has: put it into a "
+            f"folder beside that; {SERVED}"
+        )
     for pattern, what in _REFUSED:
         if any(re.search(pattern, name) for name in names):
             raise FormatError(f"{path}: {what}, which is not served; {SERVED}")

@@ -1,8 +1,8 @@
 """Pipelines in low precision, as UIs, trainers and libraries publish them, read as plain ones.
 
 Each matrix is computed once in float32, by the formula of who wrote it, and rounded once to 16 bits: F8 without
-scales, `scaled_matrices.py`, `bitsandbytes.py`, `torchao.py`. What our own `atelier quantize` writes, and
-`fp8_linear.py` computes with, stays as it is. Forms that are not read are refused by their names.
+scales, `scaled_matrices.py`, `bitsandbytes.py`, `torchao.py`, `svdquant.py`. What our own `atelier quantize` writes,
+and `fp8_linear.py` computes with, stays as it is. Forms that are not read are refused by their names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from weights.formats.bitsandbytes import METHOD, take_bitsandbytes
 from weights.formats.published_quantization import ComputedTensor
 from weights.formats.quantized import FLOATS, FLOATS8, Array, Quantized, read_rows, round_to
 from weights.formats.scaled_matrices import BESIDE, Weights, take_scaled
+from weights.formats.svdquant import METHOD as NUNCHAKU
+from weights.formats.svdquant import take_svdquant
 from weights.formats.tensors import SourceTensor
 from weights.formats.torchao import METHOD as TORCHAO
 from weights.formats.torchao import take_torchao
@@ -26,19 +28,21 @@ from weights.formats.untrusted import shown
 from weights.records.errors import FormatError
 
 _FORMS: Final = (
-    "F8, int8, mxfp8 and nvfp4 with scales (ComfyUI, ModelOpt), bitsandbytes, torchao's int8 and fp8, and GGUF"
+    "F8, int8, mxfp8 and nvfp4 with scales (ComfyUI, ModelOpt), SVDQuant (nunchaku), bitsandbytes, torchao's int8 and "
+    "fp8, and GGUF"
 )
 PLAIN_METHODS: Final = (
     METHOD,
     TORCHAO,
     "modelopt",
     "fp8",
+    NUNCHAKU,
 )  # `quant_method` of configs whose weights are read as plain ones
 # Ends of names, and the form that has them.
 _UNREAD: Final = {
-    ".wscales": "SVDQuant (nunchaku)",
-    ".wzeros": "SVDQuant (nunchaku)",
-    ".qweight": "SVDQuant (nunchaku), AWQ or GPTQ",
+    ".wscales": "SVDQuant (nunchaku) without its qweight",
+    ".wzeros": "SVDQuant (nunchaku) without its qweight",
+    ".qweight": "AWQ or GPTQ",
     ".weight_zeros": "ComfyUI's awq_w4a16",
     ".weight_codebook": "ComfyUI's asym_w4a8_int8",
     ".weight_s_rel": "ComfyUI's asym_w4a8_int8",
@@ -55,13 +59,14 @@ def read_quantized_parts(path: Path, tensors: Mapping[str, SourceTensor], metada
 
     Raises FormatError naming the tensor and its form: one that is not read, parts that do not fit.
     """
-    for name in tensors:
+    packed = take_svdquant(path, tensors, metadata)
+    for name in packed.tensors:
         if form := next((form for end, form in _UNREAD.items() if name.endswith(end)), ""):
             raise FormatError(f"{path}: {shown(name)} is of {form}, which is not read; read are {_FORMS}")
-    first = take_torchao(path, tensors, metadata)
+    first = take_torchao(path, packed.tensors, metadata)
     scaled = take_scaled(path, first.tensors, metadata)
     others = take_bitsandbytes(path, scaled.tensors)
-    found = first.quantized | scaled.quantized | others.quantized
+    found = packed.quantized | first.quantized | scaled.quantized | others.quantized
     for name, tensor in others.tensors.items():
         if name in found:
             continue

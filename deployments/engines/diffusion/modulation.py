@@ -77,7 +77,11 @@ class Modulation:
         return by_part[0] if len(by_part) == 1 else tuple(map(torch.cat, zip(*by_part, strict=True)))
 
     def _is_adapted(self, state: DenoiseState) -> bool:
-        """Return whether a LoRA changes the embedding. One of a layer adds to the layer's output in either case."""
+        """Return whether a LoRA or a ControlNet changes the embedding. A LoRA of a layer adds to the layer's output in
+        either case.
+        """
+        if any(self._family.network.changes_times(control.net) for control in state.acting_controls):
+            return True
         return any(layer in pairs for pairs, _ in state.adapters for layer in self._embedded)
 
     def given(self, outputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -87,6 +87,8 @@ def make_controls(
         inputs = tuple(one.to(device, denoiser.dtype) for one in inputs)
         reads_prompt = family.adapters.controls_read_prompt
         controls.append(Control(use.name, net, inputs, use.scale, use.start, use.end, reads_prompt, use.mode))
+    if reason := family.adapters.why_not_together([control.net for control in controls]):
+        raise EngineError(f"control: {reason}")
     return tuple(controls)
 
 

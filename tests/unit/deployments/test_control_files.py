@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -282,7 +283,6 @@ def _original_with_eight(state: Mapping[str, torch.Tensor]) -> Tensors:
 
 REFUSED = {
     "lllite_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.down.0.weight": "a ControlNet-LLLite",
-    "control_to_base_for_conv_in.weight": "a ControlNet-XS",
     "control_all_x_embedder.2-1.weight": "a ControlNet of Z-Image",
     "control_img_in.weight": "a ControlNet of Qwen-Image",
     "controlnet_blocks.0.linear.weight": "a ControlNet of Flux in MistoLine's layout",
@@ -295,6 +295,50 @@ def test_a_kind_that_is_not_read_is_refused_by_its_name(tmp_path: Path, name: st
     file = saved({name: torch.zeros(4, 4), "other.weight": torch.zeros(4, 4)}, tmp_path)
     with pytest.raises(ServiceError, match=f"{REFUSED[name]}.*not served; in one file are read: ControlNets of"):
         models_of(Written(file, None), tmp_path / "store")
+
+
+def test_a_controlnet_xs_in_one_file_says_what_it_lacks(tmp_path: Path) -> None:
+    file = saved({"control_to_base_for_conv_in.weight": torch.zeros(4, 4)}, tmp_path)
+    with pytest.raises(ServiceError, match=r"a ControlNet-XS without its config\.json, .* put it into a folder beside"):
+        models_of(Written(file, None), tmp_path / "store")
+
+
+def test_a_controlnet_xs_in_a_folder_answers_as_diffusers_does(tmp_path: Path) -> None:
+    """Its UNet has two layers in each block, and the demo's one."""
+    import diffusers
+
+    base = tmp_path / "base"
+    shutil.copytree(MODELS / SDXL, base)
+    config = {key: one for key, one in unet().config.items() if not key.startswith("_")}
+    model = diffusers.UNet2DConditionModel(**config | {"layers_per_block": 2}).eval()
+    model.save_pretrained(base / "unet")
+    net = diffusers.ControlNetXSAdapter.from_unet(
+        model, size_ratio=0.5, conditioning_embedding_out_channels=HINTS, num_attention_heads=[2, 2]
+    )
+    stirred(net).save_pretrained(tmp_path / "net")
+    models = LocalModels(
+        ClusterConfig.model_validate(
+            {
+                "store": {"path": str(tmp_path / "store")},
+                "models": [{"id": "deep", "path": str(base), "dtype": "float32"}],
+                "adapters": [{"id": "control", "path": str(tmp_path / "net"), "base": ["deep"]}],
+            }
+        )
+    )
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    options: dict[str, Any] = {"prompt": "a five", "num_inference_steps": 3, "width": 32, "height": 32}
+    options["guidance_scale"] = 3.0
+    use = ControlNetUse(name="control", image=image, scale=0.8)
+    [found] = models.generate(ImageRequest(model="deep", seed=1, control=(use,), **options)).images
+    stock = diffusers.StableDiffusionXLControlNetXSPipeline.from_pretrained(
+        base, dtype=torch.float32, controlnet=net, add_watermarker=False
+    )
+    stock.set_progress_bar_config(disable=True)
+    call = {"image": Image.fromarray(image), "controlnet_conditioning_scale": 0.8, "output_type": "np"}
+    [expected] = stock(**options, **call, generator=torch.Generator().manual_seed(1)).images
+    assert np.abs(found - (expected * 255).round()).max() <= 1
+    [plain] = models.generate(ImageRequest(model="deep", seed=1, **options)).images
+    assert np.abs(found.astype(int) - plain).max() > 4
 
 
 def test_a_control_is_refused_where_its_tensors_do_not_fit(tmp_path: Path) -> None:
@@ -326,7 +370,7 @@ def test_a_control_in_one_file_is_no_model_and_says_what_it_is(tmp_path: Path) -
 
 
 def test_folders_of_other_controls_are_refused_by_their_classes(tmp_path: Path) -> None:
-    for class_name in ("ControlNetXSAdapter", "ZImageControlNetModel", "SanaControlNetModel"):
+    for class_name in ("SparseControlNetModel", "ZImageControlNetModel", "SanaControlNetModel"):
         folder = tmp_path / class_name
         saved({"x.weight": torch.zeros(2, 2)}, folder).rename(folder / "diffusion_pytorch_model.safetensors")
         (folder / "config.json").write_text(json.dumps({"_class_name": class_name}))

@@ -507,6 +507,10 @@ class Adapters:
         """Return the number of modes of a union of ControlNets, of which a request names one; 0 for a single net."""
         return 0
 
+    def why_not_together(self, nets: Sequence[Any]) -> str | None:
+        """Return why the ControlNets of one request cannot go together, or None."""
+        return None
+
 
 class References:
     """Images read beside the latents, uint8 (height, width, 3). A family with `most` above 0 needs at least one."""
@@ -552,6 +556,10 @@ class Network(ABC):
     def is_modulated(self, denoiser: Any) -> bool:
         """Return whether `embedding_parts`, `modulated_layers` and `text_layers` are true of this variant."""
         return bool(self.embedding_parts)
+
+    def changes_times(self, control: Any) -> bool:
+        """Return whether a ControlNet changes what `embed_times` returns."""
+        return False
 
     def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
         """Return the output of each of `embedding_parts` for rows, as within `predict_noise`: (B, D) each.

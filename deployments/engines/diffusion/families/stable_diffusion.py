@@ -29,6 +29,13 @@ from deployments.engines.diffusion.families.base import (
     Texts,
     sum_residuals,
 )
+from deployments.engines.diffusion.families.control_xs import (
+    CONTROL_XS,
+    changes_times,
+    read_hint,
+    running_beside,
+    why_unlike_unet,
+)
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
 from deployments.engines.diffusion.families.unet_controls import (
     CONTROL_UNION,
@@ -78,8 +85,15 @@ class UNet(Network):
         other = denoiser.get_aug_embed(times, rows.prompts, added)
         return [times] if other is None else [times, other]
 
+    def changes_times(self, control: Any) -> bool:
+        return changes_times(control)
+
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        beside = [control for control in rows.controls if type(control.net).__name__ == CONTROL_XS]
+
         def run(control: ControlRows) -> tuple[Sequence[torch.Tensor], ...]:
+            if type(control.net).__name__ == CONTROL_XS:
+                return [], [], []
             if type(control.net).__name__ == T2I_ADAPTER:
                 return [], [], control.inputs
             down, mid = run_controlnet(
@@ -93,16 +107,17 @@ class UNet(Network):
             return down, [mid], []
 
         down, mid, inner = sum_residuals(rows, run) or ([], [], [])
-        noise: torch.Tensor = denoiser(
-            rows.latents,
-            rows.timesteps,
-            encoder_hidden_states=rows.prompts,
-            down_block_additional_residuals=down or None,
-            mid_block_additional_residual=mid[0] if mid else None,
-            down_intrablock_additional_residuals=inner or None,
-            return_dict=False,
-            **self.added_conditioning(rows.pooled, rows, size),
-        )[0]
+        with running_beside(denoiser, beside):
+            noise: torch.Tensor = denoiser(
+                rows.latents,
+                rows.timesteps,
+                encoder_hidden_states=rows.prompts,
+                down_block_additional_residuals=down or None,
+                mid_block_additional_residual=mid[0] if mid else None,
+                down_intrablock_additional_residuals=inner or None,
+                return_dict=False,
+                **self.added_conditioning(rows.pooled, rows, size),
+            )[0]
         return noise
 
 
@@ -123,22 +138,32 @@ class UNetAdapters(Adapters):
     control_keys: ClassVar[Mapping[str, Sequence[str]]] = {
         "ControlNetModel": ("block_out_channels", "cross_attention_dim", "addition_embed_type"),
         CONTROL_UNION: ("block_out_channels", "cross_attention_dim", "addition_embed_type"),
+        CONTROL_XS: ("cross_attention_dim",),
         T2I_ADAPTER: (),
     }
 
     def control_inputs(self, net: Any, pixels_B3HW: torch.Tensor, encode: EncodeImages) -> tuple[torch.Tensor, ...]:
         if type(net).__name__ == T2I_ADAPTER:  # what it says of an image is the same at every step
             return adapter_features(net, pixels_B3HW)
+        if type(net).__name__ == CONTROL_XS:
+            return (read_hint(net, pixels_B3HW),)
         return (pixels_B3HW,)
 
     def num_modes(self, net: Any) -> int:
         return int(net.config.get("num_control_type") or 0)
+
+    def why_not_together(self, nets: Sequence[Any]) -> str | None:
+        if sum(type(net).__name__ == CONTROL_XS for net in nets) < 2:
+            return None
+        return "more than one ControlNet-XS; one of them goes with any number of others"
 
     def control_refusal(
         self, class_name: str, config: Mapping[str, Any], denoiser_config: Mapping[str, Any], pixels_per_latent: int
     ) -> str | None:
         if class_name == T2I_ADAPTER:
             return why_unlike_adapter(config, denoiser_config, pixels_per_latent)
+        if class_name == CONTROL_XS and (reason := why_unlike_unet(config, denoiser_config)):
+            return reason
         if config.get("global_pool_conditions"):
             return "pools its image (global_pool_conditions), which is not supported"
         channels = config.get("conditioning_embedding_out_channels", _CONTROL_CHANNELS)

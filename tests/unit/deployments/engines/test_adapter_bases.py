@@ -293,6 +293,22 @@ def flux_net(**options: Any) -> Any:
         return FluxControlNetModel(num_layers=1, num_single_layers=0, **options)
 
 
+def test_what_a_base_tells_of_a_controlnet_is_not_asked_of_diffusers(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its import takes seconds."""
+
+    def ask(*_: Any) -> None:
+        raise AssertionError("diffusers was asked")
+
+    monkeypatch.setattr("deployments.engines.building.build.check_module", ask)
+    for name, net in {"sd15": net_of("sd15"), "sdxl": net_of("sdxl"), "flux": flux_net()}.items():
+        assert refusal(controlnet(tmp_path / name, net), base(name)) is None
+    odd = net_of("sdxl", encoder_hid_dim=8, encoder_hid_dim_type="text_proj")
+    with pytest.raises(AssertionError, match="diffusers was asked"):
+        refusal(controlnet(tmp_path / "odd", odd), base("sdxl"))
+
+
 def test_a_controlnet_fits_its_own_base_alone(base: Base, tmp_path: Path) -> None:
     nets = {
         "sd15": net_of("sd15", down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)),
@@ -309,7 +325,7 @@ def test_a_controlnet_fits_its_own_base_alone(base: Base, tmp_path: Path) -> Non
     assert "has cross_attention_dim 768, and 'sd21' 1024" in str(refusal(folders["sd15"], base("sd21")))
     assert refusal(folders["flux"], base("sdxl")) == (
         f"{folders['flux']}: a ControlNet that is a FluxControlNetModel, and 'sdxl' (StableDiffusionXLPipeline) takes "
-        "a ControlNetModel or ControlNetUnionModel or T2IAdapter"
+        "a ControlNetModel or ControlNetUnionModel or ControlNetXSAdapter or T2IAdapter"
     )
     assert "is a ControlNetModel, and 'flux' (FluxPipeline) takes a FluxControlNetModel" in str(
         refusal(folders["sdxl"], base("flux"))

@@ -248,9 +248,9 @@ def changed(write: Callable[[torch.Tensor], Written], **change: torch.Tensor | N
     [
         (
             {"x.qweight": torch.zeros(2, 2, dtype=torch.int8), "x.wscales": torch.zeros(1)},
-            r"'x.wscales' is of SVDQuant",
+            r"'x.qweight' of SVDQuant is I8",
         ),
-        ({"x.qweight": torch.zeros(2, 2, dtype=torch.int32)}, r"'x.qweight' is of SVDQuant \(nunchaku\), AWQ or GPTQ"),
+        ({"x.qweight": torch.zeros(2, 2, dtype=torch.int32)}, r"'x.qweight' is of AWQ or GPTQ"),
         (
             {"x._weight_qdata": torch.zeros(2, 2, dtype=torch.int8)},
             r"'x.weight' is a None of torchao, which is not read",

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from diffusers import ControlNetModel, ControlNetUnionModel, FluxControlNetModel, T2IAdapter
+from diffusers import ControlNetModel, ControlNetUnionModel, ControlNetXSAdapter, FluxControlNetModel, T2IAdapter
 
 FLUX_KEYS = (
     *("in_channels", "attention_head_dim", "num_attention_heads", "joint_attention_dim", "pooled_projection_dim"),
@@ -39,6 +39,12 @@ def union(denoiser: Any, seed: int = 1, num_modes: int = 3) -> Any:
         **config, **sizes, num_control_type=num_modes, conditioning_embedding_out_channels=(4, 8)
     )
     return stirred(net, seed)
+
+
+def control_xs(denoiser: Any, seed: int = 1, **more: Any) -> Any:
+    torch.manual_seed(seed)
+    options = {"size_ratio": 0.5, "conditioning_embedding_out_channels": (4, 8), **more}
+    return stirred(ControlNetXSAdapter.from_unet(denoiser, **options), seed)
 
 
 def flux_union(denoiser: Any, seed: int = 1, num_modes: int = 3, **more: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from kit.tiny.parts import random_vae, unet
 from PIL import Image
 from safetensors.torch import save_file
-from unit.deployments.engines.diffusion.control_nets import controlnet, flux_union, t2i_adapter, union
+from unit.deployments.engines.diffusion.control_nets import control_xs, controlnet, flux_union, t2i_adapter, union
 
 from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.families.unet_controls import adapter_features, why_unlike_adapter
@@ -131,6 +131,85 @@ def test_a_union_of_flux_equals_stock(flux: Any, make_request: Any, equals_stock
         controlnet_conditioning_scale=0.8,
     )
     equals_stock(flux.ours, request, conditioning, stock, {"a": net})
+
+
+def two_layered(pair: Any, folder: Path) -> Any:
+    """Return a pipeline whose UNet has two layers in each block, as a ControlNet-XS has them."""
+    from unit.deployments.engines.diffusion.conftest import Pair, load_ours
+
+    torch.manual_seed(0)
+    config = {key: one for key, one in dict(pair.ours.denoiser.config).items() if not key.startswith("_")}
+    model = diffusers.UNet2DConditionModel(**config | {"layers_per_block": 2}).eval()
+    parts = {name: part for name, part in pair.stock.components.items() if name != "unet"}
+    takes = inspect.signature(type(pair.stock).__init__).parameters
+    options = {"requires_safety_checker": False} if "requires_safety_checker" in takes else {}
+    stock = type(pair.stock)(**parts, unet=model, **options)
+    stock.set_progress_bar_config(disable=True)
+    stock.save_pretrained(folder)
+    return Pair(stock, load_ours(folder, type(stock).__name__, "unet"), folder, pair.conditioning)
+
+
+XS_PIPELINES = {
+    "stable_diffusion": diffusers.StableDiffusionControlNetXSPipeline,
+    "sdxl": diffusers.StableDiffusionXLControlNetXSPipeline,
+}
+XS_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "own times": {"learn_time_embedding": True, "time_embedding_mix": 0.7, "conditioning_channel_order": "bgr"},
+}
+
+
+@pytest.mark.parametrize("kind", list(XS_KINDS))
+@pytest.mark.parametrize("family", list(XS_PIPELINES))
+def test_a_controlnet_xs_equals_stock(
+    request: pytest.FixtureRequest, make_request: Any, equals_stock: Any, tmp_path: Path, family: str, kind: str
+) -> None:
+    pair = two_layered(request.getfixturevalue(family), tmp_path)
+    net = control_xs(pair.ours.denoiser, **XS_KINDS[kind])
+    asked = make_request(
+        control=(ControlUse("a", image_of(), 0.8, start=0.2, end=0.8),),
+        guidance_scale=3.0,
+        num_inference_steps=5,
+        num_images=2,
+    )
+    conditioning = pair.conditioning(negative=True)
+    stock = outputs(
+        XS_PIPELINES[family],
+        pair,
+        {"controlnet": net},
+        asked,
+        conditioning,
+        image=Image.fromarray(asked.control[0].image),
+        controlnet_conditioning_scale=0.8,
+        control_guidance_start=0.2,
+        control_guidance_end=0.8,
+    )
+    ours = equals_stock(pair.ours, asked, conditioning, stock, {"a": net})
+    plain = make_request(guidance_scale=3.0, num_inference_steps=5, num_images=2)
+    assert changes_the_image(pair, ours, plain, conditioning)
+
+
+def test_requests_with_and_without_a_controlnet_xs_share_turns(sdxl: Any, make_request: Any, tmp_path: Path) -> None:
+    pair = two_layered(sdxl, tmp_path)
+    # Products of 8 numbers and fewer take no kernel of ours, whose rows are alike in any batch.
+    known = {
+        "x": control_xs(pair.ours.denoiser, size_ratio=1.0, learn_time_embedding=True),
+        "c": controlnet(pair.ours.denoiser),
+    }
+    requests = [
+        make_request(control=(ControlUse("x", image_of(1), 0.8),), guidance_scale=2.0),
+        make_request(control=(ControlUse("x", image_of(2), 0.3),), seed=7),
+        make_request(control=(ControlUse("c", image_of(3)), ControlUse("x", image_of(2), 0.3))),
+        make_request(control=(ControlUse("c", image_of(3)),)),
+        make_request(),
+    ]
+    in_turns(pair, requests, known, pair.conditioning(negative=True))
+    twice = make_request(control=(ControlUse("x", image_of(1)), ControlUse("x", image_of(2))))
+    with pytest.raises(EngineError, match="more than one ControlNet-XS"):
+        pair.ours.start_request(twice, pair.conditioning(), known)
+    other = control_xs(pair.ours.denoiser)
+    with pytest.raises(EngineError, match=r"is for a UNet with layers_per_block 2, and the model has 1"):
+        sdxl.ours.start_request(make_request(control=(ControlUse("x", image_of()),)), sdxl.conditioning(), {"x": other})
 
 
 def deep_stable_diffusion(pair: Any, folder: Path) -> Any:
