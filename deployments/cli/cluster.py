@@ -6,6 +6,7 @@ Logs of `atelier up --detach` are kept over starts and reboots, the oldest remov
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -52,6 +53,10 @@ _HEADER: Final = (
 )
 
 _SOCKET: Final = "NOTIFY_SOCKET"
+
+# The digest of a config file that the process before this one has found good. To read what some adapters change, a
+# check imports torch and diffusers: hundreds of megabytes, which a process that runs for months should not have.
+_FOUND_GOOD: Final = "ATELIER_CHECKED_CONFIG"
 
 UP_IN_PART: Final = 3  # the exit code of a start that left some models unusable
 KEPT: Final = 5  # earlier starts of a cluster
@@ -234,14 +239,23 @@ def load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfi
 def _checked(
     path: Path, port: int | None, insecure: bool
 ) -> tuple[ClusterConfig | None, dict[str, ReadSource], list[Problem]]:
-    """Return the config with these options, the facts of its models, and all problems of a start here."""
-    from configs.loading import locate_problems
-    from deployments.ingress.access.keys import KeysFileError, read_key_store
-    from deployments.preflight import check_config
+    """Return the config with these options, the facts of its models, and all problems of a start here.
 
-    config, sources, found = check_config(path)
+    There are no facts where the process before this one has found the file good.
+    """
+    from configs.loading import locate_problems, read_cluster_config
+    from deployments.ingress.access.keys import KeysFileError, read_key_store
+
+    sources: dict[str, ReadSource] = {}
+    found: Sequence[Problem]
+    if os.environ.pop(_FOUND_GOOD, None) == _digest(path) != "":
+        config, found = read_cluster_config(path)
+    else:
+        from deployments.preflight import check_config
+
+        config, sources, found = check_config(path)
     if config is None:
-        return None, sources, found
+        return None, sources, [*found]
     problems: list[tuple[tuple[str | int, ...], str]] = []
     if port is not None:
         http = type(config.http).model_validate(config.http.model_dump() | {"port": port})
@@ -258,6 +272,26 @@ def _checked(
     return config, sources, [*found, *locate_problems(path, problems)]
 
 
+def _digest(path: Path) -> str:
+    """Return a digest of a file's bytes, "" if there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _start_command(path: Path, port: int | None, insecure: bool, timeout_s: float | None) -> list[str]:
+    """Return the command that starts a cluster attached to its process."""
+    command = [sys.executable, "-m", "deployments.cli.entry", "up", str(path)]
+    if port is not None:
+        command += ["--port", str(port)]
+    if insecure:
+        command.append("--insecure")
+    if timeout_s is not None:
+        command += ["--timeout", str(timeout_s)]
+    return command
+
+
 def start_attached(
     path: Path,
     port: int | None,
@@ -269,8 +303,14 @@ def start_attached(
 
     `show_page` is given its URL once it answers.
     """
+    had_torch, digest = "torch" in sys.modules, _digest(path)
     with _out.status(Text(f"checking {path}")):
         config = load_for_start(path, port, insecure)
+    if "torch" in sys.modules and not had_torch and show_page is None:  # a page's opener is of this process
+        sys.stdout.flush()
+        os.execve(  # noqa: S606  # the same process, anew
+            sys.executable, _start_command(path, port, insecure, timeout_s), os.environ | {_FOUND_GOOD: digest}
+        )
     stop = threading.Event()
     with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
         from deployments.console.running import cluster_up, stop_on_signals
@@ -297,18 +337,15 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
     from deployments.cli.cluster import begin_log
 
+    digest = _digest(path)
     with _out.status(Text(f"checking {path}")):
         config = load_for_start(path, port, insecure)
     log = begin_log(config.name)
-    command = [sys.executable, "-m", "deployments.cli.entry", "up", str(path)]
-    if port is not None:
-        command += ["--port", str(port)]
-    if insecure:
-        command.append("--insecure")
-    if timeout_s is not None:
-        command += ["--timeout", str(timeout_s)]
+    command, environment = _start_command(path, port, insecure, timeout_s), os.environ | {_FOUND_GOOD: digest}
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+        )
     title = f"starting cluster {config.name!r} (log: {log})"
     if not _out.is_terminal:
         _out.print(title, markup=False, highlight=False, soft_wrap=True)

@@ -131,11 +131,11 @@ def bench_peers(
     seed: Annotated[int, typer.Option(help="Of weights and texts.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure short texts and a bfloat16 decoder beside transformers and onnxruntime, and prompts that begin alike."""
+    """Measure the work between two switches beside vLLM, llama.cpp, OpenVINO, onnxruntime, diffusers, transformers."""
     from infra.bench.peers import PARTS, PeersSettings, measure_peers, print_part
 
     found = measure_peers(PeersSettings(rounds=rounds), seed, _chosen(part, PARTS))
-    _print_parts("two minutes", found, print_part, as_json)
+    _print_parts("two to five minutes a part", found, print_part, as_json)
 
 
 @app.command("stock")

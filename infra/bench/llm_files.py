@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from infra.bench.command.peers import llama_cpp_python
 from infra.offline.checkpoints import quantize_checkpoint
 
-_VOCABULARY: Final = 32_000
 _CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -30,7 +29,7 @@ _CONFIG: Final[dict[str, Any]] = {
     "num_hidden_layers": 22,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "vocab_size": _VOCABULARY,
+    "vocab_size": 32_000,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0,
@@ -51,7 +50,7 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode
 def _write_files(folder: Path) -> None:
     """Write `bf16`, `kuiper` (folders), `Q8_0.gguf`, `Q4_0.gguf` and, where llama.cpp is there, `Q4_K.gguf`; 6 GB."""
     source = folder / "bf16"
-    _write_model(source)
+    write_model(source)
     quantize_checkpoint(source, folder / "kuiper", "kuiper-int8")
     quantize_checkpoint(source, folder / "Q8_0.gguf", "gguf-q8_0")
     quantize_checkpoint(source, folder / "Q4_0.gguf", "gguf-q4_0")
@@ -61,13 +60,15 @@ def _write_files(folder: Path) -> None:
         subprocess.run([str(judge), "-c", _TO_Q4_K, *files], check=True)
 
 
-def _write_model(folder: Path, seed: int = 0) -> None:
+def write_model(folder: Path, seed: int = 0, **changes: int) -> None:
+    """Write a Hugging Face folder in bfloat16, with random weights, and `changes` in its config."""
     folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(seed)
-    width, wide, kv_width = _CONFIG["hidden_size"], _CONFIG["intermediate_size"], 4 * 64
-    shapes = {"model.embed_tokens.weight": (_VOCABULARY, width), "lm_head.weight": (_VOCABULARY, width)}
+    generator, config = torch.Generator().manual_seed(seed), _CONFIG | changes
+    width, wide, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv_width = config["num_key_value_heads"] * width // config["num_attention_heads"]
+    shapes = {"model.embed_tokens.weight": (vocabulary, width), "lm_head.weight": (vocabulary, width)}
     norms = ["model.norm.weight"]
-    for layer in range(_CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         shapes |= {f"{name}.self_attn.{part}_proj.weight": (width, width) for part in "qo"}
         shapes |= {f"{name}.self_attn.{part}_proj.weight": (kv_width, width) for part in "kv"}
@@ -79,8 +80,8 @@ def _write_model(folder: Path, seed: int = 0) -> None:
     }
     tensors |= {name: torch.ones(width, dtype=torch.bfloat16) for name in norms}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    write_tokenizer(folder, _VOCABULARY)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, vocabulary)
 
 
 def write_tokenizer(folder: Path, vocabulary_size: int) -> None:

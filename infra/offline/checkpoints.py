@@ -10,8 +10,14 @@ from infra.offline.gguf_export import BlockKind, export_gguf
 from infra.offline.group_int8 import export_group_int8, export_kuiper
 from weights.records.errors import WeightsError
 
-Form = Literal["kuiper-int8", "gguf-f32", "gguf-q8_0", "gguf-q4_0", "int8-group"]
-_BLOCK_KINDS: Final[dict[str, BlockKind]] = {"gguf-f32": "F32", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
+Form = Literal["kuiper-int8", "gguf-f32", "gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-q4_0", "int8-group"]
+_BLOCK_KINDS: Final[dict[str, BlockKind]] = {
+    "gguf-f32": "F32",
+    "gguf-f16": "F16",
+    "gguf-bf16": "BF16",
+    "gguf-q8_0": "Q8_0",
+    "gguf-q4_0": "Q4_0",
+}
 FORMS: Final[tuple[str, ...]] = get_args(Form)
 _MAX_GROUP_SIZE: Final = 4096
 

@@ -36,7 +36,8 @@ from weights.formats.tensors import SourceTensor
 from weights.records.dtypes import tensor_nbytes
 from weights.records.errors import FormatError, WeightsError
 
-BlockKind = Literal["Q8_0", "Q4_0", "F32"]
+BlockKind = Literal["Q8_0", "Q4_0", "F32", "F16", "BF16"]
+_PLAIN: Final = ("F32", "F16", "BF16")  # kinds without blocks
 
 # model_type -> general.architecture, and whether rows of q and k go into the order of neighbouring RoPE pairs.
 _ARCHITECTURES: Final = {
@@ -53,7 +54,8 @@ _MIXTRAL_NAMES: Final = {
     "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
     "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
 }
-_FILE_TYPES: Final = {"F32": 0, "Q4_0": 2, "Q8_0": 7}  # general.file_type, llama.cpp's LLAMA_FTYPE_MOSTLY_*
+# general.file_type, llama.cpp's LLAMA_FTYPE_MOSTLY_*
+_FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
 _COMPUTED: Final = "rotary_emb.inv_freq"  # that old checkpoints saved
 _FLOAT16_MAX: Final = 65504.0
 _BLOCK_ELEMENTS: Final = 32
@@ -148,7 +150,7 @@ def _planned(model: SourceModel, kind: BlockKind, is_interleaved: bool) -> Itera
             if other := [name for name in names if model.tensors[name].shape != sources[0].shape]:
                 raise FormatError(f"{model.folder}: tensor {other[0]!r} has another shape than {names[0]!r}")
             is_head = part == "output" or (part == "token_embd" and model.is_tied)
-            written, note = _kind_of(part, sources[0].shape, "Q8_0" if is_head and kind != "F32" else kind)
+            written, note = _kind_of(part, sources[0].shape, "Q8_0" if is_head and kind not in _PLAIN else kind)
             shape = (num_experts, *sources[0].shape) if several else sources[0].shape
             yield f"{ours}.{leaf}", _Written(written, shape, sources, reordered.get(part, 0), note)
     if left:
@@ -166,7 +168,7 @@ def _kind_of(part: str, shape: tuple[int, ...], kind: BlockKind) -> tuple[str, s
         return "F32", ""
     if part == "ffn_gate_inp":
         return "F32", "routes to experts"
-    if shape[-1] % _BLOCK_ELEMENTS:
+    if kind not in _PLAIN and shape[-1] % _BLOCK_ELEMENTS:
         return "F16", f"rows of {shape[-1]} are no whole number of blocks of {_BLOCK_ELEMENTS}"
     return kind, ""
 
@@ -199,6 +201,9 @@ def _pack_part(kind: str, part: npt.NDArray[np.float32]) -> tuple[bytes, npt.NDA
             raise WeightsError("F16 cannot express its values")
         half = part.astype(np.float16)
         return half.tobytes(), half.astype(np.float32)
+    if kind == "BF16":
+        brief = torch.from_numpy(part).bfloat16()
+        return brief.view(torch.int16).numpy().tobytes(), brief.float().numpy()
     packed = _quantize_blocks(kind, part)
     return packed.tobytes(), unpack_blocks(kind, torch.from_numpy(packed)).numpy()
 

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-_FormName = Literal["kuiper-int8", "gguf-f32", "gguf-q8_0", "gguf-q4_0", "int8-group", "fp8-row", "fp8-tensor"]
+_FormName = Literal[
+    "kuiper-int8",
+    "gguf-f32",
+    "gguf-f16",
+    "gguf-bf16",
+    "gguf-q8_0",
+    "gguf-q4_0",
+    "int8-group",
+    "fp8-row",
+    "fp8-tensor",
+]
 _OF_PIPELINES: Final = ("fp8-row", "fp8-tensor")
 _MAX_TEXT_BYTES: Final = 64 * 2**20
 _COLUMNS: Final = (

@@ -1,6 +1,7 @@
 """llama.cpp behind pipes, in an interpreter that has llama-cpp-python and nothing of ours.
 
 Orders are JSON lines: {"do": "run", "n_prompt", "n_gen", "depth", "num_parallel"} -> {"ns"};
+{"do": "texts", "prompts", "count", "scores"} -> {"cpu_s", "wall_s", "ids", "logprobs"};
 {"do": "tokens", "text"} -> {"ids"}; {"do": "greedy", "ids", "count"} -> {"ids"}; {"do": "logits", "ids"} -> {"logits"};
 {"do": "all_logits", "ids", "file"} -> {}, with (ids, vocabulary) float32 in the file;
 {"do": "quantize", "source", "target", "ftype"} -> {"failed"}.
@@ -66,6 +67,23 @@ class _Judge:
             out.append(int(self._logits().argmax()))
             self.llama.eval(out[-1:])
         return {"ids": out}
+
+    def write_texts(self, prompts: list[list[int]], count: int, scores: bool) -> dict[str, Any]:
+        """Continue prompts one after the other with the best tokens; `logprobs` are those of the first ones."""
+        begin, begin_cpu, ids, logprobs = time.perf_counter(), time.process_time(), [], []
+        for prompt in prompts:
+            self.llama.reset()
+            self.llama.eval(prompt)
+            logits = self._logits()
+            ids.append([int(logits.argmax())])
+            if scores:
+                best = logits.max()
+                logprobs.append(float(-np.log(np.exp((logits - best).astype(np.float64)).sum())))
+            for _ in range(count - 1):
+                self.llama.eval(ids[-1][-1:])
+                ids[-1].append(int(self._logits().argmax()))
+        took = {"cpu_s": time.process_time() - begin_cpu, "wall_s": time.perf_counter() - begin}
+        return {**took, "ids": ids, "logprobs": logprobs}
 
     def score_next(self, ids: list[int]) -> dict[str, Any]:
         self.llama.reset()
@@ -140,6 +158,8 @@ def _main() -> None:
         match order.pop("do"):
             case "run":
                 answer = judge.run_speed(**order)
+            case "texts":
+                answer = judge.write_texts(**order)
             case "tokens":
                 answer = judge.tokenize_text(**order)
             case "logits":

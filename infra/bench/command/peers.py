@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,26 +16,31 @@ from typing import Any, Final, Self
 import torch
 
 TOKENS: Final = range(3, 96)  # of which prompts are drawn: every vocabulary has them, the demo's too
+_LAST_BYTES: Final = 800  # of a process's errors that are told
 _SCRIPT: Final = Path(__file__).with_name("llama_cpp_process.py")
 
 
-class _OrderedProcess:
+class OrderedProcess:
     """A process that takes orders and answers them, as lines of JSON; it speaks first, `about` itself."""
 
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str] | None = None) -> None:
         self._name = name
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
         )
         self.about = self._read()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def ask(self, do: str, **order: Any) -> Any:
-        """Send an order and return its answer. Raises RuntimeError when the process has ended."""
+        """Send an order and return its answer. Raises RuntimeError with its last errors when the process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **order}) + "\n")
         self._process.stdin.flush()
@@ -44,16 +50,20 @@ class _OrderedProcess:
         """End the process."""
         self._process.terminate()
         self._process.wait()
+        self._errors.close()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._name} ended with code {self._process.wait()}")
+            code = self._process.wait()
+            self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _LAST_BYTES))
+            last = self._errors.read().decode(errors="replace").strip()
+            raise RuntimeError(f"{self._name} ended with code {code}" + (f": {last}" if last else ""))
         return json.loads(line)
 
 
-class Peer(_OrderedProcess):
+class Peer(OrderedProcess):
     """The stock libraries' process. `python -m infra.bench.command.stock 1` shows why it ends, where it does."""
 
     def __init__(self, num_threads: int) -> None:
@@ -70,7 +80,7 @@ def llama_cpp_python() -> Path | None:
     return found if found.is_file() else None
 
 
-class LlamaCpp(_OrderedProcess):
+class LlamaCpp(OrderedProcess):
     """A process with one model open. Use it as a context."""
 
     def __init__(
@@ -88,14 +98,6 @@ class LlamaCpp(_OrderedProcess):
         command = [str(python), str(_SCRIPT), str(model), *map(str, numbers)]
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
         super().__init__("llama.cpp's process", command, kept)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Transformers:

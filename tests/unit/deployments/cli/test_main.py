@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,16 +15,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
 from cluster.records.errors import SessionError
 from cluster.start.session_records import SessionRecord
-from deployments.cli.cluster import _wait_for_record
+from configs.errors import ConfigFileError
+from deployments import preflight
+from deployments.cli.cluster import _wait_for_record, load_for_start, start_attached
 from deployments.cli.generate import _first_local_model
 from deployments.console.client import ClientError
 
@@ -469,8 +474,58 @@ def test_a_detached_start_with_unusable_models_says_so_last_and_in_its_exit_code
     lacking = "0 of 1 models usable; not adder: unavailable: disk full"
     found = SessionRecord("one", 7, 0.0, "http://127.0.0.1:8000", "c.yaml", ready=True, lacking=lacking)
     monkeypatch.setattr("deployments.cli.cluster._wait_for_record", lambda *_: found)
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: None)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda *_, env, **__: started.append(env))
     code, out, _ = run("up", "c.yaml", "--detach")
     assert (code, out.splitlines()[-1]) == (3, lacking)
+    assert started[0]["ATELIER_CHECKED_CONFIG"] == hashlib.sha256((tmp_path / "c.yaml").read_bytes()).hexdigest()
     monkeypatch.setattr("deployments.cli.cluster._wait_for_record", lambda *_: replace(found, lacking=""))
     assert run("up", "c.yaml", "--detach")[0] == 0
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_config_is_checked_once_on_its_way_into_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_changed: bool
+) -> None:
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps({"name": "one", "store": {"path": "store"}, "models": [model]}))
+    monkeypatch.setenv("ATELIER_CHECKED_CONFIG", hashlib.sha256(path.read_bytes()).hexdigest())
+    if is_changed:
+        path.write_text(path.read_text().replace('"one"', '"two"'))
+    checked: list[Path] = []
+    check = preflight.check_config
+    monkeypatch.setattr(preflight, "check_config", lambda path: (checked.append(path), check(path))[1])
+    config = load_for_start(path, 8005, insecure=False)
+    assert (config.name, config.http.port) == (("two" if is_changed else "one"), 8005)
+    assert checked == [path] * is_changed
+    assert "ATELIER_CHECKED_CONFIG" not in os.environ, "other processes inherit it not"
+    path.write_text(path.read_text().replace('"models"', '"model"'))
+    monkeypatch.setenv("ATELIER_CHECKED_CONFIG", hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(ConfigFileError, match="model"):
+        load_for_start(path, None, insecure=False)
+
+
+def test_a_start_whose_check_has_imported_torch_begins_anew_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps({"store": {"path": "store"}}))
+
+    def load(*given: object) -> object:
+        sys.modules["torch"] = torch
+        return given
+
+    def begin(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:
+        begun.append((program, command, environment["ATELIER_CHECKED_CONFIG"]))
+        raise SystemExit(7)
+
+    begun: list[object] = []
+    monkeypatch.setattr("deployments.cli.cluster.load_for_start", load)
+    monkeypatch.setattr("os.execve", begin)
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(SystemExit):
+        start_attached(path, 8005, True, 9.0)
+    command = [sys.executable, "-m", "deployments.cli.entry", "up", str(path), "--port", "8005", "--insecure"]
+    command += ["--timeout", "9.0"]
+    assert begun == [(sys.executable, command, hashlib.sha256(path.read_bytes()).hexdigest())]

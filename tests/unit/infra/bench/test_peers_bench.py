@@ -3,46 +3,145 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
+import torch
+from kit.seeding import seeded_random
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from infra.bench import peers
 from infra.bench.__main__ import app
-from infra.bench.peers import OURS, PARTS, PeersSettings, measure_peers, print_part
+from infra.bench.door_load import Outcome
+from infra.bench.llm_files import write_model
+from infra.bench.peers import PARTS, measure_peers, print_part
+from infra.bench.peers_decoders import write_w8a8
+from infra.bench.peers_served import MODEL, cluster_config, served_figures
+from infra.bench.peers_settings import OURS, PeersSettings, Took, rows_of
+from infra.bench.peers_texts import OurTexts, StockTexts
 
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
 SMALL = PeersSettings(
     rounds=2,
+    judges=Path("none"),
     encoder_width=64,
     encoder_layers=1,
     lengths=((1, 5), (2, 7)),
     half_lengths=((2, 7),),
-    decoder_width=64,
-    decoder_layers=1,
+    decoder=TINY,
     num_prompt=32,
+    num_new=4,
     num_shared=64,
     num_own=16,
     num_requests=3,
+    streams=(3, 8, 4),
+    denoiser={"block_out_channels": (32,) * 4, "norm_num_groups": 8, "cross_attention_dim": 32, "layers_per_block": 1},
+    text_encoder={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+    vae={"block_out_channels": (32,) * 4, "layers_per_block": 1},
+    sides_px=(64,),
 )
+QUICK = (
+    "embedding",
+    "half",
+    "bfloat16",
+    "int8",
+    "prefix",
+    "streams",
+    "unet",
+    "image",
+    "steps",
+)  # of what is installed anyway
 
 
 @pytest.mark.slow
-def test_each_part_has_rows_of_all_sides(capsys: pytest.CaptureFixture[str]) -> None:
-    found = dict(measure_peers(SMALL, seed=0))
-    assert found.keys() == PARTS.keys()
+def test_each_part_has_rows_of_all_sides(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATELIER_LLAMA_CPP_PYTHON", "none")
+    found = dict(measure_peers(SMALL, seed=0, parts=(*QUICK, "lookup")))
+    assert found.pop("lookup") == [], "its model is not installed"
+    assert tuple(found) == QUICK
     for name, rows in found.items():
         print_part(name, rows)
-        assert all(row["cpu_ms"] > 0 and row["ratio"] > 0 for row in rows)
-    assert {row["side"] for row in found["embedding"]} >= {OURS, "transformers", "onnxruntime"}
-    assert {row["side"] for row in found["half"]} >= {OURS, "transformers", "ours in float32"}
+        whole = [row for row in rows if row["case"] != "a token"]  # which is a difference: noise of a tiny model
+        assert all(row["cpu_ms"] > 0 and row["wall_ms"] > 0 and row["ratio"] > 0 for row in whole)
+    sides = {name: {row["side"] for row in rows} for name, rows in found.items()}
+    assert sides["embedding"] >= {OURS, "transformers", "onnxruntime"}
+    assert sides["half"] >= {OURS, "transformers", "ours in float32"}
     assert [row["side"] for row in found["bfloat16"]] == [OURS, "transformers"] * 2
+    assert sides["unet"] == sides["image"] == sides["steps"] == {OURS, "diffusers"}
     alike, otherwise = (int(row["beside"].split()[0]) for row in found["prefix"])
     assert (alike, otherwise) == (64 + 3 * 16, 3 * (64 + 16))
+    for row in found["unet"]:
+        assert float(row["beside"].split()[-1]) < 1e-3
+    assert all(float(row["beside"].split()[0]) > 30 for row in found["image"])
+    psnr = [float(row["beside"].split()[-2]) for row in found["steps"] if row["beside"]]
+    assert psnr[0] == pytest.approx(psnr[1], abs=6)  # diffusers extrapolates over numbers of steps, ours over levels
     assert "onnxruntime" in capsys.readouterr().out
 
 
+def test_a_tiny_decoder_is_the_same_on_all_sides(tmp_path: Path) -> None:
+    write_model(tmp_path / "plain", **TINY)
+    prompts = [[seeded_random().randrange(2, 320) for _ in range(20)] for _ in range(2)]
+    ours, stock = OurTexts(tmp_path / "plain"), StockTexts(tmp_path / "plain", torch.float32)
+    found, expected = ours.write(prompts, 3, scores=True), stock.write(prompts, 3, scores=True)
+    assert [len(ids) for ids in found.ids] == [len(ids) for ids in expected.ids] == [3, 3]
+    assert found.num_computed == 40
+    for prompt, ids, own, best in zip(prompts, found.ids, found.logprobs, expected.logprobs, strict=True):
+        assert own == pytest.approx(float(stock.logprobs_of(prompt)[ids[0]]), abs=0.02)
+        assert own == pytest.approx(best, abs=0.04)
+    assert ours.write(prompts, 1).num_computed < 40, "the prompts are in the cache now"
+
+
+def test_int8_by_rows_is_off_by_half_a_scale_and_leaves_the_head(tmp_path: Path) -> None:
+    write_model(tmp_path / "plain", **TINY)
+    write_w8a8(tmp_path / "plain", tmp_path / "int8")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "int8"))
+    packed = {name for name, tensor in after.items() if tensor.dtype == torch.int8}
+    assert packed == {name for name in before if "_proj." in name}
+    for name in packed:
+        scales = after[f"{name}_scale"].float()
+        assert scales.shape == (len(before[name]), 1)
+        off = (after[name].float() * scales - before[name].float()).abs()
+        assert bool((off <= 0.51 * scales + 0.004 * before[name].float().abs()).all())  # the scales are bfloat16
+        del after[f"{name}_scale"]
+    assert all(torch.equal(after[name], before[name]) for name in before.keys() - packed)
+    config = json.loads((tmp_path / "int8/config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_rows_are_medians_by_ours_and_by_parts() -> None:
+    times = {OURS: [Took(3, 9), Took(1, 8), Took(2, 7)], "peer": [Took(4, 1), Took(4, 1)]}
+    ours, peer = rows_of("a case", times, {"peer": "off"}, parts=2)
+    assert (ours["cpu_ms"], ours["wall_ms"], ours["ratio"], ours["beside"]) == (1000, 4000, 1, "")
+    assert (peer["cpu_ms"], peer["ratio"], peer["beside"]) == (2000, 2, "off")
+
+
+def test_figures_of_streams_and_their_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [Outcome("completion", 200, 1.0 + place, 1.5 + 2 * place, 4.0 + place) for place in range(4)]
+    figures = served_figures(outcomes, num_new=12)
+    print_part("served", [{"streams": 4, "side": OURS, "cpu_s": 1.25, **figures}])
+    assert "1500, 3500" in capsys.readouterr().out
+    assert figures == {"tokens_per_s": 4 * 12 / 6, "first_p50_ms": 1500, "first_p95_ms": 3500}
+    with pytest.raises(RuntimeError, match="1 of 2 streams failed: 500 broken"):
+        served_figures([outcomes[0], Outcome("completion", 500, 0, 0, 0, problem="broken")], num_new=12)
+
+
+def test_our_server_has_the_model_and_all_cores(tmp_path: Path) -> None:
+    config = cluster_config(tmp_path / "model", tmp_path / "store")
+    assert [(model.id, model.path) for model in config.models] == [(MODEL, tmp_path / "model")]
+    assert config.worker.num_cpus == os.cpu_count()
+
+
 def test_parts_are_named_and_printed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"case": "a case", "side": OURS, "cpu_ms": 1.5, "ratio": None, "beside": ""}]
+    rows = [{"case": "a case", "side": OURS, "cpu_ms": 1.5, "wall_ms": 1.6, "ratio": 1.0, "beside": ""}]
     monkeypatch.setattr(peers, "measure_peers", lambda settings, seed, parts: ((name, rows) for name in parts))
     run = CliRunner().invoke
     assert json.loads(run(app, ["peers", "--json"]).stdout) == dict.fromkeys(PARTS, rows)

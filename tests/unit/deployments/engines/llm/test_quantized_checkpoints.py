@@ -159,6 +159,25 @@ def test_files_of_one_folder_are_not_taken_for_each_other(model: Any, tmp_path: 
     assert "Q4_0" in types["Q4_0"]
 
 
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_matrices_without_blocks_are_rounded_as_gguf_py_does(model: Any, kind: str, tmp_path: Path) -> None:
+    for form in ("gguf-f32", f"gguf-{kind.lower()}"):
+        quantize_checkpoint(model.folder, tmp_path / f"{form}.gguf", form)  # type: ignore[arg-type]
+    wide, brief = (gguf.GGUFReader(tmp_path / f"gguf-{name}.gguf").tensors for name in ("f32", kind.lower()))
+    for before, after in zip(wide, brief, strict=True):
+        is_kept = before.data.ndim == 1 or "gate_inp" in after.name
+        assert after.tensor_type.name == ("F32" if is_kept else kind), after.name
+        assert np.array_equal(after.data, gguf.quants.quantize(before.data, after.tensor_type)), after.name
+    folder, tensors, _ = mapped_tensors(tmp_path / f"gguf-{kind.lower()}.gguf")
+    ours = create_model(load_config(folder), tensors, torch.device("cpu"))
+    ids = torch.randint(0, 260, (23,))
+    with torch.inference_mode():
+        expected = model.stock(ids[None]).logits[0, -1]
+    found = last_logits(ModelRunner(ours, 8), ids.tolist())[0].float()
+    assert float((found - expected).norm() / expected.norm()) < (1.0 if ours.spec.experts is not None else 0.05)
+
+
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_gguf_files_as_gguf_py_and_our_engine_read_them(model: Any, kind: str, tmp_path: Path) -> None:
