@@ -1,4 +1,4 @@
-"""The part of the book that has webhooks: who is told of which job's end, and when again. SQLite, without a clock."""
+"""The part of the book that has webhooks: their addresses, and the times of their tries. SQLite, without a clock."""
 
 from __future__ import annotations
 
