@@ -64,7 +64,7 @@ JOB_PATHS: Final = (
 # Paths whose POST begins a job, or keeps a file, each time that it arrives.
 BEGINNING_PATHS: Final = ("/v1/jobs", "/v1/videos", "/v1/batches", "/v1/files", "/prompt", "/api/prompt")
 # Beginnings of those whose bodies are files: they go to the disk piece by piece.
-FILE_PATHS: Final = ("/v1/files",)
+FILE_PATHS: Final = ("/v1/files", "/admin/uploads/")
 
 
 class CompatConfig(StrictModel):
