@@ -82,7 +82,7 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
         (Concern.INGRESS,),
         "jobs",
         "keep_s max_bytes max_jobs max_unfinished max_running max_result_bytes timeout_s max_starts max_file_bytes "
-        "max_files_bytes keep_files_s webhooks",
+        "max_files_bytes max_models_bytes keep_files_s webhooks",
     ),
     ((Concern.CONTROL_PLANE,), "controller", "enabled"),
     ((Concern.LIMITS,), "controller", "policy tick_s slo_classes models"),

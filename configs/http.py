@@ -61,8 +61,10 @@ JOB_PATHS: Final = (
     *("/v1/jobs", "/v1/videos", "/v1/batches", "/v1/files"),
     *("/prompt", "/queue", "/history", "/view", "/interrupt", "/ws"),
 )
+# Paths whose POST begins a job, or keeps a file, each time that it arrives.
+BEGINNING_PATHS: Final = ("/v1/jobs", "/v1/videos", "/v1/batches", "/v1/files", "/prompt", "/api/prompt")
 # Beginnings of those whose bodies are files: they go to the disk piece by piece.
-FILE_PATHS: Final = ("/v1/files",)
+FILE_PATHS: Final = ("/v1/files", "/admin/uploads/")
 
 
 class CompatConfig(StrictModel):

@@ -69,6 +69,12 @@ class JobsConfig(StrictModel):
         validate_default=True,
         description="maximum size of all files of clients and batches; where there are keys, one has at most half",
     )
+    max_models_bytes: Bytes = Field(
+        2**36,
+        ge=0,
+        validate_default=True,
+        description="maximum size of all uploaded models and LoRAs; 0: none can be uploaded",
+    )
     keep_files_s: float = Field(
         30 * 86_400.0,
         gt=0,

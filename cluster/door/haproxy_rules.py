@@ -19,7 +19,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from configs.http import INFERENCE_PATHS
+from configs.http import BEGINNING_PATHS, INFERENCE_PATHS
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 CLIENT: Final = "x-atelier-client"  # with requests under /v2: address and port of the client's own connection
@@ -59,7 +59,8 @@ _SERVE_HEADER_RULES: Final = rf"""    http-request set-header {RECEIVED} CLOCK:%
     http-request replace-header x-request-timeout-seconds .*[^\x20-\x7e].* not-text
 """
 # Inference changes nothing, so that a request whose replica died without a word may be sent again. So may methods that
-# change nothing by definition (RFC 9110, 9.2.1). All others are not repeated, POST /admin say. A request that never
+# change nothing by definition (RFC 9110, 9.2.1). All others are not repeated, POST /admin say, nor is a request that
+# begins a job (`_JOB_RULES`). A request that never
 # reached a replica is sent elsewhere in any case.
 _PATH_RULES: Final = f"""    timeout http-request {_HEAD_TIMEOUT_S}s
     # Of the head alone: the body is waited for in the backends.
@@ -117,6 +118,14 @@ _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOU
     http-response track-sc0 var(txn.model) table {_RETRY_TABLE} if refused tells_all names_model
     http-response sc-set-gpt0(0) date,add(txn.wait) if refused tells_all names_model
     http-response del-header {CROWDED}
+"""
+# A request that begins a job may have begun it before its replica died: only one with an idempotency key is sent again.
+_JOB_RULES: Final = f"""    acl begins_job path {" ".join(BEGINNING_PATHS)}
+    acl begins_job req.body,json_query('$.background') -m bool
+    acl has_key req.hdr(idempotency-key) -m found
+    acl has_key req.body,json_query('$.idempotency_key') -m found
+    acl has_key req.body,json_query('$.prompt_id') -m found
+    http-request disable-l7-retry if begins_job !has_key
 """
 # An answer to a request whose body still comes. HAProxy would pass on the rest as slowly as it comes, and count the
 # request for as long; an answer of its own ends it. Its text is kept apart: `return` empties the buffer that has it.
@@ -257,7 +266,7 @@ def _bounded(section: str, routed: Collection[str], max_requests: int) -> str:
     quick = re.sub(r"^ +(?:option httpchk|http-check|default-server) .*\n", "", quick, flags=re.MULTILINE)
     heads = f"backend {name}\n", f"backend {name}-quick\n"
     return quick.replace(heads[0], heads[1], 1) + bounded.replace(
-        heads[0], heads[0] + _BACKEND_RULES + _UNREAD_RULES, 1
+        heads[0], heads[0] + _BACKEND_RULES + _JOB_RULES + _UNREAD_RULES, 1
     )
 
 

@@ -7,28 +7,34 @@ import contextlib
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from cluster.jobs.book import BOOK_FILE, JobBook, result_name
-from cluster.jobs.file_book import OUTPUT
+from cluster.jobs.file_book import MODEL_PURPOSE, OUTPUT
 from cluster.jobs.records import ClientFile, DueHook, Job, JobAnswer, JobError, LineResult, NewJob
 from cluster.jobs.results import ResultFiles
-from cluster.records.errors import JobsUnavailable
+from cluster.records.errors import FileInUse, JobsUnavailable
 from configs.jobs import JobsConfig
 from weights.platform.durable import allocated_bytes
 
 FOLDER: Final = "jobs"  # of a store; below it one of each cluster
 RESULTS: Final = "results"
 FILES: Final = "files"
+REGISTRATIONS: Final = "registrations"  # of a store; below it one of each cluster, with a file for each model
 _R = TypeVar("_R")
 
 
 class JobDisk:
-    """One folder. A result is written and synced before the book has it."""
+    """One folder. A result is written and synced before the book has it.
 
-    def __init__(self, folder: Path) -> None:
+    `registrations`: the folder with the files of registered models, whose uploads are kept; None for none.
+    """
+
+    def __init__(self, folder: Path, registrations: Path | None = None) -> None:
         self._folder = folder
+        self._is_needed = partial(is_registered, registrations)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self._opened: JobBook | None = None
         self._results = ResultFiles(folder / RESULTS)
@@ -53,7 +59,7 @@ class JobDisk:
         """Take in a job, and make room for its result. Raises JobConflict, JobsFull."""
         job = self.book.add(new, config, now_s)
         self._results.remove(self.book.sweep(config, now_s))
-        self._files.remove(self.book.files.expire(now_s))
+        self._files.remove(self.book.files.expire(now_s, self._is_needed))
         return job
 
     def end(
@@ -80,17 +86,24 @@ class JobDisk:
 
     def forget(self, key: str, id_: str) -> bool:
         """Remove a job and its result, and return whether there was one."""
+        growing = self.book.files.growing(id_)
         name = self.book.forget(key, id_)
         self._results.remove([name] if name else [])
-        self._files.remove(self._files.strays(self.book.files.names()) if name else [])  # those of a batch
+        self._files.remove(growing if name else ())
         return name is not None
 
     # files
 
     def begin_file(self, key: str, now_s: float) -> ClientFile:
         """Begin an upload. Raises JobsFull."""
-        self._files.remove(self.book.files.expire(now_s))
+        self._files.remove(self.book.files.expire(now_s, self._is_needed))
         return self.book.files.begin(key, now_s)
+
+    def begin_model(self, key: str, suffix: str, num_bytes: int, config: JobsConfig, now_s: float) -> ClientFile:
+        """Begin the upload of a model of so many bytes. Raises JobsFull."""
+        self._files.remove(self.book.files.expire(now_s, self._is_needed))
+        self.book.files.check_room(key, num_bytes, config, MODEL_PURPOSE)
+        return self.book.files.begin(key, now_s, MODEL_PURPOSE, suffix)
 
     def append_file(
         self, key: str, id_: str, offset: int, piece: bytes, config: JobsConfig, now_s: float
@@ -103,7 +116,7 @@ class JobDisk:
             return None
         if offset != file.num_bytes or not piece:
             return file.num_bytes
-        self.book.files.check_room(key, len(piece), config)
+        self.book.files.check_room(key, len(piece), config, file.purpose)
         self._files.append(id_, offset, piece)
         self.book.files.grow(id_, offset + len(piece), now_s)
         return offset + len(piece)
@@ -117,6 +130,8 @@ class JobDisk:
 
     def forget_file(self, key: str, id_: str) -> bool:
         """Remove a file, and return whether there was one. Raises FileInUse."""
+        if self._is_needed(id_):
+            raise FileInUse(f"file {id_!r} is that of a registered model; remove that first")
         was_there = self.book.files.forget(key, id_)
         self._files.remove([id_] if was_there else [])
         return was_there
@@ -170,6 +185,22 @@ class JobDisk:
             raise JobsUnavailable(f"the folder of jobs {self._folder} cannot be used now: {error}") from None
 
 
+def files_folder(store: Path, cluster: str) -> Path:
+    """Return the folder in which a cluster has the files of its clients, by their ids."""
+    return store.expanduser() / FOLDER / cluster / FILES
+
+
+def is_registered(registrations: Path | None, name: str) -> bool:
+    """Return whether a registered model has the uploaded file of that name. Models' names alone have a suffix."""
+    if registrations is None or "." not in name:
+        return False
+    for file in sorted(registrations.glob("*.json")):
+        with contextlib.suppress(FileNotFoundError):  # that model is just being removed
+            if name.encode() in file.read_bytes():
+                return True
+    return False
+
+
 def collect_results(store: Path, now_s: float, *, dry_run: bool = False) -> tuple[list[Path], int]:
     """Remove the expired results and files of a store's clusters; return them, and their bytes.
 
@@ -182,10 +213,13 @@ def collect_results(store: Path, now_s: float, *, dry_run: bool = False) -> tupl
             book = JobBook(file.parent, busy_s=0.0)
         except sqlite3.OperationalError:  # it is open
             continue
+        is_needed = partial(is_registered, store / REGISTRATIONS / file.parent.name)
         with contextlib.closing(book):
+            over = [name for name in book.files.expired(now_s) if not is_needed(name)]
+            expire_files = partial(book.files.expire, is_needed=is_needed)
             for folder, expired, known, expire in (
                 (file.parent / RESULTS, book.expired(now_s), book.result_names(), book.expire),
-                (file.parent / FILES, book.files.expired(now_s), book.files.names(), book.files.expire),
+                (file.parent / FILES, over, book.files.names(), expire_files),
             ):
                 files = ResultFiles(folder)
                 gone = [*expired, *files.strays(known)]

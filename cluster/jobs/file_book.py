@@ -10,7 +10,7 @@ import json
 import secrets
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from cluster.jobs.records import ClientFile, LineResult, Order
@@ -22,9 +22,11 @@ OUTPUT, ERRORS = "output_file_id", "error_file_id"  # of a batch's facts
 TOTAL, COMPLETED, FAILED = "total", "completed", "failed"
 INPUT: Final = "input_file_id"
 OUTPUT_PURPOSE: Final = "batch_output"
+MODEL_PURPOSE: Final = "model"  # of what models are registered from
 KEEP_OUTPUT: Final = "keep_output_s"  # of a batch's facts: how long its files are kept after they began
 SILENT_S: Final = 3600.0  # an upload without a further piece for so long is given up
 _MAX_UPLOADS: Final = 64  # of one key at once
+IsNeeded = Callable[[str], bool]  # whether a registered model needs the file of that name
 FILES_SCHEMA: Final = (
     """
 CREATE TABLE IF NOT EXISTS files (
@@ -58,6 +60,7 @@ SELECT * FROM files WHERE key = ? AND number < ? AND ended_s IS NOT NULL AND (ex
 AND (?4 IS NULL OR purpose = ?4) ORDER BY number DESC LIMIT ?5""",
 }
 _FIRST: Final = {"asc": 0, "desc": 2**62}
+_USED: Final = "SELECT key, SUM(num_bytes) FROM files WHERE purpose != ? GROUP BY key"
 _INPUTS: Final = """
 SELECT json_extract(facts, '$.input_file_id') FROM jobs WHERE ended_s IS NULL AND endpoint = '/v1/batches'"""
 
@@ -75,19 +78,19 @@ class FileBook:
 
     # files
 
-    def begin(self, key: str, now_s: float) -> ClientFile:
-        """Begin a file, which is empty, and no one's to read until it ends. Raises JobsFull."""
+    def begin(self, key: str, now_s: float, purpose: str = "", suffix: str = "") -> ClientFile:
+        """Begin a file, which is empty, and no one's to read until it ends. Its id has the suffix. Raises JobsFull."""
         ((count,),) = self._db.execute("SELECT COUNT(*) FROM files WHERE key = ? AND ended_s IS NULL", (key,))
         if count >= _MAX_UPLOADS:
             raise JobsFull(f"{count} files of this key are being uploaded, the maximum; end one of them")
-        id_ = new_file_id()
+        id_ = new_file_id() + suffix
         with writing(self._db) as run:
             run(
                 "INSERT INTO files (id, key, name, purpose, num_bytes, created_s, expires_s)"
-                " VALUES (?, ?, '', '', 0, ?, ?)",
-                (id_, key, now_s, now_s + SILENT_S),
+                " VALUES (?, ?, '', ?, 0, ?, ?)",
+                (id_, key, purpose, now_s, now_s + SILENT_S),
             )
-        return ClientFile(id_, key, "", "", 0, now_s, now_s + SILENT_S, None)
+        return ClientFile(id_, key, "", purpose, 0, now_s, now_s + SILENT_S, None)
 
     def unfinished(self, key: str, id_: str) -> ClientFile | None:
         """Return a file that is being uploaded."""
@@ -143,17 +146,21 @@ class FileBook:
             run("DELETE FROM files WHERE id = ?", (id_,))
         return True
 
-    def expire(self, now_s: float) -> list[str]:
-        """Remove the files whose time is over, but for those that a batch still reads; return their names."""
-        gone = self.expired(now_s)
-        if gone:
+    def expire(self, now_s: float, is_needed: IsNeeded) -> list[str]:
+        """Remove the files whose time is over, but for those that a batch or a model needs; return their names."""
+        over = self.expired(now_s)
+        gone = [id_ for id_ in over if not is_needed(id_)]
+        if over:
             with writing(self._db) as run:
-                for id_ in gone:
-                    run("DELETE FROM files WHERE id = ?", (id_,))
+                for id_ in over:
+                    if id_ in gone:
+                        run("DELETE FROM files WHERE id = ?", (id_,))
+                    else:  # not looked at again for a while
+                        run("UPDATE files SET expires_s = ? WHERE id = ?", (now_s + SILENT_S, id_))
         return gone
 
     def expired(self, now_s: float) -> list[str]:
-        """Return the names of the files whose time is over."""
+        """Return the names of the files whose time is over, without those that batches read."""
         rows = self._db.execute("SELECT id FROM files WHERE expires_s < ?", (now_s,)).fetchall()
         inputs = self._inputs() if rows else ()
         return [id_ for (id_,) in rows if id_ not in inputs]
@@ -162,9 +169,20 @@ class FileBook:
         """Return the names of all files, finished or not."""
         return {id_ for (id_,) in self._db.execute("SELECT id FROM files")}
 
-    def check_room(self, key: str, num_bytes: int, config: JobsConfig) -> None:
-        """Raise JobsFull if there is no room for so many further bytes of a key. One of several keys has half."""
-        used: Counter[str] = Counter(dict(self._db.execute("SELECT key, SUM(num_bytes) FROM files GROUP BY key")))
+    def check_room(self, key: str, num_bytes: int, config: JobsConfig, purpose: str = "") -> None:
+        """Raise JobsFull if there is no room for so many further bytes of a key. One of several keys has half.
+
+        Models have a room of their own.
+        """
+        if purpose == MODEL_PURPOSE:
+            ((total,),) = self._db.execute("SELECT SUM(num_bytes) FROM files WHERE purpose = ?", (purpose,))
+            if (total or 0) + num_bytes > config.max_models_bytes:
+                raise JobsFull(
+                    f"all uploaded models have {total or 0} of {config.max_models_bytes} bytes "
+                    f"(jobs.max_models_bytes), and this one takes {num_bytes}: remove some of them"
+                )
+            return
+        used: Counter[str] = Counter(dict(self._db.execute(_USED, (MODEL_PURPOSE,))))
         most = config.max_files_bytes
         if used.total() + num_bytes > most:
             raise JobsFull(f"all files have {used.total()} of {most} bytes; delete some, or wait until some have ended")
@@ -176,6 +194,11 @@ class FileBook:
         return {id_ for (id_,) in self._db.execute(_INPUTS)}
 
     # batches
+
+    def growing(self, batch: str) -> list[str]:
+        """Return the names of the files that a batch has begun and not ended: they go with it."""
+        rows = self._db.execute("SELECT id FROM files WHERE batch = ? AND ended_s IS NULL", (batch,))
+        return [id_ for (id_,) in rows]
 
     def begin_lines(self, batch: str, total: int) -> list[int]:
         """Note the number of a batch's lines, and return which of them have ended."""

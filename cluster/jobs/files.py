@@ -42,6 +42,11 @@ class FileOwner:
         """Begin an upload. Raises JobsFull."""
         return await self._disk.run(self._disk.begin_file, key, self._clocks.unix_s())
 
+    async def begin_model(self, key: str, suffix: str, num_bytes: int) -> ClientFile:
+        """Begin the upload of a model of so many bytes, whose id has the suffix. Raises JobsFull."""
+        now_s = self._clocks.unix_s()
+        return await self._disk.run(self._disk.begin_model, key, suffix, num_bytes, self.config, now_s)
+
     async def append_file(self, key: str, id_: str, offset: int, piece: bytes) -> int | None:
         """Return the size of an upload with the piece, or without one that does not begin at its end.
 

@@ -1,4 +1,4 @@
-"""Webhooks in the book of jobs: where a job's end is told, and when that is tried next. SQLite, without a clock."""
+"""The part of the book that has webhooks: their addresses, and the times of their tries. SQLite, without a clock."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ _LOOK_S: Final = LOST_S / 4  # between two looks of waiting calls for jobs of si
 class JobOwner:
     """The jobs of one folder. Lives on one event loop.
 
-    `was_restarted`: ingresses of before may run on, with jobs that are theirs. All methods raise JobsUnavailable where
-    the folder cannot be used.
+    `was_restarted`: ingresses of before may run on, with jobs that are theirs. `registrations`: see `JobDisk`. All
+    methods raise JobsUnavailable where the folder cannot be used.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class JobOwner:
         *,
         was_restarted: bool = False,
         clocks: Clocks | None = None,
+        registrations: Path | None = None,
     ) -> None:
         self.config = config  # a new one counts from the next call on
         self._clocks = clocks or Clocks()
         self._was_restarted = was_restarted
         self._is_known = False  # who runs what
         self._knowing = asyncio.Lock()
-        self._disk = JobDisk(folder)
+        self._disk = JobDisk(folder, registrations)
         self.files = FileOwner(self._disk, config, self._clocks)
         self.hooks = HookOwner(self._disk, self._clocks)
         self._leases = JobLeases()

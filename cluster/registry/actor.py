@@ -25,6 +25,7 @@ import psutil
 import ray
 
 from cluster.jobs.disk import FOLDER as JOBS_FOLDER
+from cluster.jobs.disk import REGISTRATIONS, files_folder
 from cluster.jobs.files import FileOwner
 from cluster.jobs.hooks import HookOwner
 from cluster.jobs.owner import JobOwner
@@ -174,12 +175,12 @@ class WeightRegistry:
         first, config = config, await asyncio.to_thread(_applied_config, self._applied, config)
         self._config = config
         self._configuring = asyncio.Lock()
-        registrations = Registrations(store.path / "registrations" / config.name)
+        registered = store.path / REGISTRATIONS / config.name
         self._imports = _Imports(config, store)
         self._models = ServedModels(
             config.entries,
             store,
-            registrations,
+            Registrations(registered),
             self._imports,
             epoch=uuid.uuid4().hex,
             room=Room.of(config),
@@ -198,7 +199,12 @@ class WeightRegistry:
         self._users = Users(had_some=_is_restarted())
         self._settings = RuntimeSettings(overrides_file(store.path, config.name))
         self._settings.follow(first, config)
-        self._jobs = JobOwner(store.path / JOBS_FOLDER / config.name, config.jobs, was_restarted=_is_restarted())
+        self._jobs = JobOwner(
+            store.path / JOBS_FOLDER / config.name,
+            config.jobs,
+            was_restarted=_is_restarted(),
+            registrations=registered,
+        )
         self._files, self._hooks = self._jobs.files, self._jobs.hooks
         await self._models.begin_imports()
         self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
@@ -389,6 +395,7 @@ class WeightRegistry:
     read_body = _expose("_files", FileOwner.read_body)
     read_result = _expose("_files", FileOwner.read_result)
     begin_file = _expose("_files", FileOwner.begin_file)
+    begin_model = _expose("_files", FileOwner.begin_model)
     append_file = _expose("_files", FileOwner.append_file)
     end_file = _expose("_files", FileOwner.end_file)
     find_file = _expose("_files", FileOwner.find_file)
@@ -440,7 +447,11 @@ def _check_source(entry: Entry, config: ClusterConfig) -> None:
 
 def _roots_of(entry: Entry, config: ClusterConfig) -> tuple[Path, ...] | None:
     """Return the folders that a local checkpoint must lie in, None for one that the config trusts."""
-    return None if config.trusts(entry) else tuple(root.resolve() for root in config.allowed_roots)
+    if config.trusts(entry):
+        return None
+    uploads = files_folder(config.store.path, config.name)
+    roots = *config.allowed_roots, *([uploads] if isinstance(entry.path, Path) and entry.path.parent == uploads else ())
+    return tuple(root.resolve() for root in roots)
 
 
 def _errors(answers: Mapping[str, Any]) -> dict[str, str]:

@@ -42,6 +42,7 @@ from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.admin.live import ClusterView, create_live_router
 from deployments.ingress.admin.routes import ControllerCalls, create_admin_router, create_controller_router
+from deployments.ingress.admin.uploads import create_uploads_router
 from deployments.ingress.comfy.files import WorkflowFiles
 from deployments.ingress.comfy.paths import PathsBelowApi
 from deployments.ingress.comfy.prompts import Prompts
@@ -152,6 +153,7 @@ def create_http_app(
         create_shared_memory_router(inference.shared_memory),
         create_docs_router(app.title),
         create_admin_router(service),
+        create_uploads_router(desk, config),
         create_controller_router(controller),
     ):
         # Included, each router is matched before its routes, and the first request makes all of them a second time.

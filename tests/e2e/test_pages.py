@@ -33,7 +33,7 @@ SHOTS = ROOT / "out/pages"
 PATHS = {"create": "/", "chat": "/chat", "cluster": "/cluster", "pipelines": "/pipelines", "jobs": "/jobs"}
 SIZES = {360: 740, 1280: 800, 2560: 1300}
 FILL_GALLERY = """async (count) => {
-  const asking = indexedDB.open("atelier", 1);
+  const asking = indexedDB.open("atelier");
   const database = await new Promise((resolve) => (asking.onsuccess = () => resolve(asking.result)));
   const canvas = new OffscreenCanvas(64, 64);
   canvas.getContext("2d").fillRect(8, 8, 40, 40);
@@ -85,6 +85,8 @@ def prepare(page: Any, name: str) -> None:
         page.get_by_text("first token after").first.wait_for()
     elif name == "cluster":
         page.get_by_text("live", exact=True).wait_for()
+    elif name == "jobs":
+        page.get_by_role("heading", name="Jobs").wait_for()
     else:
         page.get_by_label("prompt").fill("3 + 4")
         page.get_by_role("button", name="Run").click()

@@ -270,6 +270,7 @@ def test_a_dropped_file_brings_its_parameters_back(url: str, open_page: OpenPage
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\xff" * 50)
     page = open_page(url)
     page.set_input_files("input[type=file]", file)
+    page.get_by_role("button", name="Use its parameters").click()
     page.get_by_text("Parameters of house.png are in the form").wait_for()
     read = {
         name: page.get_by_label(name, exact=True).first.input_value() for name in ("Prompt", "Negative prompt", "Seed")

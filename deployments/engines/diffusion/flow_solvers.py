@@ -14,24 +14,10 @@ import diffusers
 import numpy as np
 import torch
 
+from deployments.engines.diffusion.known_solvers import ANCESTRAL, BOTH, EULER, SAME, solves_flows
 from deployments.engines.diffusion.noisy_steps import Noise, NoisySteps
 from deployments.engines.records.protocol import EngineError
 
-EULER: Final = "FlowMatchEulerDiscreteScheduler"
-_OWN: Final = (EULER, "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")
-_SAME: Final = {
-    "EulerDiscreteScheduler": EULER,
-    "DDIMScheduler": EULER,
-    "HeunDiscreteScheduler": "FlowMatchHeunDiscreteScheduler",
-    "LCMScheduler": "FlowMatchLCMScheduler",
-}
-_ANCESTRAL: Final = "EulerAncestralDiscreteScheduler"
-# Classes made for noise that solve flows if their config says so.
-_BOTH: Final = (
-    *("DEISMultistepScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler"),
-    "UniPCMultistepScheduler",
-)
-NAMES: Final = frozenset({*_OWN, *_SAME, _ANCESTRAL, *_BOTH})
 _SPACING: Final = "timestep_spacing"
 _SIGMAS: Final = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 
@@ -80,25 +66,25 @@ class AncestralFlow(NoisySteps, SpacedFlow):
 
 def is_flow(solver: Any) -> bool:
     """Return whether a model's own solver solves a flow."""
-    return type(solver).__name__ in _OWN or bool(solver.config.get("use_flow_sigmas"))
+    return solves_flows(type(solver).__name__, solver.config)
 
 
 def flow_solver(config: Mapping[str, Any], name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    """Return the class for one of `NAMES`, its config in place of a model's `config`, and its spacing, if given.
+    """Return the class for one of `OF_FLOWS`, its config in place of a model's `config`, and its spacing, if given.
 
     Raises EngineError for a spacing that flows do not have.
     """
     others, spacing = {key: value for key, value in options.items() if key != _SPACING}, options.get(_SPACING)
     shift = config.get("shift", config.get("flow_shift", 1.0))
-    class_name = _SAME.get(name, name)
-    if name in _BOTH:
+    class_name = SAME.get(name, name)
+    if name in BOTH:
         own = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
         bent = [key for key in _SIGMAS if others.get(key)]
         if spacing not in (None, "trailing") or (bent and name != "UniPCMultistepScheduler"):
             what = bent[0] if bent else f"timestep_spacing {spacing!r}"
             raise EngineError(f"scheduler_options: of a flow, {name} has its steps in even spaces, and not by {what}")
         return getattr(diffusers, name), own | others, None
-    if class_name not in (EULER, _ANCESTRAL):
+    if class_name not in (EULER, ANCESTRAL):
         return getattr(diffusers, class_name), dict(options), None
     if spacing == "leading":
         raise EngineError(
@@ -107,5 +93,5 @@ def flow_solver(config: Mapping[str, Any], name: str, options: Mapping[str, Any]
         )
     if spacing not in (None, "linspace", "trailing"):
         raise EngineError(f"scheduler_options: timestep_spacing is {spacing!r}, expected one of linspace, trailing")
-    cls = AncestralFlow if name == _ANCESTRAL else SpacedFlow
+    cls = AncestralFlow if name == ANCESTRAL else SpacedFlow
     return cls, {"shift": shift} | others, spacing

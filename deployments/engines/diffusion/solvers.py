@@ -14,12 +14,10 @@ from typing import Any, Final
 
 import diffusers
 import torch
-from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
 from configs.options import Sampler
-from deployments.engines.diffusion.flow_solvers import NAMES as FLOW_NAMES
 from deployments.engines.diffusion.flow_solvers import flow_solver, is_flow
-from deployments.engines.diffusion.known_solvers import check_solver
+from deployments.engines.diffusion.known_solvers import OF_BETAS, OF_FLOWS, check_solver
 from deployments.engines.diffusion.noise_forms import noise_form
 from deployments.engines.diffusion.samplers import SAMPLERS, SigmaSolver, StepNoise
 from deployments.engines.diffusion.stochastic_solvers import SOLVERS as STOCHASTIC
@@ -29,11 +27,6 @@ from deployments.engines.records.protocol import DiffusionRequest, EngineError
 Schedule = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> arguments of its set_timesteps
 Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> replacements of its values
 
-# Solvers over a schedule of betas: each runs with the config of any other, as stock's users swap them. LCM and TCD
-# are in no class's `compatibles` in diffusers, though they read the same config; EDM is in all, and reads another one.
-_OF_BETAS: Final = frozenset(
-    {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler", *STOCHASTIC} - {"EDMEulerScheduler"}
-)
 # The options of a solver's config that a request may change, with their type, range of numbers, or choices.
 _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]] = {
     "use_karras_sigmas": bool,
@@ -115,7 +108,7 @@ class SolverFactory:
         elif not options:
             return copy.deepcopy(self._template)
         cls, changes, spacing = _solver_class(scheduler or own), dict(options), None
-        if is_flow(self._template) and (scheduler or own) in FLOW_NAMES:
+        if is_flow(self._template) and (scheduler or own) in OF_FLOWS:
             cls, changes, spacing = flow_solver(self.config, scheduler or own, options)
         _check_options(cls, {name: changes[name] for name in options if name in changes})
         try:
@@ -129,7 +122,7 @@ class SolverFactory:
     def _known_classes(self) -> list[str]:
         """Return the names of the classes that take the template's config, and can be run."""
         own = {cls.__name__ for cls in self._template.compatibles}
-        others = FLOW_NAMES if is_flow(self._template) else _OF_BETAS if _OF_BETAS & own else frozenset[str]()
+        others = OF_FLOWS if is_flow(self._template) else OF_BETAS if OF_BETAS & own else frozenset[str]()
         names = {type(self._template).__name__} | others
         return sorted(name for name in names if _solver_class(name) is not None)
 

@@ -95,7 +95,7 @@ class OwnApplication:
             if len(body) > most:
                 raise TooLargeResult(most) from None
         kept = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
-        error = _told_error(status, bytes(body)) if status >= 400 else None
+        error = _error_of_answer(status, bytes(body)) if status >= 400 else None
         return JobAnswer(status, tuple(pair for pair in kept if pair[0] not in _UNKEPT), error), bytes(body)
 
 
@@ -135,7 +135,7 @@ def _retry_after_s(answer: JobAnswer) -> float:
     return min(float(after), LONGEST_PAUSE_S) if after.isascii() and after.isdigit() and len(after) < 9 else 0.0
 
 
-def _told_error(status: int, body: bytes) -> JobError:
+def _error_of_answer(status: int, body: bytes) -> JobError:
     """Return the error of a failed answer, in any protocol's form."""
     message, code = f"the endpoint answered {status}; that is the job's result", f"http_{status}"
     with contextlib.suppress(ValueError, RecursionError):

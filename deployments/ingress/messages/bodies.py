@@ -203,7 +203,7 @@ class BoundedBody:
         if self._max_bytes < (announced := announced_bytes(scope)) < math.inf:
             raise _too_large(announced, self._max_bytes)
         is_json = not headers.get(b"content-type", b"").startswith(_NOT_JSON) and not scope["path"].startswith("/v2")
-        self._size = JsonSize(limits.max_body_bytes) if is_json else None
+        self._size = JsonSize(limits.max_body_bytes) if is_json and not self._is_file else None
         self._scope, self._receive, self._send, self._large, self._clock = scope, receive, send, large, clock
         self._begun_s = clock()
         self._num_bytes = 0

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from deployments.engines.diffusion.known_solvers import solvers_for
 from deployments.ingress.messages.responses import Answer, documented, json_response
 from deployments.ingress.service.catalog import ModelCard
 from deployments.ingress.service.model_answers import ModelAnswer, Nearness
@@ -30,6 +31,13 @@ class ModelsAnswer(Answer):
     data: list[ModelAnswer]
 
 
+class SchedulersAnswer(Answer):
+    """The schedulers that a request may name for a model, by the names of diffusers' classes; its own comes first."""
+
+    object: Literal["list"]
+    data: list[str]
+
+
 def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[Mapping[str, Nearness]]]) -> APIRouter:
     """Return the routes. `ask_nearness` returns the nearness of each model."""
     router = APIRouter(tags=["models"])
@@ -46,6 +54,12 @@ def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[
     async def model(model: str) -> Response:
         """One model, adapter or pipeline."""
         return json_response(ModelAnswer.of(await service.listing.model(model)))
+
+    @router.get("/v1/models/{model}/schedulers", response_model=SchedulersAnswer, responses=documented(404, 503))
+    async def schedulers(model: str) -> Response:
+        """The schedulers that a model takes; none for a model without one of its own."""
+        config = await service.listing.solver_config(model)
+        return json_response(SchedulersAnswer(object="list", data=solvers_for(config)))
 
     return router
 

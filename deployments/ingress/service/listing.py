@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from cluster.admission.dispatcher import Dispatcher
 from cluster.registry.snapshot import RegistrySnapshot
@@ -54,6 +55,10 @@ class Listing:
         if card.kind not in ("llm", "embedding") or card.state == "unavailable":
             return LanguageModelDetails()
         return await self._catalog.details(card.id)
+
+    async def solver_config(self, id_: str) -> Mapping[str, Any]:
+        """Return the config of a model's solver, empty for one without. Raises UnknownModel, ModelUnavailable."""
+        return {} if await self.is_pipeline(id_) else await self._catalog.solver_config(id_)
 
     async def health(self) -> Health:
         """Return the health for probes, counted once for each revision of the directory, however often they ask.

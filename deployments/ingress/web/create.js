@@ -3,6 +3,7 @@
 import {
   Area,
   Choices,
+  Dialog,
   Field,
   Slider,
   clamp,
@@ -19,14 +20,14 @@ import {
   useState,
   useUrl,
 } from "./parts.js";
-import { EMPTY, MAX_SEED, SCHEDULERS, checkedForm, drawSeed, enlarged, formWith, originOf, parametersOf, sizesOf } from "./form.js";
+import { EMPTY, MAX_SEED, checkedForm, drawSeed, enlarged, formWith, originOf, parametersOf, sizesOf } from "./form.js";
 import { Enlarge, Gallery } from "./gallery.js";
 import { EntryStore } from "./entry_store.js";
 import { GridFields, cellsOf, sheetOf } from "./grid.js";
 import { MAX_FILE_BYTES, download, parametersOf as parametersOfFile } from "./image_files.js";
 import { Jobs } from "./image_jobs.js";
 import { MaskDialog } from "./mask.js";
-import { ModelPicker, makes, useModels } from "./models.js";
+import { ModelPicker, makes, useModels, useSchedulers } from "./models.js";
 import { texts } from "./texts.js";
 
 const words = texts.create;
@@ -49,11 +50,22 @@ function Create() {
   }, [models?.length, Boolean(model)]);
   useEffect(() => void store.all().then(setEntries), []);
   const set = (change) => setForm((old) => ({ ...old, ...change }));
-  const takeFile = (file, place) => useFile(file, place, { all, models, setForm, setImages });
+  const [found, setFound] = useState(null); // a file that carries parameters, until it is said what to take of it
+  const start = (blob) => setImages((old) => ({ ...old, start: blob, mask: null }));
+  const takeFile = (file, place) => useFile(file, place, { all, start, setFound, setImages });
+  const takeParameters = ({ file, parameters }) => {
+    const isKnown = models?.some((one) => one.id === parameters.model);
+    if (parameters.model && !isKnown) tell(words.unknownModel(parameters.model), { isError: true });
+    setForm((old) => formWith(old, isKnown ? parameters : { ...parameters, model: old.model }));
+    tell(words.readParameters(file.name));
+  };
   const generate = () => {
-    const lacking = model?.kind === "pipeline" ? null : Object.keys(READING).find((place) => takenOf(all, model, form, place) && !images[place]);
+    const asked = grid ? cellsOf(grid, form).map(({ change }) => change.model ?? form.model) : [form.model];
+    const unknown = [...new Set(asked)].filter((id) => !models?.some((one) => one.id === id));
+    if (unknown.length) return tell(words.unknownModels(unknown.join(", ")), { isError: true });
+    const lacking = Object.keys(READING).find((place) => !images[place] && models.some((one) => asked.includes(one.id) && takenOf(all, one, form, place)));
     if (lacking) return tell(words.lacksImage(form[lacking]), { isError: true });
-    const requests = requestsOf({ form, model, images, grid, all });
+    const requests = requestsOf({ form, model, models, images, grid, all });
     if (requests.length) jobs.start(requests);
     document.querySelector(".stage").scrollIntoView({ block: "nearest" });
     if (form.seedMode === "drawn" || form.seed === null) set({ seed: requests.at(-1)?.parameters.seed ?? form.seed });
@@ -62,11 +74,11 @@ function Create() {
     setForm((old) => formWith(old, originOf(entry.parameters)));
     document.getElementById("main").scrollIntoView({ block: "start" });
   };
-  const start = (blob) => setImages((old) => ({ ...old, start: blob, mask: null }));
   const enlarging = useEnlarging(all, jobs);
   useDrops((file) => takeFile(file, null));
   const props = { form, set, model, models, all, images, setImages, takeFile, grid, setGrid, generate, jobs };
   return html`<h1 class="unseen">Create</h1>
+    ${found && html`<${FoundParameters} found=${found} onParameters=${takeParameters} onStart=${start} onClose=${() => setFound(null)} />`}
     <div class="create">
       <${Form} ...${props} />
       <div class="work">
@@ -124,26 +136,30 @@ async function entryOf(job, blob, answer) {
 }
 
 // Return what one press of the button asks for: the cells of a grid, or so many images.
-function requestsOf({ form, model, images, grid, all }) {
+function requestsOf({ form, model, models, images, grid, all }) {
   if (!model || !form.prompt.trim()) return [];
+  const first = form.seedMode === "drawn" || form.seed === null ? drawSeed() : form.seed;
+  if (!grid) return Array.from({ length: form.count }, (_, number) => requestOf({ form, model, images, all, seed: (first + number) % MAX_SEED }));
+  return cellsOf(grid, form).map(({ change, cell }) => {
+    const own = { ...form, ...change };
+    const one = models.find((other) => other.id === own.model);
+    return { ...requestOf({ form: own, model: one, images, all, seed: change.seed ?? first }), cell };
+  });
+}
+
+function requestOf({ form, model, images, all, seed }) {
   const isPipeline = model.kind === "pipeline";
   const used = {};
   if (!isPipeline && images.start) Object.assign(used, { start: images.start, mask: images.mask ?? undefined });
   for (const place of Object.keys(READING)) if (!isPipeline && takenOf(all, model, form, place)) used[place] = images[place];
-  const first = form.seedMode === "drawn" || form.seed === null ? drawSeed() : form.seed;
-  const made = (change = {}, seed = first, cell = null) => {
-    const own = fitting({ ...form, ...change, loras: change.loras ?? form.loras }, model, all);
-    const parameters = parametersOf(own, model, seed);
-    if (used.start) parameters.strength = form.strength;
-    if (used.control) {
-      const { control: name, controlScale: scale, controlStart: start, controlEnd: end } = form;
-      parameters.control = { name, scale, start, end };
-    }
-    if (used.ipAdapter) parameters.ipAdapter = { name: form.ipAdapter, scale: form.ipAdapterScale };
-    return { parameters, images: used, isPipeline, cell, shape: shapeOf(parameters, model) };
-  };
-  if (grid) return cellsOf(grid, form).map(({ change, cell }) => made(change, change.seed ?? first, cell));
-  return Array.from({ length: form.count }, (_, number) => made({}, (first + number) % MAX_SEED));
+  const parameters = parametersOf(fitting(form, model, all), model, seed);
+  if (used.start) parameters.strength = form.strength;
+  if (used.control) {
+    const { control: name, controlScale: scale, controlStart: start, controlEnd: end } = form;
+    parameters.control = { name, scale, start, end };
+  }
+  if (used.ipAdapter) parameters.ipAdapter = { name: form.ipAdapter, scale: form.ipAdapterScale };
+  return { parameters, images: used, isPipeline, cell: null, shape: shapeOf(parameters, model) };
 }
 
 // The room that an image gets before it is there, so that nothing moves when it comes.
@@ -157,20 +173,28 @@ function fitting(form, model, all) {
   return { ...form, loras: Object.fromEntries(Object.entries(form.loras).filter(([name]) => taken.has(name))) };
 }
 
-// Take a file: its parameters where it carries some, else an image to start from. `place` says where it was dropped.
-async function useFile(file, place, { all, models, setForm, setImages }) {
+// Take a file: an image to start from, or, as `setFound` asks, the parameters that it carries. `place` says where it
+// was dropped.
+async function useFile(file, place, { all, start, setFound, setImages }) {
   if (file.size > MAX_FILE_BYTES) return tell(texts.errors.tooLarge(file.name), { isError: true });
   if (!(await isImage(file))) return tell(texts.errors.notAnImage(file.name), { isError: true });
   if (place) return setImages((old) => ({ ...old, [place]: file, ...(place === "start" ? { mask: null } : {}) }));
   const parameters = await parametersOfFile(file);
-  if (!parameters || all?.some((one) => one.id === parameters.model && one.kind === "upscaler")) {
-    setImages((old) => ({ ...old, start: file, mask: null }));
-    return tell(words.usedAsStart(file.name));
-  }
-  const isKnown = models?.some((model) => model.id === parameters.model);
-  if (parameters.model && !isKnown) tell(words.unknownModel(parameters.model), { isError: true });
-  setForm((old) => formWith(old, isKnown ? parameters : { ...parameters, model: old.model }));
-  return tell(words.readParameters(file.name));
+  if (parameters && !all?.some((one) => one.id === parameters.model && one.kind === "upscaler")) return setFound({ file, parameters });
+  start(file);
+  return tell(words.usedAsStart(file.name));
+}
+
+// Ask what to take of a file that carries parameters.
+function FoundParameters({ found, onParameters, onStart, onClose }) {
+  const take = (how) => (how(), onClose());
+  return html`<${Dialog} title=${words.hasParameters} className="narrow" onClose=${onClose}>
+    <p>${words.hasParametersHint}</p>
+    <div class="row end wrap">
+      <button onClick=${() => take(() => (onStart(found.file), tell(words.usedAsStart(found.file.name))))}>${words.useAsStart}</button>
+      <button class="primary" onClick=${() => take(() => onParameters(found))}>${words.useParameters}</button>
+    </div>
+  <//>`;
 }
 
 async function isImage(file) {
@@ -195,7 +219,7 @@ function Form({ form, set, model, models, all, images, setImages, takeFile, grid
         ${(id) => html`<${Area} id=${id} rows="3" placeholder=${words.promptHint} value=${form.prompt} onInput=${(prompt) => set({ prompt })} />`}
       <//>
       ${!isPipeline && html`<${ImageFields} ...${{ form, set, model, all, images, setImages, takeFile }} />`}
-      ${grid && !isPipeline && html`<${GridFields} grid=${grid} setGrid=${setGrid} form=${form} loras=${adaptersOf(all, model, "adapter")} most=${MAX_CELLS} />`}
+      ${grid && !isPipeline && html`<${GridFields} grid=${grid} setGrid=${setGrid} form=${form} loras=${adaptersOf(all, model, "adapter")} models=${(models ?? []).map((one) => one.id)} most=${MAX_CELLS} />`}
     </div>
     <div class="submit">
       <button class="primary wide" disabled=${!canGenerate}>${numCells > 1 ? texts.grid.make(numCells) : words.generate}</button>
@@ -220,6 +244,8 @@ const adaptersOf = (all, model, kind) => (all ?? []).filter((one) => one.kind ==
 function ImageFields({ form, set, model, all, images, setImages, takeFile }) {
   const defaults = model?.defaults ?? {};
   const loras = adaptersOf(all, model, "adapter");
+  const schedulers = useSchedulers(model);
+  const isOther = form.scheduler.trim() && schedulers.length > 0 && !schedulers.includes(form.scheduler.trim());
   const isNegative = defaults.guidance_scale !== undefined || form.negative;
   return html`<${SizeField} form=${form} set=${set} model=${model} />
     <div class="pair">
@@ -242,9 +268,9 @@ function ImageFields({ form, set, model, all, images, setImages, takeFile }) {
         <${Field} label=${words.negative}>
           ${(id) => html`<${Area} id=${id} rows="2" placeholder=${words.negativeHint} value=${form.negative} onInput=${(negative) => set({ negative })} />`}
         <//>
-        <${Field} label=${words.scheduler}>
+        <${Field} label=${words.scheduler} hint=${isOther && words.schedulerOther(form.model)}>
           ${(id) => html`<input id=${id} list="schedulers" placeholder=${words.schedulerHint} spellcheck=${false} value=${form.scheduler} onInput=${(e) => set({ scheduler: e.target.value })} />
-            <datalist id="schedulers">${SCHEDULERS.map((name) => html`<option value=${name} />`)}</datalist>`}
+            <datalist id="schedulers">${schedulers.map((name) => html`<option value=${name} />`)}</datalist>`}
         <//>
       </div>
     </details>`;

@@ -32,24 +32,6 @@ const SHAPES = [
   ["16:9", 16, 9],
   ["9:16", 9, 16],
 ];
-// Classes of diffusers, as the WebUI's samplers have them; a server says which of them a model takes.
-export const SCHEDULERS = [
-  "FlowMatchEulerDiscreteScheduler",
-  "EulerDiscreteScheduler",
-  "EulerAncestralDiscreteScheduler",
-  "DPMSolverMultistepScheduler",
-  "DPMSolverSinglestepScheduler",
-  "UniPCMultistepScheduler",
-  "DDIMScheduler",
-  "DDPMScheduler",
-  "HeunDiscreteScheduler",
-  "KDPM2DiscreteScheduler",
-  "KDPM2AncestralDiscreteScheduler",
-  "LCMScheduler",
-  "LMSDiscreteScheduler",
-  "PNDMScheduler",
-];
-
 export const drawSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
 // What a visit before this one has kept, as far as it is of the kind that is expected now.

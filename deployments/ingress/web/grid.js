@@ -1,10 +1,10 @@
-// A grid: the same prompt over seeds, guidance, steps or LoRAs, as a labelled contact sheet.
+// A grid: the same prompt over models, seeds, guidance, steps or LoRAs, as a labelled contact sheet.
 
 import { Field, html } from "./parts.js";
 import { texts } from "./texts.js";
 
 const words = texts.grid;
-const AXES = ["seed", "guidance", "steps", "lora", "loraScale"];
+const AXES = ["model", "seed", "guidance", "steps", "lora", "loraScale"];
 const MAX_VALUES = 64;
 
 // Return the numbers of "1, 2.5, 4-7".
@@ -21,12 +21,17 @@ export function numbersOf(text) {
   return [...new Set(found)].slice(0, MAX_VALUES + 1);
 }
 
+function namesOf(text) {
+  const names = String(text ?? "").split(",").map((name) => name.trim()).filter(Boolean);
+  return [...new Set(names)].slice(0, MAX_VALUES + 1);
+}
+
 // Return {label, change of the form} for each value of an axis; one that changes nothing where there is no axis.
 function valuesOf(axis, text, form) {
   if (!AXES.includes(axis)) return [{ label: "", change: {} }];
+  if (axis === "model") return namesOf(text).map((model) => ({ label: model, change: { model } }));
   if (axis === "lora") {
-    const names = String(text ?? "").split(",").map((name) => name.trim()).filter(Boolean);
-    return [...new Set(names)].slice(0, MAX_VALUES).map((name) => {
+    return namesOf(text).map((name) => {
       const isNone = name === words.noLora;
       return { label: name, change: { loras: isNone ? {} : { [name]: form.loras[name] || 1 } } };
     });
@@ -54,11 +59,12 @@ function merged(one, other) {
   return { ...one, ...other, loras: Object.fromEntries(Object.keys(one.loras).map((name) => [name, scale])) };
 }
 
-export function GridFields({ grid, setGrid, form, loras, most }) {
+export function GridFields({ grid, setGrid, form, loras, models, most }) {
   const count = cellsOf(grid, form).length;
   const set = (change) => setGrid({ ...grid, ...change });
-  const hintOf = (axis) => (axis === "seed" ? words.seedValues : axis === "lora" ? [words.noLora, ...loras.map((one) => one.id)].join(", ") : words.numberValues);
-  const onAxis = (place, axis) => set({ [place]: axis, [`${place}Values`]: axis === "lora" ? hintOf("lora") : "" });
+  const hints = { seed: words.seedValues, lora: [words.noLora, ...loras.map((one) => one.id)].join(", "), model: models.join(", ") };
+  const hintOf = (axis) => hints[axis] ?? words.numberValues;
+  const onAxis = (place, axis) => set({ [place]: axis, [`${place}Values`]: axis === "lora" || axis === "model" ? hintOf(axis) : "" });
   const axis = (place) => html`<div class="pair">
     <${Field} label=${words[place]}>
       ${(id) => html`<select id=${id} value=${grid[place]} onChange=${(e) => onAxis(place, e.target.value)}>

@@ -33,6 +33,18 @@ export function useModels() {
   return models;
 }
 
+// Return the schedulers that a model takes, its own first; none while they are not known.
+export function useSchedulers(model) {
+  const [known, setKnown] = useState({});
+  const { id, kind } = model ?? {};
+  useEffect(() => {
+    if (kind !== "diffusion" || known[id]) return;
+    const take = ({ data }) => setKnown((old) => ({ ...old, [id]: data }));
+    getJson(`v1/models/${encodeURIComponent(id)}/schedulers`, { quiet: true }).then(take, () => {});
+  }, [id, kind]);
+  return known[id] ?? [];
+}
+
 export const makes = (endpoint) => (model) => model.endpoints.includes(endpoint);
 
 function nearness(model) {

@@ -68,6 +68,33 @@ async def test_what_changes_nothing_goes_to_another_replica_when_its_own_died(
         assert len(second.seen) == (2 if repeated else 1)
 
 
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "repeated"),
+    [
+        ("/v1/jobs", {"endpoint": "/v1/embeddings", "body": {}}, {}, False),
+        ("/v1/jobs", {"endpoint": "/v1/embeddings", "body": {}, "idempotency_key": "k"}, {}, True),
+        ("/v1/batches", {}, {"Idempotency-Key": "k"}, True),
+        ("/v1/batches", {}, {}, False),
+        ("/prompt", {"prompt": {}}, {}, False),
+        ("/prompt", {"prompt": {}, "prompt_id": "p"}, {}, True),
+        ("/v1/responses", {"input": "x", "background": True}, {}, False),
+        ("/v1/responses", {"input": "x", "background": False}, {}, True),
+        ("/v1/images/generations", {"prompt": "x", "background": True}, {"Idempotency-Key": "k"}, True),
+    ],
+)
+async def test_a_request_that_begins_a_job_is_sent_again_with_an_idempotency_key_alone(
+    client: aiohttp.ClientSession, path: str, body: dict[str, Any], headers: dict[str, str], repeated: bool
+) -> None:
+    async with Replica(dies) as first, Replica(says_yes) as second, door(first, second) as (url, _):
+        statuses = []
+        for _ in range(2):  # one of the two begins at the replica that dies
+            async with client.post(url + path, json=body, headers=headers) as answer:
+                statuses.append(answer.status)
+        assert sorted(statuses) == ([200, 200] if repeated else [200, 502])
+        assert len(second.seen) == (2 if repeated else 1)
+
+
 async def test_a_node_that_falls_silent_is_noticed_while_a_request_is_there(client: aiohttp.ClientSession) -> None:
     """HAProxy lets the kernel ask the replica's: `tests/nodes` cuts the link."""
     release = asyncio.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from kit.clock import Clock
 
 from cluster.jobs.disk import FILES, collect_results
-from cluster.jobs.file_book import INPUT, SILENT_S
+from cluster.jobs.file_book import INPUT, MODEL_PURPOSE, SILENT_S
 from cluster.jobs.files import Clocks, FileOwner
 from cluster.jobs.owner import JobOwner
 from cluster.jobs.records import BATCHES, JobAnswer, LineResult, NewJob
@@ -132,6 +133,64 @@ async def test_a_batch_that_is_deleted_leaves_nothing(owner: JobOwner, tmp_path:
     assert list((tmp_path / "jobs" / "c" / FILES).iterdir()) == []
     assert not await owner.files.end_lines(batch.id, taken.start, "mine", lines)
     assert await owner.files.begin_lines(batch.id, taken.start, 2) is None
+
+
+async def test_a_job_goes_without_a_look_at_all_files(owner: JobOwner, tmp_path: Path) -> None:
+    await uploaded(owner.files, b"x")
+    other = tmp_path / "jobs" / "c" / FILES / "file-of-a-crash"
+    other.write_bytes(b"x")
+    job = await owner.add_job(NewJob("mine", "/v1/x", b"{}"))
+    assert await owner.forget_job("mine", job.id)
+    assert other.exists(), "strays go when the folder is opened"
+
+
+async def test_the_file_of_a_registered_model_stays_until_the_model_goes(tmp_path: Path, clock: Clock) -> None:
+    registrations, folder = tmp_path / "registrations" / "c", tmp_path / "jobs" / "c"
+    registrations.mkdir(parents=True)
+
+    def opened() -> JobOwner:
+        return JobOwner(folder, CONFIG, clocks=SetClocks(clock), registrations=registrations)
+
+    def kept() -> set[str]:
+        return {path.name for path in (folder / FILES).iterdir()}
+
+    owner = opened()
+    ids = []
+    for _ in range(2):
+        begun = await owner.files.begin_model("mine", ".gguf", 4)
+        assert begun.id.endswith(".gguf")
+        await owner.files.append_file("mine", begun.id, 0, b"GGUF")
+        await owner.files.end_file("mine", begun.id, "x", MODEL_PURPOSE, SILENT_S)
+        ids.append(begun.id)
+    used, unused = ids
+    (registrations / "ink.json").write_text(json.dumps({"entry": {"id": "ink", "path": str(folder / FILES / used)}}))
+    with pytest.raises(FileInUse, match="is that of a registered model"):
+        await owner.files.forget_file("mine", used)
+    for _ in range(2):
+        clock.now_s += SILENT_S + 1
+        await owner.files.begin_file("mine")
+        assert kept() == {used}
+    owner.close()
+    assert collect_results(tmp_path, clock.now_s + SILENT_S + 1) == ([], 0)
+    assert kept() == {used}
+    (registrations / "ink.json").unlink()
+    removed, _ = collect_results(tmp_path, clock.now_s + 3 * SILENT_S)
+    assert [path.name for path in removed] == [used]
+    assert kept() == set()
+    assert unused != used
+
+
+async def test_models_have_a_room_of_their_own(tmp_path: Path) -> None:
+    config = JobsConfig.model_validate({"max_files_bytes": 2**20, "max_models_bytes": 10})
+    owner = JobOwner(tmp_path, config)
+    with pytest.raises(JobsFull, match=r"have 0 of 10 bytes \(jobs.max_models_bytes\), and this one takes 11"):
+        await owner.files.begin_model("mine", ".gguf", 11)
+    begun = await owner.files.begin_model("mine", ".gguf", 10)
+    assert await owner.files.append_file("mine", begun.id, 0, bytes(10)) == 10
+    with pytest.raises(JobsFull):
+        await owner.files.append_file("mine", begun.id, 10, b"x")
+    await uploaded(owner.files, bytes(2**19))
+    owner.close()
 
 
 async def test_files_of_a_batch_are_kept_as_long_as_it_says(owner: JobOwner) -> None:

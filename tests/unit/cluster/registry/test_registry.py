@@ -21,8 +21,10 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 from unit.weights.sources.hub_server import Hub, serving
 
+from cluster.jobs.disk import files_folder
+from cluster.jobs.file_book import MODEL_PURPOSE, SILENT_S
 from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
-from cluster.records.errors import ModelUnknown, NotKept, RegistrationRefused, WeightsUnavailable
+from cluster.records.errors import FileInUse, ModelUnknown, NotKept, RegistrationRefused, WeightsUnavailable
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap
@@ -32,7 +34,7 @@ from cluster.registry.served_models import ServedModels
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.model import ModelConfig
+from configs.model import AdapterConfig, ModelConfig
 from weights.storage.store import WeightStore
 
 at = PeerAddress.parse
@@ -480,3 +482,30 @@ async def test_a_control_plane_ends_with_the_last_of_the_replicas_that_asked_it(
     models._keepers._silent.clear()
     models._nodes.end_after_users([])
     assert ended == ["atelier"]
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_lora_is_registered_from_an_upload_which_stays_with_it(tmp_path: Path, checkpoint: Path) -> None:
+    file = tmp_path / "ink.safetensors"
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    weights = {f"{name}.lora_A.weight": (2, 8), f"{name}.lora_B.weight": (8, 2)}
+    save_file({one: seeded_rng().random(shape, np.float32) for one, shape in weights.items()}, file)
+    content = file.read_bytes()
+    near = Path(shutil.copytree(checkpoint, tmp_path / "c/models/near"))
+    models = await registry(tmp_path / "c", near, "http://127.0.0.1:1")
+    await models.find_model("near")
+    folder = files_folder(tmp_path / "c/store", (await models.config()).name)
+    with pytest.raises(RegistrationRefused, match="outside of the folders that models may come from"):
+        await models.register(AdapterConfig(id="ink", path=file, base=("near",)))
+    for size in (len(content) - 1, len(content)):
+        begun = await models.begin_model("", ".safetensors", size)
+        assert await models.append_file("", begun.id, 0, content[:size]) == size
+        assert await models.end_file("", begun.id, "ink", MODEL_PURPOSE, SILENT_S) is not None
+        record = await models.register(AdapterConfig(id="ink", path=folder / begun.id, base=("near",)))
+        assert (record.state == "ready") == (size == len(content)), record.error
+        if size < len(content):
+            assert "truncated" in record.error
+    with pytest.raises(FileInUse):
+        await models.forget_file("", begun.id)
+    await models.unregister("ink")
+    assert await models.forget_file("", begun.id)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from kit.browser import OpenPage, axe_violations, needs_axe
-from unit.deployments.ingress.page_server import PageServer
+from kit.seeding import seeded_random
+from unit.deployments.ingress.http_fakes import Replicas
+from unit.deployments.ingress.page_server import PageServer, page_server_over
 
 MIB = 2**20
+PART_BYTES = 8 * MIB
 
 
 def picture(**changes: Any) -> dict[str, Any]:
@@ -102,3 +106,67 @@ def test_a_model_and_a_lora_are_added(page_server: PageServer, open_page: OpenPa
     page.get_by_text("ink is being taken in").wait_for()
     dialog.wait_for(state="detached")
     assert asked == [{"id": "ink", "path": "/m"}, {"id": "ink", "path": "hf://someone/ink", "base": ["flux", "sdxl"]}]
+
+
+@needs_axe
+def test_a_lora_is_uploaded_in_parts_and_goes_on_after_a_reload(
+    tmp_path: Path, open_page: OpenPage, replicas: Replicas
+) -> None:
+    content = seeded_random().randbytes(2 * PART_BYTES + 12_345)
+    file = tmp_path / "ink.safetensors"
+    file.write_bytes(content)
+    registered: list[dict[str, Any]] = []
+    offsets: list[Any] = []
+
+    def register(route: Any) -> None:
+        registered.append(route.request.post_data_json)
+        route.fulfill(status=202, body='{"id": "ink"}')
+
+    def break_off(route: Any) -> None:
+        offset = int(route.request.url.partition("offset=")[2])
+        offsets.append(offset)
+        if offset:
+            route.abort()
+        else:
+            route.continue_()
+
+    def filled(page: Any) -> Any:
+        page.get_by_role("button", name="Add a model or LoRA").click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("LoRA or ControlNet").check(force=True)
+        dialog.get_by_label("Name").fill("ink")
+        dialog.get_by_label("Of the models").fill("flux")
+        dialog.get_by_label("Or a file of this computer").set_input_files(file)
+        assert dialog.get_by_label("Path or address").is_disabled()
+        return dialog
+
+    with page_server_over(replicas, tmp_path) as server:
+        node = {"resident_bytes": 0, "leased_bytes": 0, "pinned_bytes": 0, "budget_bytes": MIB}
+        page = opened(server, open_page, picture(nodes={"n1": node}))
+        page.route("**/admin/models?wait=false", register)
+        page.route("**/admin/uploads/*?offset=*", break_off)
+        dialog = filled(page)
+        dialog.get_by_role("button", name="Add", exact=True).click()
+        dialog.get_by_text("8.0 MiB of 16 MiB").wait_for()
+        assert axe_violations(page) == []
+        for width in (360, 1280):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert dialog.evaluate("one => one.scrollWidth <= one.clientWidth")
+        dialog.get_by_role("button", name="Close").click()
+        page.get_by_text("ink.safetensors is not sent whole").wait_for()
+        assert (offsets[0], set(offsets[1:])) == (0, {PART_BYTES})
+        page.unroute("**/admin/uploads/*?offset=*", break_off)
+        page.on("request", lambda asked: offsets.append(asked.url) if "offset=" in asked.url else None)
+        offsets.clear()
+        page.reload()
+        filled(page).get_by_role("button", name="Add", exact=True).click()
+        page.get_by_text("ink is being taken in").wait_for()
+        sent = [int(str(url).partition("offset=")[2]) for url in offsets]
+        assert sent == [PART_BYTES, 2 * PART_BYTES], "what was there was not sent again"
+        (kept,) = (tmp_path / "jobs" / "files").iterdir()
+        assert kept.read_bytes() == content
+        (asked,) = registered
+        assert asked == {"id": "ink", "path": asked["path"], "base": ["flux"]}
+        assert Path(asked["path"]).name == kept.name
+        assert page.evaluate("localStorage.getItem('atelier.uploads')") == "{}"

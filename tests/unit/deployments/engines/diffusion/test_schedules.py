@@ -6,6 +6,7 @@ import diffusers
 import numpy as np
 import pytest
 
+from deployments.engines.diffusion.known_solvers import solvers_for
 from deployments.engines.records.protocol import EngineError
 
 
@@ -90,6 +91,7 @@ def test_every_solver_that_a_message_names_runs(sdxl, stable_diffusion_3, make_r
         known = str(refusal.value).partition("known: ")[2].rstrip(")").split(", ")
         assert type(pair.stock.scheduler).__name__ in known
         assert len(known) >= 3
+        assert sorted(solvers_for(pair.stock.scheduler.config)) == known
         for solver in known:
             images = pair.ours.generate(make_request(scheduler=solver, num_inference_steps=4), pair.conditioning())
             assert images.shape[0] == 1, solver
