@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import ray
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.process.ray_calls import call_actor, get
 from configs.cluster import ClusterConfig, WorkerConfig
 from deployments.engines.ranks.group import RankGroup, RankLost
+from deployments.engines.ranks.layout import adjacent_places
 from deployments.engines.ranks.links import listening
 from deployments.modules.builder import BuildOrder
 from deployments.replicas.replica_end import ReplicaEnd
@@ -124,7 +126,9 @@ async def start_ranks(config: ClusterConfig, settings: WorkerConfig, name: str, 
 
     Raises RankLost or TimeoutError when they do not come, and what keeps a follower from its node's weights.
     """
-    actors = {rank: _start_follower(settings, rank) for rank in range(1, settings.ranks.size)}
+    group = ray.util.get_current_placement_group()
+    places = await asyncio.to_thread(_places_of, group)
+    actors = {rank: _start_follower(settings, group, places[rank]) for rank in range(1, settings.ranks.size)}
     async with asyncio.timeout(START_S):
         opening = (
             call_actor(actor, RankFollower.open, config, settings, f"{name}, rank {rank}")
@@ -140,9 +144,14 @@ async def start_ranks(config: ClusterConfig, settings: WorkerConfig, name: str, 
     return ranks
 
 
-def _start_follower(settings: WorkerConfig, rank: int) -> Any:
-    group = ray.util.get_current_placement_group()
-    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+def _places_of(group: Any) -> list[int]:
+    """Return the bundle of each rank: Ray puts bundles on nodes in any order. Blocks."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return adjacent_places([nodes[bundle] for bundle in range(len(nodes))])
+
+
+def _start_follower(settings: WorkerConfig, group: Any, bundle: int) -> Any:
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     actor = ray.remote(RankFollower).options(
         num_cpus=settings.num_cpus, num_gpus=settings.num_gpus, scheduling_strategy=place
     )

@@ -217,20 +217,20 @@ def view_of(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     if ref.nbytes == 0:  # an array without bytes may have stride 0, which cannot be viewed as a wider type
         return torch.empty(shape, dtype=dtype, device=base.device)
     if isinstance(ref, SlicedRef):
-        return _part_of(base, ref, dtype)
+        return _part_of(base, ref, dtype, shape)
     flat = base[ref.offset : ref.offset + ref.nbytes]
     if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
     return flat.view(dtype).view(shape)
 
 
-def _part_of(base: torch.Tensor, ref: SlicedRef, dtype: torch.dtype) -> torch.Tensor:
+def _part_of(base: torch.Tensor, ref: SlicedRef, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a part of a tensor, as `view_of` does: every row of it where it is in the whole one."""
-    reach = sum((size - 1) * step for size, step in zip(ref.shape, ref.strides, strict=True)) + 1
+    reach = sum((size - 1) * step for size, step in zip(shape, ref.strides, strict=True)) + 1
     flat = base[ref.offset : ref.offset + reach * dtype.itemsize]
     if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
-    return flat.view(dtype).as_strided(ref.shape, ref.strides)
+    return flat.view(dtype).as_strided(shape, ref.strides)
 
 
 def _seen_as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

@@ -90,27 +90,33 @@ class TensorRef(_Record):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The elements from one index to the next, by dimension."""
+        """The elements from one index to the next, by dimension; of blocks, the bytes (`memory_form`)."""
+        if self.dtype in BLOCK_SIZES:
+            elements, nbytes = BLOCK_SIZES[self.dtype]
+            return _contiguous_strides((*self.shape[:-1], self.shape[-1] // elements * nbytes))
         return _contiguous_strides(self.shape)
 
     def part(self, dimension: int, start: int, stop: int) -> SlicedRef:
         """Return the part from `start` to `stop` along a dimension: a tensor of its own, in the bytes of this one.
 
-        Raises WeightsError for a range that is not in the tensor, and for blocks, which have no elements to cut at.
+        Raises WeightsError for a range that is not in the tensor, and for one that does not begin and end at blocks.
         """
         if dimension not in range(len(self.shape)) or not 0 <= start <= stop <= self.shape[dimension]:
             raise WeightsError(f"{start} to {stop} of dimension {dimension} is no part of {list(self.shape)}")
-        if self.dtype not in ITEM_BYTES:
-            raise WeightsError(f"a tensor of {self.dtype} blocks has no parts")
-        shape, strides = (*self.shape[:dimension], stop - start, *self.shape[dimension + 1 :]), self.strides
+        elements, nbytes = BLOCK_SIZES.get(self.dtype) or (1, ITEM_BYTES[self.dtype])
+        is_last = dimension == len(self.shape) - 1
+        if is_last and (start % elements or stop % elements):
+            raise WeightsError(f"{start} to {stop} of {self.dtype} is no part: its blocks have {elements} elements")
+        shape, steps = (*self.shape[:dimension], stop - start, *self.shape[dimension + 1 :]), self.strides
+        place = start // elements * nbytes if is_last else start * steps[dimension] * ITEM_BYTES.get(self.dtype, 1)
         return SlicedRef(
             extent=self.extent,
-            offset=self.offset + start * strides[dimension] * ITEM_BYTES[self.dtype],
+            offset=self.offset + place,
             nbytes=tensor_nbytes(self.dtype, shape),
             dtype=self.dtype,
             shape=shape,
             sha256=_identity([self.sha256, dimension, start, stop]),
-            steps=strides,
+            steps=steps,
         )
 
 

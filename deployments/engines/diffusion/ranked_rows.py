@@ -110,7 +110,7 @@ def _run_part(ranks: RankChannel, denoiser: Any, forward: Callable[[Rows], torch
         if group.size("sequence") == 1:
             return forward(part)
         try:
-            with shared_sequence(denoiser, part, group):
+            with shared_sequence(denoiser, group, (part.prompts.shape[1], part.latents.shape[1])):
                 return forward(part)
         except RankLost:
             raise

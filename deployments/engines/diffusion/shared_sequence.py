@@ -1,8 +1,8 @@
-"""A transformer's forward whose tokens several ranks share: each has a part of the text's and of the image's.
+"""A transformer's forward whose tokens several ranks share: each has a part of the image's and, mostly, of the text's.
 
-diffusers' plan of a class says which inputs are cut, and which output is whole again. All layers but attention see a
+diffusers' plan of a class says which tensors are cut, and which output is whole again. All layers but attention see a
 token alone. Attention gets all tokens of a part of the heads (Ulysses): ranks exchange heads for tokens before it, and
-back behind it. Each of their weights is whole.
+back behind it. Each of their weights is whole. A text that a class leaves whole is attended to without an exchange.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
@@ -18,89 +17,132 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from deployments.engines.diffusion.families.base import Rows
-from deployments.engines.libraries.library_seam import SequencePart, sequence_plan
+from deployments.engines.libraries.library_seam import SequencePart, TokenCut, is_text_shared, sequence_plan
 from deployments.engines.ranks.group import RankGroup
 
 _AXIS: Final = "sequence"
+_TEXT: Final = "encoder_hidden_states"
+# Classes of diffusers whose plan gives what one rank does (test_shared_sequence). Others have none, or one untried.
+SHARED_CLASSES: Final = frozenset(
+    {
+        *("FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
+        *("WanTransformer3DModel", "ChronoEditTransformer3DModel", "LTXVideoTransformer3DModel"),
+    }
+)
+
+
+class CannotShare(ValueError):
+    """Tokens or heads that are no multiple of the ranks. All ranks find it at the same place, and none waits."""
 
 
 def can_share(denoiser: Any, rows: Rows, count: int) -> bool:
     """Return whether so many ranks can share the tokens of rows: all of them, and the heads, are a multiple."""
-    kind: Any = type(denoiser)
-    if not sequence_plan(kind) or rows.latents.ndim != 3 or len(set(rows.sizes)) > 1:
+    if type(denoiser).__name__ not in SHARED_CLASSES or rows.latents.ndim != 3 or len(set(rows.sizes)) > 1:
         return False
     sizes = rows.latents.shape[1], rows.prompts.shape[1], int(denoiser.config.num_attention_heads)
     return all(size % count == 0 for size in sizes)
 
 
 @contextlib.contextmanager
-def shared_sequence(denoiser: Any, rows: Rows, group: RankGroup) -> Iterator[None]:
-    """Let this rank's forward of `rows` within the block have its part of the tokens; its result is whole on each rank.
+def shared_sequence(denoiser: Any, group: RankGroup, whole_keys: tuple[int, int] | None = None) -> Iterator[None]:
+    """Let this rank's forward within the block have its part of the tokens; its result is whole on each rank.
 
-    All ranks run the same forward. HAZARD: one thread at a time may run the module.
+    All ranks run the same forward. Masks of all keys at once are of so many tokens of text, and of the image behind
+    them: `whole_keys`. HAZARD: one thread at a time may run the module. Raises CannotShare within the block.
     """
     handles: list[Any] = []
     kind: Any = type(denoiser)
-    plan = sequence_plan(kind)
+    attention = _SharedAttention(group, None if whole_keys is None else _order(*whole_keys, group.size(_AXIS)))
     try:
         for path, module in denoiser.named_modules():
-            for part in plan:
-                if fnmatchcase(path, part.path):
-                    handles.append(module.register_forward_pre_hook(_cutting(part, group), with_kwargs=True))
-                    handles.append(module.register_forward_hook(_joining(part, group)))
-        with _SharedAttention(group, _order(rows, group.size(_AXIS))):
+            for part in sequence_plan(kind):
+                if not _is_at(path, part.path):
+                    continue
+                if part.inputs:
+                    handles.append(module.register_forward_pre_hook(_cutting(part.inputs, group), with_kwargs=True))
+                if part.outputs or part.gathered is not None:
+                    handles.append(module.register_forward_hook(_changing(part, group)))
+            if not is_text_shared(kind) and hasattr(module, "processor"):
+                handles.append(module.register_forward_pre_hook(attention.begin_module, with_kwargs=True))
+                handles.append(module.register_forward_hook(attention.end_module))
+        with attention:
             yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _cutting(part: SequencePart, group: RankGroup) -> Callable[..., Any]:
+def _is_at(path: str, pattern: str) -> bool:
+    names, wanted = path.split("."), pattern.split(".")
+    return len(names) == len(wanted) and all(one in ("*", name) for name, one in zip(names, wanted, strict=True))
+
+
+def _given(module: torch.nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name."""
+    return {**dict(zip(_parameters(module), inputs, strict=False)), **options}
+
+
+def _parameters(module: torch.nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _cutting(cuts: Mapping[str, TokenCut], group: RankGroup) -> Callable[..., Any]:
     def cut_inputs(module: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        given = {**dict(zip(names, inputs, strict=False)), **options}
-        changed = {
-            name: _own_part(given[name], dimension, group)
-            for name, dimension in part.inputs.items()
-            if isinstance(given.get(name), torch.Tensor)
-        }
+        given = _given(module, inputs, options)
+        changed = {name: _own_part(given.get(name), cut, group) for name, cut in cuts.items() if name in given}
+        names = _parameters(module)
         positional = tuple(changed.get(name, value) for name, value in zip(names, inputs, strict=False))
         return positional, {**options, **{name: one for name, one in changed.items() if name in options}}
 
     return cut_inputs
 
 
-def _joining(part: SequencePart, group: RankGroup) -> Callable[..., Any]:
-    def join_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+def _changing(part: SequencePart, group: RankGroup) -> Callable[..., Any]:
+    def change_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
         if part.gathered is not None:
             return torch.cat(list(group.gather(output, _AXIS)), dim=part.gathered)
-        return output
+        if isinstance(output, torch.Tensor):
+            return _own_part(output, part.outputs[0], group)
+        cuts = part.outputs
+        return tuple(_own_part(one, cuts[at], group) if at in cuts else one for at, one in enumerate(output))
 
-    return join_output
+    return change_output
 
 
-def _own_part(tensor: torch.Tensor, dimension: int, group: RankGroup) -> torch.Tensor:
-    return tensor.chunk(group.size(_AXIS), dim=dimension)[group.place.sequence]
+def _own_part(value: Any, cut: TokenCut, group: RankGroup) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() != cut.num_dimensions:
+        return value
+    if value.shape[cut.dimension] % group.size(_AXIS):
+        raise CannotShare(f"{value.shape[cut.dimension]} tokens are no multiple of {group.size(_AXIS)} ranks")
+    return value.chunk(group.size(_AXIS), dim=cut.dimension)[group.place.sequence]
 
 
-def _order(rows: Rows, count: int) -> torch.Tensor:
+def _order(text: int, image: int, count: int) -> torch.Tensor:
     """Return the places, among text and image, of all tokens in the order of the ranks: each has some of both."""
-    text, image = rows.prompts.shape[1], rows.latents.shape[1]
     parts = zip(torch.arange(text).chunk(count), torch.arange(text, text + image).chunk(count), strict=True)
-    return torch.cat([place for part in parts for place in part]).to(rows.latents.device)
+    return torch.cat([place for part in parts for place in part])
 
 
 class _SharedAttention(TorchFunctionMode):
     """Attention over the tokens of all ranks, in place of torch's over those of this one. Masks are those of keys."""
 
-    def __init__(self, group: RankGroup, order: torch.Tensor) -> None:
+    def __init__(self, group: RankGroup, order: torch.Tensor | None) -> None:
         super().__init__()
         self._group, self._order = group, order
+        self._has_whole_keys = False
+
+    def begin_module(self, module: torch.nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """Note that the keys of an attention are a text's, which each rank has whole."""
+        self._has_whole_keys = _given(module, inputs, options).get(_TEXT) is not None
+
+    def end_module(self, *_: Any) -> None:
+        """Note the end of that attention."""
+        self._has_whole_keys = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not self._has_whole_keys:
             return self._attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -112,15 +154,32 @@ class _SharedAttention(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        if attn_mask is not None:
-            if attn_mask.shape[1:-1].numel() != 1:
-                raise ValueError(f"a mask {list(attn_mask.shape)} came, expected one of keys alone")
-            attn_mask = attn_mask[..., self._order]
         count = self._group.size(_AXIS)
-        # (3, B, H, S, D) to (ranks, 3, B, H / ranks, S, D), and all tokens behind each other.
-        whole = torch.unflatten(torch.stack([query, key, value]), 2, (count, -1)).movedim(2, 0)
-        heads = self._group.exchange(whole, _AXIS).movedim(0, 3).flatten(3, 4)
-        query, key, value = heads.unbind()
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+        if query.shape[1] % count:
+            raise CannotShare(f"{query.shape[1]} heads are no multiple of {count} ranks")
+        mask = None if attn_mask is None else self._whole_mask(attn_mask, query.shape[1], key.shape[2])
+        if query.shape[2] == key.shape[2]:
+            query, key, value = self._heads(torch.stack([query, key, value])).unbind()
+        else:
+            (query,), (key, value) = self._heads(query[None]), self._heads(torch.stack([key, value]))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
         tokens = torch.unflatten(attended, 2, (count, -1)).movedim(2, 0)
         return self._group.exchange(tokens, _AXIS).movedim(0, 1).flatten(1, 2)
+
+    def _heads(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return all tokens of this rank's heads, behind each other, of this rank's tokens (n, B, H, S, D)."""
+        whole = torch.unflatten(parts, 2, (self._group.size(_AXIS), -1)).movedim(2, 0)
+        return self._group.exchange(whole, _AXIS).movedim(0, 3).flatten(3, 4)
+
+    def _whole_mask(self, mask: torch.Tensor, num_heads: int, num_keys: int) -> torch.Tensor:
+        """Return the mask of all keys in the order of the ranks, for this rank's heads."""
+        count = self._group.size(_AXIS)
+        if mask.dim() == 4 and mask.shape[1] == num_heads > 1:
+            mask = mask.chunk(count, dim=1)[self._group.place.sequence]
+        if mask.shape[-2] != 1:
+            raise ValueError(f"a mask {list(mask.shape)} came, expected one of keys alone")
+        if mask.shape[-1] == num_keys:  # of this rank's keys: all ranks have masks of one shape
+            return torch.cat(list(self._group.gather(mask.contiguous(), _AXIS)), dim=-1)
+        if self._order is None or mask.shape[-1] != len(self._order):
+            raise ValueError(f"a mask {list(mask.shape)} came, expected one of {num_keys} keys")
+        return mask[..., self._order.to(mask.device)]

@@ -308,25 +308,44 @@ def pipeline_arguments(cls: Any) -> tuple[Collection[str], Collection[str]]:
     return names, options
 
 
+class TokenCut(NamedTuple):
+    """The dimension of a tensor's tokens, if it has so many dimensions: any other tensor has none."""
+
+    dimension: int
+    num_dimensions: int
+
+
 class SequencePart(NamedTuple):
-    """The cuts of tokens around modules of a path: dimensions of `inputs` by name, or that of a `gathered` output."""
+    """The cuts of tokens around modules of a path, `*` for a number: of `inputs` by name, and of `outputs` by place.
+
+    `gathered` is the dimension of the tokens in an output that is made whole again.
+    """
 
     path: str
-    inputs: Mapping[str, int]
+    inputs: Mapping[str, TokenCut]
+    outputs: Mapping[int, TokenCut]
     gathered: int | None
 
 
 @functools.cache
 def sequence_plan(kind: type[nn.Module]) -> tuple[SequencePart, ...]:
-    """Return diffusers' plan for ranks that share a class's tokens; empty without one, or with outputs that are cut."""
+    """Return diffusers' plan for ranks that share a class's tokens; empty without one, or for one of another form."""
     found = []
     for path, plan in (getattr(kind, "_cp_plan", None) or {}).items():
         if isinstance(plan, Mapping):
-            if any(not isinstance(name, str) or one.split_output for name, one in plan.items()):
+            cuts = {key: TokenCut(one.split_dim, one.expected_dims) for key, one in plan.items()}
+            inputs = {key: cut for key, cut in cuts.items() if isinstance(key, str)}
+            outputs = {key: cut for key, cut in cuts.items() if isinstance(key, int)}
+            if any(isinstance(key, int) != bool(one.split_output) for key, one in plan.items()):
                 return ()
-            found.append(SequencePart(path, {name: one.split_dim for name, one in plan.items()}, None))
+            found.append(SequencePart(path, inputs, outputs, None))
         elif hasattr(plan, "gather_dim"):
-            found.append(SequencePart(path, {}, plan.gather_dim))
+            found.append(SequencePart(path, {}, {}, plan.gather_dim))
         else:
             return ()
     return tuple(found)
+
+
+def is_text_shared(kind: type[nn.Module]) -> bool:
+    """Return whether ranks share the tokens of a text, too; if not, each rank has all of them."""
+    return any("encoder_hidden_states" in part.inputs for part in sequence_plan(kind))

@@ -42,7 +42,7 @@ from deployments.engines.llm.models.registry import (
 from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
-from deployments.engines.llm.ranked_steps import LeadingRunner, StepFollower
+from deployments.engines.llm.ranked_steps import LeadingRunner, LoraReader, StepFollower
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampling.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Scheduler
@@ -540,6 +540,8 @@ def step_follower(
     """
     device = torch.device(config.device)
     options: Any = {"arithmetic": config.arithmetic, "keeps_devices": config.keeps_devices, "ranks": group}
-    _, runner = plan_runner(create_any_model(load_config(folder), tensors, device, **options), config)
+    model = create_any_model(load_config(folder), tensors, device, **options)
+    _, runner = plan_runner(model, config)
     assert isinstance(runner, ModelRunner)
-    return StepFollower(runner)
+    assert isinstance(model, LoadedModel)
+    return StepFollower(runner, LoraReader(model, group))

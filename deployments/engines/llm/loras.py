@@ -36,16 +36,16 @@ class DecoderLoras:
 
     def _fit(self, adapter: LoraAdapter) -> FittedLora:
         if adapter not in self._fitted:
-            pairs = self._checked(adapter)
-            head = {path: pair for path, pair in pairs.items() if path == _HEAD}
-            layers = {path: pair for path, pair in pairs.items() if path != _HEAD}
-            self._fitted[adapter] = FittedLora(next(self._serials), layers, head)
+            pairs = self._named(adapter)
+            try:
+                self._fitted[adapter] = fitted_lora(self._model, next(self._serials), pairs)
+            except EngineError as error:
+                raise EngineError(f"{adapter.path}: {error}") from None
         return self._fitted[adapter]
 
-    def _checked(self, adapter: LoraAdapter) -> Pairs:
+    def _named(self, adapter: LoraAdapter) -> Pairs:
+        """Return an adapter's pairs by the decoder's own names of its layers."""
         model, given = self._model, adapter.components.get("model")
-        if isinstance(model, LoadedModel) and model.spec.head_rows:
-            raise EngineError(f"{adapter.path}: a model that several ranks compute takes no LoRAs")
         if given is None:
             raise EngineError(f"{adapter.path}: is not a LoRA of a language model (PEFT's layout)")
         scope = model.lora_scope() if isinstance(model, StockLanguageModel) else None
@@ -54,26 +54,37 @@ class DecoderLoras:
         pairs = {path.removesuffix("."): pair for path, pair in dotted.items()}
         if scope and (outside := [path for path in pairs if not path.startswith((f"{scope}.", _HEAD))]):
             raise EngineError(f"{adapter.path}: changes {outside[0]!r}; the vision tower is the same for all requests")
-        try:
-            check_targets(model.module, pairs)
-        except EngineError as error:
-            raise EngineError(f"{adapter.path}: {error}") from None
-        return {path: self._placed(path, pair) for path, pair in pairs.items()}
+        return pairs
 
-    def _placed(self, path: str, pair: LoraPair) -> LoraPair:
-        model, heads = self._model, self._interleaved_heads(path)
-        if heads:  # the base's rows are in the order of neighbouring pairs
-            magnitude = None if pair.magnitude is None else _interleaved(pair.magnitude, heads)
-            up = _interleaved(pair.up, heads)
-            pair = replace(pair, up=up, magnitude=magnitude)
-        return pair.to(model.device_of(path) if isinstance(model, LoadedModel) else model.device, model.dtype)
 
-    def _interleaved_heads(self, path: str) -> int | None:
-        """Return the heads of a layer whose rows are in another order than its checkpoint's; None for any other."""
-        model = self._model
-        if not isinstance(model, LoadedModel) or not model.rotary.is_interleaved:
-            return None
-        return {"q_proj": model.spec.num_heads, "k_proj": model.spec.num_kv_heads}.get(path.rpartition(".")[2])
+def fitted_lora(model: AnyModel, serial: int, pairs: Pairs) -> FittedLora:
+    """Return an adapter's pairs, by the decoder's own names of its layers, as the model's layers need them.
+
+    A rank takes its part of each. Raises EngineError for one that does not fit.
+    """
+    share = model.share if isinstance(model, LoadedModel) else None
+    own = pairs if share is None else {path: share.cut_pair(path, pair) for path, pair in pairs.items()}
+    check_targets(model.module, own)
+    placed = {path: _placed(model, path, pair) for path, pair in own.items()}
+    head = {path: pair for path, pair in placed.items() if path == _HEAD}
+    layers = {path: pair for path, pair in placed.items() if path != _HEAD}
+    return FittedLora(serial, layers, head, {} if share is None or share.rank else pairs)
+
+
+def _placed(model: AnyModel, path: str, pair: LoraPair) -> LoraPair:
+    heads = _interleaved_heads(model, path)
+    if heads:  # the base's rows are in the order of neighbouring pairs
+        magnitude = None if pair.magnitude is None else _interleaved(pair.magnitude, heads)
+        up = _interleaved(pair.up, heads)
+        pair = replace(pair, up=up, magnitude=magnitude)
+    return pair.to(model.device_of(path) if isinstance(model, LoadedModel) else model.device, model.dtype)
+
+
+def _interleaved_heads(model: AnyModel, path: str) -> int | None:
+    """Return the heads of a layer whose rows are in another order than its checkpoint's; None for any other."""
+    if not isinstance(model, LoadedModel) or not model.rotary.is_interleaved:
+        return None
+    return {"q_proj": model.spec.num_heads, "k_proj": model.spec.num_kv_heads}.get(path.rpartition(".")[2])
 
 
 def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -49,7 +49,7 @@ def packed_weight(name: str, kind: str, data: torch.Tensor) -> PackedWeight:
             raise EngineError(f"tensor {name!r} is {data.dtype} {list(data.shape)}, expected a matrix of {kind}")
         return PackedWeight(kind, data, data.shape[0], data.shape[1])
     elements, block_bytes = BLOCK_SIZES[kind]
-    if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] % block_bytes or not data.is_contiguous():
+    if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] % block_bytes or data.stride(1) != 1:
         raise EngineError(f"tensor {name!r} is {data.dtype} {list(data.shape)}, expected rows of {kind} blocks")
     return PackedWeight(kind, data, data.shape[0], data.shape[1] // block_bytes * elements)
 
@@ -63,7 +63,8 @@ def group_int8_weight(name: str, data: torch.Tensor, scales: torch.Tensor, group
     if group_size < 1 or data.numel() != scales.numel() * group_size:
         raise EngineError(f"tensor {name!r} {list(data.shape)} has {scales.numel()} scales for groups of {group_size}")
     rows, columns = data.shape
-    return PackedWeight(GROUP_INT8, data.contiguous(), rows, columns, scales.contiguous(), group_size)
+    data = data if data.stride(1) == 1 else data.contiguous()  # rows of a part lie apart
+    return PackedWeight(GROUP_INT8, data, rows, columns, scales.contiguous(), group_size)
 
 
 def unpack_rows(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:

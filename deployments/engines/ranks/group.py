@@ -18,6 +18,7 @@ import torch
 
 from deployments.engines.ranks.layout import AXES, Axis, RankLayout
 from deployments.engines.ranks.links import STORES, Link, Store, TorchLink
+from deployments.engines.ranks.mailboxes import SharedLink
 
 Plan = Mapping[str, Any]
 Form = tuple[str, list[int]]  # the name of a dtype, and a shape
@@ -67,7 +68,8 @@ class RankGroup:
     ) -> RankGroup:
         """Meet the other ranks in `store`, which serves this group alone, at this rank's `address`.
 
-        Tensors of a card's `device` go from card to card, all others by the host.
+        Tensors of a card's `device` go from card to card, all others by the host: through its memory between ranks of
+        one node.
 
         Raises:
             RankLost: not all of them come within `bound_s`.
@@ -81,7 +83,9 @@ class RankGroup:
                 if len(members) > 1:
                     within = STORES.PrefixStore(f"{axis}/{members[0]}/", store)
                     place = HOST if axis is None else own
-                    links[axis] = TorchLink(within, members.index(rank), len(members), place, address, bound_s)
+                    number, count = members.index(rank), len(members)
+                    shared = SharedLink.join(within, number, count) if place.type == "cpu" else None
+                    links[axis] = shared or TorchLink(within, number, count, place, address, bound_s)
         except RuntimeError as error:
             found = f"rank {rank} did not meet all of {layout.size} ranks within {bound_s:g} s: {_first_line(error)}"
             raise RankLost(found, [other for other in range(layout.size) if other != rank]) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -66,3 +67,12 @@ class RankLayout:
         """Return the ranks that differ from this one along an axis alone, itself among them, in order."""
         place = self.place(rank)
         return tuple(self.number(place._replace(**{axis: index})) for index in range(getattr(self, axis)))
+
+
+def adjacent_places(nodes: Sequence[Hashable]) -> list[int]:
+    """Return the places of ranks 0 and on, of which each is on the node that `nodes` names: rank 0 has the first one.
+
+    Ranks of one node have adjacent numbers, those beside rank 0 first, so that ranks that exchange most share a node.
+    """
+    order = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return sorted(range(len(nodes)), key=lambda place: order[nodes[place]])

@@ -126,8 +126,9 @@ class Flux2Network(Network):
             timestep=rows.timesteps.to(rows.latents.dtype) / 1000,
             guidance=rows.guidance if denoiser.config.guidance_embeds else None,
             encoder_hidden_states=rows.prompts,
-            txt_ids=_ids(0, 1, 1, rows.prompts.shape[1]).to(latents.device),
-            img_ids=torch.cat(images).to(latents.device),
+            # One for all rows, with an axis for them as stock has it: ranks cut ids by their second one.
+            txt_ids=_ids(0, 1, 1, rows.prompts.shape[1])[None].to(latents.device),
+            img_ids=torch.cat(images)[None].to(latents.device),
             return_dict=False,
         )[0]
         return noise[:, : len(patches)]

@@ -44,6 +44,9 @@ class Cuts(Protocol):
     def cut_packed(self, name: str, weight: PackedWeight) -> PackedWeight:
         """Return the rank's part of a matrix. Raises EngineError."""
 
+    def cut_scales(self, name: str, data: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Return the scales of a matrix's data, which may be the rank's part already. Raises EngineError."""
+
 
 def compute_dtype(arithmetic: Arithmetic) -> torch.dtype:
     """Return the dtype of activations and of the KV cache."""
@@ -65,7 +68,7 @@ def place_packed(
     warning. Raises EngineError naming a tensor that is missing, of another shape, or of an unsupported type.
     """
     dtype = compute_dtype(arithmetic)
-    weights, vectors = _sorted_out(source, tensors)
+    weights, vectors = _sorted_out(source, tensors, share)
     weights.setdefault(f"{_HEAD}.weight", weights.get(f"{_EMBEDDING}.weight", _NOTHING))
     if share is not None:
         weights = {name: one if one is _NOTHING else share.cut_packed(name, one) for name, one in weights.items()}
@@ -115,7 +118,7 @@ _NOTHING = PackedWeight("", torch.empty(0), 0, 0)
 
 
 def _sorted_out(
-    source: PackedSource, tensors: Mapping[str, torch.Tensor]
+    source: PackedSource, tensors: Mapping[str, torch.Tensor], share: Cuts | None
 ) -> tuple[dict[str, PackedWeight], dict[str, torch.Tensor]]:
     """Return matrices and vectors by the names of the module's parameters."""
     weights: dict[str, PackedWeight] = {}
@@ -135,6 +138,8 @@ def _sorted_out(
             scales = tensors.get(stored.replace(".weight", ".scales"))
             if scales is None:
                 raise EngineError(f"tensor {stored!r} has no scales")
+            if share is not None:
+                scales = share.cut_scales(name, tensor, scales, source.group_size)
             weights[name] = group_int8_weight(stored, tensor, scales, source.group_size)
         else:
             weights[name] = packed_weight(stored, kind, tensor)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.packed import PackedSource
 from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8, PackedWeight
 from deployments.engines.records.protocol import EngineError
+from weights.operations.adapters import LoraPair
 from weights.records.dtypes import BLOCK_SIZES
 
 _ROWS: Final = 0
@@ -105,11 +106,55 @@ class DecoderShare:
         return torch.zeros_like(tensor) if is_added_once and self.rank else tensor
 
     def cut_packed(self, name: str, weight: PackedWeight) -> PackedWeight:
-        """Return the rank's part of a packed matrix: a view of its rows, or a copy of its columns."""
+        """Return the rank's part of a packed matrix: a view, whose rows lie apart where it is of columns."""
         found = self.slice_of(name)
         if found is None or not self._is_whole(name, (weight.rows, weight.columns)[found.dimension]):
             return weight
         return _cut_packed(name, weight, found)
+
+    def slice_of_scales(self, name: str, group_size: int) -> Slice | None:
+        """Return the part of the flat scales of a matrix that the rank has; None for all: of columns they lie apart."""
+        found = self.slice_of(name)
+        if found is None or found.dimension == _COLUMNS or self.whole.hidden_size % group_size:
+            return None
+        by_row = self.whole.hidden_size // group_size
+        return Slice(_ROWS, found.start * by_row, found.stop * by_row)
+
+    def cut_scales(self, name: str, data: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Return the flat scales of a matrix's groups: those of its part where it came as columns, which has all."""
+        found = self.slice_of(name)
+        is_part = found is not None and data.dim() == 2 and found.stop - found.start == data.shape[found.dimension]
+        if found is None or found.dimension == _ROWS or not is_part or scales.numel() * group_size == data.numel():
+            return scales
+        last = replace(self, rank=self.size - 1).slice_of(name)
+        assert last is not None
+        if scales.numel() * group_size != len(data) * last.stop:
+            return scales
+        return _own_scales(name, scales, len(data), last.stop, group_size, found)
+
+    def cut_pair(self, path: str, pair: LoraPair) -> LoraPair:
+        """Return the rank's part of a LoRA of a layer: the outputs of `up` or the inputs of `down` that it has.
+
+        What the parts add is summed up with the layer's own. A pair of another size stays as it is. Raises EngineError
+        for a DoRA whose lengths are those of rows or columns that no rank has whole.
+        """
+        found = self.slice_of(f"{path}.weight")
+        if found is None:
+            return pair
+        by_rows = found.dimension == _ROWS
+        if not self._is_whole(f"{path}.weight", len(pair.up) if by_rows else pair.down.shape[1]):
+            return pair
+        if pair.magnitude is not None and pair.by_input == by_rows:
+            raise EngineError(f"a DoRA of {path!r} cannot be divided among {self.size} ranks (tensor {self.size})")
+
+        def own(tensor: torch.Tensor | None, dimension: int) -> Any:
+            part = None if tensor is None else tensor.narrow(dimension, found.start, found.stop - found.start)
+            return part if part is None else part.contiguous()
+
+        magnitude = own(pair.magnitude, 0)
+        if by_rows:
+            return replace(pair, up=own(pair.up, 0), bias=own(pair.bias, 0), magnitude=magnitude)
+        return replace(pair, down=own(pair.down, 1), bias=None if self.rank else pair.bias, magnitude=magnitude)
 
     def _is_whole(self, name: str, length: int) -> bool:
         last = replace(self, rank=self.size - 1).slice_of(name)
@@ -169,20 +214,19 @@ def _cut_packed(name: str, weight: PackedWeight, part: Slice) -> PackedWeight:
     if part.dimension == _COLUMNS and weight.kind not in DENSE_KINDS:
         elements, block_bytes = BLOCK_SIZES[weight.kind]
         start, length = (number // elements * block_bytes for number in (start, length))
-    data = weight.data.narrow(part.dimension, start, length).contiguous()
-    return weight._replace(data=data, rows=rows, columns=columns)
+    return weight._replace(data=weight.data.narrow(part.dimension, start, length), rows=rows, columns=columns)
 
 
 def _cut_groups(name: str, cut: PackedWeight, weight: PackedWeight, part: Slice) -> PackedWeight:
-    """Return int8 groups cut at whole ones. Raises EngineError where a group goes over the border of a row."""
     assert weight.scales is not None
-    if weight.columns % weight.group_size:
-        raise EngineError(
-            f"tensor {name!r} has rows of {weight.columns} in groups of {weight.group_size}: ranks cannot divide it"
-        )
-    scales = weight.scales.view(weight.rows, -1)
-    by_group = weight.group_size if part.dimension == _COLUMNS else 1
+    scales = _own_scales(name, weight.scales, weight.rows, weight.columns, weight.group_size, part)
+    return cut._replace(data=weight.data.narrow(part.dimension, part.start, part.stop - part.start), scales=scales)
+
+
+def _own_scales(name: str, scales: torch.Tensor, rows: int, columns: int, group_size: int, part: Slice) -> torch.Tensor:
+    """Return the flat scales of a part, cut at whole groups. Raises EngineError where one goes over a row's border."""
+    if columns % group_size:
+        raise EngineError(f"tensor {name!r} has rows of {columns} in groups of {group_size}: ranks cannot divide it")
+    by_group = group_size if part.dimension == _COLUMNS else 1
     start, length = part.start // by_group, (part.stop - part.start) // by_group
-    data = weight.data.narrow(part.dimension, part.start, part.stop - part.start)
-    own = scales.narrow(part.dimension, start, length)
-    return cut._replace(data=data.contiguous(), scales=own.contiguous().flatten())
+    return scales.view(rows, -1).narrow(part.dimension, start, length).contiguous().flatten()

@@ -73,6 +73,7 @@ class LoadedModel:
     device: torch.device
     pads_rows: bool = True
     ranks: RankGroup | None = None  # that have its other slices
+    share: DecoderShare | None = None  # which slices these are
 
     @cached_property
     def layer_devices(self) -> tuple[torch.device, ...]:
@@ -282,7 +283,7 @@ def create_model(
     dtype = module.model.norm.weight.dtype if source is None else compute_dtype(arithmetic)
     pads_rows = uses_torch_products(module)
     place = _place(module) if keeps_devices else device
-    model = LoadedModel(module.eval(), rotary, spec, dtype, place, pads_rows, ranks)
+    model = LoadedModel(module.eval(), rotary, spec, dtype, place, pads_rows, ranks, share)
     for path, part in module.named_modules():
         if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(model.device_of(path)):
             part.row_multiple = settled_rows()

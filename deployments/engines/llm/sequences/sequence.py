@@ -28,16 +28,17 @@ class SequenceState:
     in_modules: Items[Any] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class FittedLora:
     """One adapter's pairs for the layers, and for the head, which has other rows.
 
-    No other adapter ever has its `serial`.
+    No other adapter ever has its `serial`. Where ranks divide the layers, rank 0 has the `undivided` pairs as well.
     """
 
     serial: int
     layers: Pairs
     head: Pairs
+    undivided: Pairs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Ranks, their exchange, replica, keeper and clients are the real ones; only Ray b
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from safetensors.torch import load_file, save_file
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
@@ -40,6 +42,8 @@ from deployments.services.rank_follower import RankFollower, join_group
 from deployments.services.worker import Worker
 from deployments.services.worker_ranks import WorkerRanks
 from deployments.text.fallback import FallbackEncoder
+from infra.offline.checkpoints import Form, quantize_checkpoint
+from weights.memory.device_space import ArenaStats
 from weights.operations.externalize import externalize
 from weights.storage.store import WeightStore
 
@@ -47,14 +51,27 @@ pytestmark = pytest.mark.slow  # imports diffusers
 
 DEMO = Path(__file__).parents[4] / "infra/demo/models"
 MODEL, GUIDED, FLUX = "adder", "digits-sdxl", "digits-flux"
+TUNED = "tuned-adder"  # of which two matrices and a norm are others
+PACKED: dict[str, Form] = {"adder-gguf": "gguf-q8_0", "adder-int8": "int8-group"}
 QUESTION = "What is 12 + 7?"
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    store = WeightStore(tmp_path_factory.mktemp("ranks") / "store")
+    folder = tmp_path_factory.mktemp("ranks")
+    store = WeightStore(folder / "store")
     for model in (MODEL, GUIDED, FLUX):
         externalize(store, model, DEMO / model, dtype="float32")
+    for model, form in PACKED.items():
+        source = folder / f"{model}{'.gguf' if 'gguf' in form else ''}"
+        quantize_checkpoint(DEMO / MODEL, source, form)
+        externalize(store, model, source)
+    shutil.copytree(DEMO / MODEL, folder / TUNED)
+    tensors = load_file(folder / TUNED / "model.safetensors")
+    for name in ("layers.1.self_attn.o_proj", "layers.2.mlp.gate_proj", "layers.3.input_layernorm"):
+        tensors[f"model.{name}.weight"] += 0.01
+    save_file(tensors, folder / TUNED / "model.safetensors", {"format": "pt"})
+    externalize(store, TUNED, folder / TUNED, dtype="float32")
     return store
 
 
@@ -93,7 +110,7 @@ class Node:
     """One node's registry and keeper, and the leases of each holder."""
 
     def __init__(self, store: WeightStore, **worker: Any) -> None:
-        models = [{"id": model, "path": str(DEMO / model)} for model in (MODEL, GUIDED, FLUX)]
+        models = [{"id": model, "path": str(DEMO / model)} for model in (MODEL, GUIDED, FLUX, TUNED, *PACKED)]
         self.config = ClusterConfig.model_validate(
             {"store": {"path": str(store.path)}, "models": models, "worker": {"kv_cache_bytes": 2**20, **worker}}
         )
@@ -146,9 +163,13 @@ class Replica:
         self.worker, self.ranks, self.follower, self.ended = worker, ranks, follower, end.reasons
         self.device = DeviceThread(end=end)
 
-    async def answer(self) -> str:
+    def stats(self) -> list[ArenaStats]:
+        """Return those of each rank's device."""
+        return [tier.stats()[0] for tier in (self.worker._module_cache._tier, self.follower._tier)]
+
+    async def answer(self, model: str = MODEL) -> str:
         """Return the text that the model writes, by its engine's own steps."""
-        async with self.worker._module_cache.lease(MODEL, is_denoise_component) as lease:
+        async with self.worker._module_cache.lease(model, is_denoise_component) as lease:
             return await self.device.run_work(written, lease.modules["model"])
 
 
@@ -287,7 +308,7 @@ async def test_a_follower_that_ends_while_nothing_runs_ends_the_replica(node: No
         assert two.ended == ["rank 1 is lost: it has ended"]
 
 
-@pytest.mark.parametrize(
+TWO_DEVICES = pytest.mark.parametrize(
     "node",
     [
         {"device": "cpu-private", "ranks": {"tensor": 2, "timeout_s": 20}},
@@ -295,13 +316,39 @@ async def test_a_follower_that_ends_while_nothing_runs_ends_the_replica(node: No
     ],
     indirect=True,
 )
-async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore) -> None:
-    """Both together move the model, and twice the tensors that each needs whole: norms and the embedding."""
-    component = store.manifest(MODEL).components["model"]
-    whole = sum(ref.nbytes for name, ref in component.tensors.items() if "norm" in name or "embed" in name)
+
+
+@TWO_DEVICES
+@pytest.mark.parametrize("model", [MODEL, *PACKED])
+async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore, model: str) -> None:
+    """Both together move the model, and twice the tensors that each needs whole: norms, the embedding, and the scales
+    of columns.
+    """
+    component = store.manifest(model).components["model"]
+    of_columns = ("o_proj.scales", "down_proj.scales")
+    whole = sum(
+        ref.nbytes
+        for name, ref in component.tensors.items()
+        if "norm" in name or "embd" in name or "embed" in name or name.endswith(of_columns)
+    )
     async with replica(node) as two:
-        assert await two.answer()
-        own = two.worker._module_cache._tier.stats()[0]
-        other = two.follower._tier.stats()[0]
-        assert own.moved_bytes == other.moved_bytes
-        assert own.moved_bytes + other.moved_bytes == component.nbytes + whole
+        assert await two.answer(model)
+        moved = [stats.moved_bytes for stats in two.stats()]
+        assert moved[0] == moved[1]
+        assert sum(moved) == component.nbytes + whole
+
+
+@TWO_DEVICES
+async def test_a_switch_moves_the_difference_of_each_ranks_slices(node: Node, store: WeightStore) -> None:
+    """Of a model that shares all but two matrices and a norm, each rank moves half of the two, and the norm."""
+    before, after = (store.manifest(model).components["model"].tensors for model in (MODEL, TUNED))
+    changed = {name: ref for name, ref in after.items() if ref.sha256 != before[name].sha256}
+    assert len(changed) == 3
+    async with replica(node) as two:
+        expected = await two.answer()
+        moved = [stats.moved_bytes for stats in two.stats()]
+        assert await two.answer(TUNED)
+        differences = [stats.moved_bytes - old for stats, old in zip(two.stats(), moved, strict=True)]
+        half = sum(ref.nbytes // (1 if "norm" in name else 2) for name, ref in changed.items())
+        assert differences == [half, half]
+        assert await two.answer() == expected

@@ -17,6 +17,7 @@ from weights.loading.provider import LocalExtents
 from weights.loading.views import Views, attach, bytes_tensors, setters_of, view_of
 from weights.operations.externalize import externalize
 from weights.platform.torch_dtypes import TORCH_DTYPES
+from weights.records.dtypes import BLOCK_SIZES
 from weights.records.errors import WeightsError
 from weights.records.manifest import Component, TensorRef
 from weights.storage.store import WeightStore
@@ -209,7 +210,24 @@ def test_what_is_no_part_is_refused(case: Case, part: tuple[int, int, int]) -> N
         component.sliced({name: part})
 
 
-def test_blocks_have_no_parts() -> None:
-    blocks = TensorRef(extent="e", offset=0, nbytes=36, dtype="Q4_0", shape=(2, 32), sha256="0" * 64)
-    with pytest.raises(WeightsError, match="Q4_0 blocks has no parts"):
-        blocks.part(0, 0, 1)
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q6_K"])
+def test_a_part_of_blocks_has_whole_ones(dtype: str) -> None:
+    elements, nbytes = BLOCK_SIZES[dtype]
+    rows, blocks, chosen = 7, 5, seeded_random()
+    base = torch.randint(0, 256, (3 + rows * blocks * nbytes,), dtype=torch.uint8)
+    shape = (rows, blocks * elements)
+    whole = TensorRef(extent="e", offset=3, nbytes=len(base) - 3, dtype=dtype, shape=shape, sha256="0" * 64)
+    stored = base[3:].view(rows, blocks * nbytes)
+    start = chosen.randrange(rows)
+    stop = chosen.randint(start + 1, rows)
+    of_rows = whole.part(0, start, stop)
+    assert torch.equal(view_of(base, of_rows), stored[start:stop])
+    start = chosen.randrange(blocks)
+    stop = chosen.randint(start + 1, blocks)
+    of_columns = whole.part(1, start * elements, stop * elements)
+    found = view_of(base, of_columns)
+    assert torch.equal(found, stored[:, start * nbytes : stop * nbytes])
+    assert found.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert (of_columns.nbytes, of_columns.shape) == (found.numel(), (rows, (stop - start) * elements))
+    with pytest.raises(WeightsError, match=f"1 to {elements} of {dtype} is no part: its blocks have {elements} el"):
+        whole.part(1, 1, elements)

@@ -24,17 +24,18 @@ from deployments.engines.llm.models.llama import DecoderSpec, ExpertsSpec
 from deployments.engines.llm.models.rank_share import DecoderShare
 from deployments.engines.llm.models.registry import ARCHITECTURES, check_ranks, create_model, load_config
 from deployments.engines.llm.models.stored_slices import stored_slices
-from deployments.engines.llm.ranked_steps import StepReader, StepWriter
-from deployments.engines.llm.sequences.sequence import Chunk, Sequence
+from deployments.engines.llm.ranked_steps import LoraWriter, StepReader, StepWriter
+from deployments.engines.llm.sequences.sequence import Chunk, FittedLora, Sequence, SequenceLora
 from deployments.engines.native.library import load_kernels
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.packed_weights import PackedWeight, group_int8_weight, packed_weight, unpack_rows
 from deployments.engines.ranks.following import RankChannel, follow
 from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.ranks.layout import RankLayout
-from deployments.engines.records.protocol import EngineError, SamplingParams, TextRequest
+from deployments.engines.records.protocol import EngineError, SamplingParams, TextLora, TextRequest
 from infra.offline.checkpoints import quantize_checkpoint
 from weights.loading.views import mapped_tensors
+from weights.operations.adapters import LoraAdapter, LoraPair
 from weights.records.dtypes import BLOCK_SIZES
 
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -343,7 +344,95 @@ def test_a_rank_reads_its_slices_alone_and_refuses_another_shape(rank: int, tiny
             state_of({**model.tensors, name: wrong})
 
 
+LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def drawn_lora(model: Any, name: str, layers: list[str], *, is_dora: bool = False) -> TextLora:
+    """Return a LoRA of random pairs for all modules whose names end so."""
+    rng, pairs = seeded_rng(), {}
+    for path, module in model.stock.named_modules():
+        if path.rpartition(".")[2] in layers and isinstance(module, torch.nn.Linear):
+            down, up = (
+                torch.from_numpy(rng.normal(size=size)).float() * 0.15
+                for size in ((3, module.in_features), (module.out_features, 3))
+            )
+            bias = torch.from_numpy(rng.normal(size=module.out_features)).float() * 0.1
+            length = module.weight.norm(dim=1) * (1 + 0.2 * torch.from_numpy(rng.random(module.out_features)).float())
+            pairs[path] = LoraPair(down, up, 1.5, length if is_dora else None, bias=None if is_dora else bias)
+    return TextLora(name, LoraAdapter(Path(name), {"model": pairs}), float(rng.uniform(0.5, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "overrides", "layers"),
+    [
+        ("llama", 2, {"attention_bias": True, "mlp_bias": True}, LORA_LAYERS),
+        ("qwen3", 4, {"head_dim": 16}, [*LORA_LAYERS, "lm_head"]),
+        ("mixtral", 2, {"num_local_experts": 3}, LORA_LAYERS[:4]),
+    ],
+)
+def test_loras_of_ranks_write_what_one_rank_writes(
+    family: str, size: int, overrides: dict[str, Any], layers: list[str], tiny: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    """Requests with and without LoRAs share steps, and an adapter that nobody has any more is forgotten."""
+    model = tiny(family, 3, **overrides)
+    loras = [drawn_lora(model, name, layers) for name in ("one", "other")]
+    dora = drawn_lora(model, "dora", ["q_proj", "v_proj"], is_dora=True)
+    greedy = SamplingParams(max_tokens=7)
+    uses: list[tuple[TextLora, ...]] = [(), (loras[0],), (loras[1], loras[0]), (dora,), (loras[1],)]
+    asked = [TextRequest(f"{number}", prompt_of(9 + number), greedy, loras=own) for number, own in enumerate(uses)]
+    joins = [0, 1, 2, 3, 9]
+    expected = texts_of(model.engine(**OPTIONS), asked, joins)
+    assert expected["1", 0] != model.greedy(prompt_of(10), 7)
+    found, *ends = on_ranks(model, size, lambda engine, _: texts_of(engine, asked, joins))
+    assert ends == [None] * (size - 1)
+    assert found == expected
+
+
+def test_followers_forget_loras_that_are_gone() -> None:
+    writer = LoraWriter()
+
+    def chunk(*loras: FittedLora) -> Chunk:
+        sequence = Sequence("one", [1], 1, loras=tuple(SequenceLora("key", lora, 1.0) for lora in loras))
+        return Chunk(sequence, 0, 1, is_last=True)
+
+    pairs = {"layer": LoraPair(torch.ones(1, 2), torch.ones(3, 1), 0.5)}
+    first, second = (FittedLora(serial, {}, {}, pairs) for serial in (7, 8))
+    said, tensors = writer.plan([chunk(first)])
+    assert ([serial for serial, _ in said["loras"]], len(tensors), said["gone_loras"]) == ([7], 2, [])
+    assert writer.plan([chunk(first)])[0] == {"loras": [], "forms": [], "gone_loras": []}
+    del first
+    said, _ = writer.plan([chunk(second)])
+    assert ([serial for serial, _ in said["loras"]], said["gone_loras"]) == ([8], [7])
+    assert writer.plan([chunk(second)])[0]["gone_loras"] == []
+
+
+def test_a_dora_of_divided_columns_is_refused(tiny: Any, prompt_of: Any) -> None:
+    model = tiny("llama", 3)
+    lora = drawn_lora(model, "dora", ["o_proj"], is_dora=True)
+
+    def lead(engine: LLMEngine, _: RankGroup) -> Any:
+        with pytest.raises(EngineError, match=r"dora: a DoRA of 'model\.layers\.0\.self_attn\.o_proj' cannot be div"):
+            engine.add_request(TextRequest("one", prompt_of(5), SamplingParams(max_tokens=2), loras=(lora,)))
+
+    assert on_ranks(model, 2, lead) == [None, None]
+
+
+def test_an_answer_of_ranks_keeps_to_its_grammar(tiny: Any) -> None:
+    model = tiny("qwen2", 2, max_position_embeddings=512)
+    schema = {"type": "array", "items": {"enum": ["red", 3, None]}, "minItems": 2, "maxItems": 4}
+
+    def asked(engine: LLMEngine) -> list[TextRequest]:
+        prompt, grammar = engine.encode_text("a list"), engine.grammars.compile_schema(schema)
+        sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=3)
+        return [TextRequest("one", prompt, sampling, 2, grammar)]
+
+    alone = model.engine(**OPTIONS)
+    expected = texts_of(alone, asked(alone), [0])
+    found, _ = on_ranks(model, 2, lambda engine, _: texts_of(engine, asked(engine), [0]))
+    assert found == expected
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "Q8_0"])
-def test_ranks_read_all_of_what_is_packed(dtype: str, tiny: Any) -> None:
+def test_ranks_read_all_of_what_they_cannot_cut(dtype: str, tiny: Any) -> None:
     model = tiny("qwen2", 5)
     assert stored_slices(model.folder, dict.fromkeys(model.tensors, dtype), 0, 2) == {}

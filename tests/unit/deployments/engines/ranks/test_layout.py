@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 from kit.seeding import seeded_random
 
-from deployments.engines.ranks.layout import AXES, MAX_RANKS, RankLayout
+from deployments.engines.ranks.layout import AXES, MAX_RANKS, RankLayout, adjacent_places
 from deployments.engines.records.protocol import EngineError
 
 
@@ -60,3 +61,15 @@ def test_counts_are_bounded(counts: tuple[int, int, int], message: str) -> None:
 def test_a_rank_that_is_none_of_them_is_refused() -> None:
     with pytest.raises(EngineError, match=r"rank 4 is none of 4 ranks, which are 0 to 3"):
         RankLayout(tensor=4).place(4)
+
+
+def test_ranks_of_a_node_are_adjacent_and_rank_0_has_the_first_place() -> None:
+    random = seeded_random()
+    nodes = [random.choice("abc") for _ in range(random.randint(1, 12))]
+    places = adjacent_places(nodes)
+    assert places[0] == 0
+    assert sorted(places) == list(range(len(nodes)))
+    of_ranks = [nodes[place] for place in places]
+    changes = sum(one != other for one, other in itertools.pairwise(of_ranks))
+    assert changes == len(set(nodes)) - 1
+    assert all(one < other for one, other in itertools.pairwise(places) if nodes[one] == nodes[other])
