@@ -71,12 +71,11 @@ class _DoorProcess(HAProxyApi):
         super().__init__(*arguments, **options)
         haproxy.get_haproxy_binary = _prepare_start
         self._reloading = asyncio.Lock()
-        self._watch: asyncio.Task[None] | None = None
+        self._watches = set[asyncio.Task[None]]()
 
     async def start(self) -> None:
         async with self._reloading:
             await self._start()
-        self._watch = asyncio.create_task(self._keep_running())
 
     async def _start(self) -> None:
         _starting.set(Path(self.config_file_path))
@@ -91,7 +90,7 @@ class _DoorProcess(HAProxyApi):
                     "another `http.port`"
                 ) from error
             raise
-        self._check_admin_socket()
+        self._watch()
 
     async def _graceful_reload(self) -> None:
         async with self._reloading:
@@ -100,7 +99,17 @@ class _DoorProcess(HAProxyApi):
                 return
             _starting.set(Path(self.config_file_path))
             await super()._graceful_reload()
-            self._check_admin_socket()
+            self._watch()
+
+    def _watch(self) -> None:
+        """Check the process that listens now, and start another one when it dies.
+
+        Each process has a watch of its own: after a reload the one before may take as long as its requests to end.
+        """
+        self._check_admin_socket()
+        watch = asyncio.create_task(self._start_again_after(self._proc))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
 
     def _check_admin_socket(self) -> None:
         """Raise RayIncompatible when others could command the HAProxy that was started, and end it."""
@@ -111,21 +120,23 @@ class _DoorProcess(HAProxyApi):
                 self._proc.kill()
             raise
 
-    async def _keep_running(self) -> None:
-        """Start HAProxy again whenever it has died. Serve would notice after 30 s."""
-        while (watched := self._proc) is not None:  # until `stop`
-            await watched.wait()
-            await asyncio.sleep(_STOP_PAUSE_S)
+    async def _start_again_after(self, watched: asyncio.subprocess.Process | None) -> None:
+        """Start HAProxy again when this process of it has died. Serve would notice after 30 s."""
+        assert watched is not None
+        await watched.wait()
+        await asyncio.sleep(_STOP_PAUSE_S)
+        while True:
             async with self._reloading:
                 if self._proc is not watched:  # stopped, or a reload has put another process in its place
-                    continue
+                    return
                 _logger.warning(f"HAProxy ended with {watched.returncode}; starting it again.")
                 prune_logs(Path(self.config_file_path).parent)
                 try:
                     await self._start()
+                    return  # the new process has a watch of its own
                 except Exception:
                     _logger.exception("HAProxy did not start again.")
-                    await asyncio.sleep(_RESTART_PAUSE_S)
+            await asyncio.sleep(_RESTART_PAUSE_S)
 
 
 def prune_logs(folder: Path) -> None:

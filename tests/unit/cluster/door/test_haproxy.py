@@ -385,6 +385,34 @@ async def test_haproxy_that_was_killed_is_back_at_once_and_reloads_go_on(client:
                     assert answer.status == 200
 
 
+async def test_haproxy_that_dies_after_a_reload_is_back_while_the_one_before_still_has_a_request(
+    client: aiohttp.ClientSession,
+) -> None:
+    gate = asyncio.Event()
+
+    async def waits(_: web.Request) -> web.Response:
+        await gate.wait()
+        return web.Response()
+
+    async with Replica(waits) as busy, Replica(says_yes) as other, door(busy) as (url, process):
+        held = asyncio.ensure_future(client.post(url + "/v1/embeddings", data=b"x"))
+        async with asyncio.timeout(10):
+            while not busy.seen:
+                await asyncio.sleep(0.01)
+        process.backend_configs["app"].servers = [ServerConfig("r9", "127.0.0.1", other.port)]
+        await process.reload()
+        os.kill(await process._get_running_pid(), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while not other.seen:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    async with client.post(url + "/v1/embeddings", headers={"Connection": "close"}, data=b"x"):
+                        pass
+                await asyncio.sleep(0.01)
+        assert not held.done()
+        gate.set()
+        assert (await held).status == 200
+
+
 async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="d") as folder:
         port = free_port()
