@@ -52,7 +52,8 @@ class JobDisk:
         if self._opened is None:
             self._opened = JobBook(self._folder)
             self._results.remove(self._results.strays(self._opened.result_names()))
-            self._files.remove(self._files.strays(self._opened.files.names()))
+            strays = self._files.strays(self._opened.files.names())  # all of them, after a damaged book
+            self._files.remove(name for name in strays if not self._is_needed(name))
         return self._opened
 
     def add(self, new: NewJob, config: JobsConfig, now_s: float) -> Job:
@@ -216,13 +217,13 @@ def collect_results(store: Path, now_s: float, *, dry_run: bool = False) -> tupl
         is_needed = partial(is_registered, store / REGISTRATIONS / file.parent.name)
         with contextlib.closing(book):
             over = [name for name in book.files.expired(now_s) if not is_needed(name)]
-            expire_files = partial(book.files.expire, is_needed=is_needed)
+            expire_files: Callable[[float], list[str]] = partial(book.files.expire, is_needed=is_needed)
             for folder, expired, known, expire in (
                 (file.parent / RESULTS, book.expired(now_s), book.result_names(), book.expire),
                 (file.parent / FILES, over, book.files.names(), expire_files),
             ):
                 files = ResultFiles(folder)
-                gone = [*expired, *files.strays(known)]
+                gone = [*expired, *(name for name in files.strays(known) if not is_needed(name))]
                 paths = [path for name in gone if (path := folder / name).exists()]
                 removed += paths
                 num_bytes += sum(map(allocated_bytes, paths))

@@ -7,7 +7,6 @@ the runners of jobs, which the ingresses report again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from cluster.jobs.disk import JobDisk
 from cluster.jobs.files import Clocks, FileOwner
 from cluster.jobs.hooks import HookOwner
 from cluster.jobs.leases import LOST_S, JobLeases
+from cluster.jobs.parts import PartOwner, wait_for
 from cluster.jobs.records import BATCHES, Job, JobAnswer, JobError, JobFilter, JobState, NewJob, Order, TakenJob
 from configs.jobs import JobsConfig
 
@@ -52,6 +52,7 @@ class JobOwner:
         self._disk = JobDisk(folder, registrations)
         self.files = FileOwner(self._disk, config, self._clocks)
         self.hooks = HookOwner(self._disk, self._clocks)
+        self.parts = PartOwner(self._disk, self._clocks)
         self._leases = JobLeases()
         self._ended_runners: deque[str] = deque(maxlen=_MAX_ENDED)
         self._queued = asyncio.Event()  # replaced whenever there may be work
@@ -94,7 +95,7 @@ class JobOwner:
             left_s = deadline_s - self._clocks.steady_s()
             if left_s <= 0 or JobState(job.status, job.progress, job.num_starts) != seen:
                 return job
-            await _wait_for(changed, min(left_s, _LOOK_S))
+            await wait_for(changed, min(left_s, _LOOK_S))
 
     async def cancel_job(self, key: str, id_: str) -> Job | None:
         """End a job unless it has ended, and return it; None for an unknown one."""
@@ -128,7 +129,7 @@ class JobOwner:
             left_s = deadline_s - self._clocks.steady_s()
             if taken or left_s <= 0:
                 return taken
-            await _wait_for(queued, min(left_s, _LOOK_S))
+            await wait_for(queued, min(left_s, _LOOK_S))
 
     async def _take(self, runner: str, count: int, max_of_key: int, are_batches: bool) -> list[TakenJob]:
         if runner in self._ended_runners:  # it has asked before it ended
@@ -193,6 +194,7 @@ class JobOwner:
         )
         self._leases.drop_starts(lost)
         for id_, _ in lost:
+            self.parts.note_change(id_, is_gone=True)
             self._tell(id_)
         if lost:
             why = "has ended" if were_given_back else "is gone"
@@ -205,6 +207,7 @@ class JobOwner:
     def _let_go(self, id_: str, *, is_gone: bool) -> None:
         """Drop the lease of a job, if it runs no more, and tell who watches it."""
         self._leases.drop([id_] if is_gone else [])
+        self.parts.note_change(id_, is_gone=is_gone)
         self._tell(id_)
         self.hooks.note_end()
 
@@ -214,11 +217,6 @@ class JobOwner:
 
     def _tell(self, id_: str) -> None:
         """Wake all watchers of a job."""
+        self.parts.note_change(id_)
         if changed := self._changed.pop(id_, None):
             changed.set()
-
-
-async def _wait_for(event: asyncio.Event, wait_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(wait_s):
-            await event.wait()

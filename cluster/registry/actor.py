@@ -29,6 +29,7 @@ from cluster.jobs.disk import REGISTRATIONS, files_folder
 from cluster.jobs.files import FileOwner
 from cluster.jobs.hooks import HookOwner
 from cluster.jobs.owner import JobOwner
+from cluster.jobs.parts import PartOwner
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.process.logs import configure_logs
@@ -205,7 +206,7 @@ class WeightRegistry:
             was_restarted=_is_restarted(),
             registrations=registered,
         )
-        self._files, self._hooks = self._jobs.files, self._jobs.hooks
+        self._files, self._hooks, self._parts = self._jobs.files, self._jobs.hooks, self._jobs.parts
         await self._models.begin_imports()
         self._nodes = NodeRounds(config, self._keepers, self._models, self._users, was_restarted=_is_restarted())
         self._polling = asyncio.ensure_future(self._nodes.follow())
@@ -392,6 +393,8 @@ class WeightRegistry:
     beat_jobs = _expose("_jobs", JobOwner.beat_jobs)
     release_jobs = _expose("_jobs", JobOwner.release_jobs)
     end_job = _expose("_jobs", JobOwner.end_job)
+    add_part = _expose("_parts", PartOwner.add_part)
+    follow_result = _in_group(WATCHING)(_expose("_parts", PartOwner.follow_result))
     read_body = _expose("_files", FileOwner.read_body)
     read_result = _expose("_files", FileOwner.read_result)
     begin_file = _expose("_files", FileOwner.begin_file)

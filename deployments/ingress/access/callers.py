@@ -20,6 +20,7 @@ Need = Literal["nothing", "key", "admin"]
 # Of the request that this task works on: the tenant of its key, "" without keys; and the caller.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 _current_caller: ContextVar[Caller | None] = ContextVar("_current_caller", default=None)
+_current_count: ContextVar[contextlib.ExitStack | None] = ContextVar("_current_count", default=None)
 CALLER: Final = "atelier.caller"  # in the ASGI scope: who asks, None where nobody needs a key
 # The most urgent priority that the request may have; None is for the default one, and 1 without keys.
 current_max_priority: ContextVar[int | None] = ContextVar("current_max_priority", default=1)
@@ -148,10 +149,10 @@ class Caller:
         Raises NotAuthenticated when the key was revoked since, RateLimited.
         """
         use = self.callers.count_request(self.digest, is_look=is_look)
-        try:
+        with contextlib.ExitStack() as count:
+            count.callback(use.end_request)
+            _current_count.set(count)
             yield
-        finally:
-            use.end_request()
 
 
 @contextlib.contextmanager
@@ -173,6 +174,12 @@ def begin_current_request() -> contextlib.AbstractContextManager[None]:
     """Count one request of a stream for the caller of this task. Raises like `begin_request`."""
     caller = _current_caller.get()
     return caller.begin_request() if caller else contextlib.nullcontext()
+
+
+def end_current_request() -> None:
+    """Take the request of this task off its key's count: it only waits, for a job that counts itself."""
+    if (count := _current_count.get()) is not None:
+        count.close()
 
 
 def current_key() -> str:

@@ -14,12 +14,14 @@ from starlette.types import ASGIApp, Message
 
 from cluster.jobs.records import Headers, JobAnswer, JobError, TakenJob
 from deployments.ingress.access.callers import CALLER, Caller, Callers
+from deployments.ingress.messages.running_job import current_job
 from deployments.records.errors import NotAuthenticated
 
 FIRST_PAUSE_S: Final = 1.0  # before the next try of a temporarily refused job
 LONGEST_PAUSE_S: Final = 30.0
 GRACE_S: Final = 30.0  # beyond the request's own time, so that its endpoint reports the timeout in its own form
 _FOR_NOW: Final = (429, 503)
+_STREAM: Final = b"text/event-stream"
 _MAX_ERROR_BYTES: Final = 2**16
 # Headers of an answer's connection, not of its content.
 _UNKEPT: Final = frozenset({"content-length", "connection", "transfer-encoding", "date", "server", "x-request-id"})
@@ -70,7 +72,7 @@ class OwnApplication:
     async def _ask(self, taken: TakenJob, caller: Caller | None) -> tuple[JobAnswer, bytes]:
         """Return the application's answer to the job's request. Raises TooLargeResult."""
         status, headers, body = 500, list[tuple[bytes, bytes]](), bytearray()
-        most, messages = self._max_bytes, iter([taken.body])
+        most, messages, job = self._max_bytes, iter([taken.body]), current_job.get()
 
         async def receive() -> Message:
             for part in messages:
@@ -82,10 +84,14 @@ class OwnApplication:
             nonlocal status, headers
             if message["type"] == "http.response.start":
                 status, headers = message["status"], list(message.get("headers", ()))
+                if job is not None and dict(headers).get(b"content-type", b"").startswith(_STREAM):
+                    job.content = body
             elif message["type"] == "http.response.body":
                 body.extend(message.get("body", b""))
                 if len(body) > most:
                     raise TooLargeResult(most)
+                if job is not None and job.content is body:
+                    job.grown.set()
 
         try:
             await self._app(_scope_of(taken, caller), receive, send)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -10,14 +11,15 @@ from ray.exceptions import RayActorError
 from starlette.requests import Request
 
 from cluster.admission.fair_slots import release_read_slot
-from cluster.jobs.records import Headers, Job, JobFilter, JobState, NewJob, Order, Webhook
+from cluster.jobs.records import Headers, Job, JobError, JobFilter, JobState, NewJob, Order, Webhook
 from cluster.records.errors import FileInUse, JobConflict, JobsFull, JobsUnavailable
 from cluster.registry.actor import Method, WeightRegistry
 from configs.jobs import JobsConfig
-from deployments.ingress.access.callers import current_key
+from deployments.ingress.access.callers import current_key, end_current_request
 from deployments.ingress.jobs.asking import growing_pauses
 from deployments.ingress.jobs.signing import checked_secret
 from deployments.ingress.messages.outer_hosts import OuterHosts
+from deployments.ingress.messages.responses import event_of
 from deployments.ingress.messages.running_job import current_job
 from deployments.ingress.messages.terms import PRIORITY, TENANT, TIMEOUT, current_terms
 from deployments.ingress.service.service import Service
@@ -149,6 +151,40 @@ class JobDesk:
         first = await self._answer(WeightRegistry.read_result, key, job.id, span.start, min(PIECE_BYTES, len(span)))
         return None if first is None else self._pieces(key, job.id, span, first)
 
+    async def answer_of(self, job: Job) -> AsyncGenerator[bytes]:
+        """Yield the answer of a job that is a stream of events, as it comes; at last, where it has none, an error.
+
+        While nothing comes there is a comment now and then. A job that begins again has another answer: then this one
+        ends with the error `job_restarted`.
+        """
+        end_current_request()
+        key, offset, start, piece = current_key(), 0, None if job.num_starts == 0 else job.num_starts, b""
+        while True:
+            found = await self._answer(WeightRegistry.follow_result, key, job.id, start, offset, _WATCH_S)
+            if found is None:
+                yield _error_event("job_not_found", "the job was deleted")
+                return
+            job, more = found
+            if start not in (None, job.num_starts) and offset:
+                yield _error_event("job_restarted", "the process that answered has ended, and the job begins again")
+                return
+            start = job.num_starts or None
+            if job.has_ended:
+                is_good = job.answer is not None and job.answer.is_good
+                rest = await self.result(job, range(offset, job.num_bytes)) if is_good else None
+                if rest is not None:
+                    async for piece in rest:
+                        yield piece
+                else:
+                    error = job.error or JobError(f"job_{job.status}", f"the job is {job.status}")
+                    yield _error_event(error.code, error.message)
+                return
+            if more:
+                yield more
+                offset, piece = offset + len(more), more
+            elif not offset or piece.endswith(b"\n\n"):
+                yield b": waiting\n\n"
+
     async def _pieces(self, key: str, id_: str, span: range, piece: bytes | None) -> AsyncIterator[bytes]:
         while piece:
             yield piece
@@ -190,3 +226,8 @@ def is_for_later(background: object, *, is_stream: bool = False) -> bool:
     if is_stream:
         raise InvalidRequest("background: a stream has nobody who reads it; follow the job's events", "background")
     return True
+
+
+def _error_event(code: str, message: str) -> bytes:
+    error = {"message": message, "type": "server_error", "param": None, "code": code}
+    return event_of(json.dumps({"error": error}), "error").encode()

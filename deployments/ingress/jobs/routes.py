@@ -36,6 +36,7 @@ _AWAY: Final = {"_503": "no job is kept now"}
 _MAX_ENDPOINT: Final = 512
 _JSON: Final = "application/json"
 _RANGE: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
+STREAM: Final = "stream"  # of a job's facts: its answer is a stream of events
 _FACTS: Final = ("model", "prompt")  # of a body, as the lists of jobs and videos show them
 
 
@@ -127,7 +128,8 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
             content,
             headers={"content-type": _JSON},
             idempotency_key=body.idempotency_key,
-            facts={name: value for name in _FACTS if isinstance(value := body.body.get(name), str)},
+            facts={name: value for name in _FACTS if isinstance(value := body.body.get(name), str)}
+            | ({STREAM: True} if body.body.get("stream") is True else {}),
         )
         return job_response(job)
 
@@ -164,6 +166,21 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
         """The answer of the job's endpoint, as it would have given it."""
         job = await desk.find(job_id)
         return _not_found(job_id) if job is None else await result_response(desk, job, request)
+
+    @router.get(
+        PATH + "/{job_id}/stream",
+        response_class=Response,
+        responses=documented(400, **_GONE, **_AWAY) | {200: {"content": {"text/event-stream": {}}}},
+    )
+    async def stream(job_id: str) -> Response:
+        """The answer of a job whose request has `stream: true`, from its beginning, as it comes."""
+        job = await desk.find(job_id)
+        if job is None:
+            return _not_found(job_id)
+        if not job.facts.get(STREAM):
+            raise InvalidRequest(f"job {job.id!r} has no stream: its request did not ask for one", "job_id")
+        pieces = desk.answer_of(job)
+        return EventStream(pieces, pieces)
 
     @router.get(
         PATH + "/{job_id}/events",

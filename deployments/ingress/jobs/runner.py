@@ -23,13 +23,15 @@ from cluster.registry.actor import WeightRegistry
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.jobs.asking import GRACE_S, OwnApplication, error_of, growing_pauses
 from deployments.ingress.jobs.batch_run import BatchRun
-from deployments.ingress.jobs.desk import JobDesk
+from deployments.ingress.jobs.desk import PIECE_BYTES, JobDesk
 from deployments.ingress.jobs.webhooks import Teller
 from deployments.ingress.messages.running_job import RunningJob, current_job
 from deployments.records.tasks import shared_task
 
 BEAT_S: Final = 4.0  # well below `cluster.jobs.leases.LOST_S`
 PROGRESS_S: Final = 0.1  # between two reports of progress
+PART_S: Final = 0.03  # between two pieces of an answer that is a stream
+PART_PAUSE_S: Final = 1.0
 GIVE_BACK_S: Final = 2.0  # at the end, for the owner's answer
 TAKE_S: Final = 10.0  # that the owner waits for work
 MAX_BATCHES: Final = 16  # in one ingress; their lines share half of its places for jobs
@@ -148,6 +150,7 @@ class JobRunner:
         current_job.set(job)
         deadline_s = asyncio.get_running_loop().time() + job.timeout_s
         end: JobAnswer | JobError
+        telling = shared_task(self._tell_parts(taken, job))
         try:
             if taken.endpoint == BATCHES:
                 end, body = await BatchRun(self._desk, self._application, taken, job, self._line_places).run()
@@ -157,7 +160,25 @@ class JobRunner:
                     end, body = await self._application.answer_of(taken, deadline_s, job.timeout_s)
         except Exception as error:
             end, body = error_of(error, taken.id, job.timeout_s), b""
+        finally:
+            telling.cancel()
         await self._tell(taken, end, body, deadline_s)
+
+    async def _tell_parts(self, taken: TakenJob, job: RunningJob) -> None:
+        """Tell the owner what has come of an answer that is a stream, for those who follow it."""
+        size: int | None = 0
+        while True:
+            await job.grown.wait()
+            job.grown.clear()
+            while size is not None and size < len(job.content):
+                piece = bytes(job.content[size : size + PIECE_BYTES])
+                try:
+                    size = await self._desk.call(WeightRegistry.add_part, taken.id, taken.start, size, piece)
+                except Exception:  # the owner is away: it has nothing when it is back, and says so
+                    await asyncio.sleep(PART_PAUSE_S)
+            if size is None:
+                return
+            await asyncio.sleep(PART_S)
 
     async def _tell(self, taken: TakenJob, end: JobAnswer | JobError, body: bytes, deadline_s: float) -> None:
         """Report the end to the owner until it has it. After the job's time it has no room: it is begun again."""

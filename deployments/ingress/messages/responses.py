@@ -173,7 +173,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        events: AsyncIterator[str],
+        events: AsyncIterator[str] | AsyncIterator[bytes],
         source: Closable,
         *,
         media_type: str = "text/event-stream",

@@ -11,13 +11,18 @@ from deployments.records import ImageProgress
 
 @dataclass(eq=False, slots=True)
 class RunningJob:
-    """A start of a job in this process. `changed` is set whenever it is further, for all jobs of the process."""
+    """A start of a job in this process. `changed` is set whenever it is further, for all jobs of the process.
+
+    `content` is what has come of an answer that is a stream; `grown` is set whenever that is more.
+    """
 
     id: str
     start: int
     timeout_s: float
     changed: asyncio.Event = field(repr=False)
     progress: int | None = None
+    content: bytearray = field(default_factory=bytearray, repr=False)
+    grown: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     async def note_progress(self, progress: ImageProgress) -> None:
         """Take in that a step is done."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kit.clock import Clock
 
+from cluster.jobs.book import BOOK_FILE
 from cluster.jobs.disk import FILES, collect_results
 from cluster.jobs.file_book import INPUT, MODEL_PURPOSE, SILENT_S
 from cluster.jobs.files import Clocks, FileOwner
@@ -170,6 +171,11 @@ async def test_the_file_of_a_registered_model_stays_until_the_model_goes(tmp_pat
         clock.now_s += SILENT_S + 1
         await owner.files.begin_file("mine")
         assert kept() == {used}
+    owner.close()
+    (folder / BOOK_FILE).write_bytes(b"damaged" * 1000)
+    owner = opened()
+    await owner.files.begin_file("mine")
+    assert kept() == {used}, "the file of a model outlives the book"
     owner.close()
     assert collect_results(tmp_path, clock.now_s + SILENT_S + 1) == ([], 0)
     assert kept() == {used}

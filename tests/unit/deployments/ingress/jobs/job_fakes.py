@@ -44,9 +44,8 @@ class RegistryWithJobs:
     def __getattr__(self, name: str) -> Any:
         if name == "up_s":
             return SimpleNamespace(remote=self.on_up_s)
-        part = next(
-            (part for part in (self.owner, self.owner.files, self.owner.hooks) if hasattr(type(part), name)), None
-        )
+        parts = (self.owner, self.owner.files, self.owner.hooks, self.owner.parts)
+        part = next((part for part in parts if hasattr(type(part), name)), None)
         if part is None:
             return getattr(self._replicas, name)
 

@@ -110,6 +110,48 @@ async def test_a_stream_is_kept_whole(http: httpx.AsyncClient) -> None:
     assert result.text.endswith("data: [DONE]\n\n")
 
 
+async def test_a_stream_is_read_from_its_beginning_as_long_as_its_job_is_kept(http: httpx.AsyncClient) -> None:
+    id_ = await begun(http, CHATS, CHAT | {"stream": True})
+    early = await http.get(f"/v1/jobs/{id_}/stream")
+    await ended(http, id_)
+    for answer in (early, await http.get(f"/v1/jobs/{id_}/stream")):
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.text == (await http.get(f"/v1/jobs/{id_}/result")).text
+    failed = await begun(http, CHATS, CHAT | {"stream": True, "model": "no"})
+    event = (await http.get(f"/v1/jobs/{failed}/stream")).text
+    assert event.startswith("event: error\ndata: ")
+    assert "no model 'no'" in json.loads(event.partition("data: ")[2])["error"]["message"]
+    whole = await http.get(f"/v1/jobs/{await begun(http, CHATS, CHAT)}/stream")
+    assert (whole.status_code, "did not ask for one" in problem(whole)["message"]) == (400, True)
+    assert (await http.get("/v1/jobs/job_1/stream")).status_code == 404
+
+
+async def test_a_stream_whose_job_begins_again_says_so(
+    as_described: Any, owner: JobOwner, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "_WATCH_S", 0.01)
+    offsets, follow = list[int](), owner.parts.follow_result
+
+    async def noting(key: str, id_: str, start: int | None, offset: int, wait_s: float) -> Any:
+        offsets.append(offset)
+        return await follow(key, id_, start, offset, wait_s)
+
+    monkeypatch.setattr(owner.parts, "follow_result", noting)
+    async with ingress_over(replicas, owner, as_described, num_runners=0) as http:
+        id_ = await begun(http, CHATS, CHAT | {"stream": True})
+        following = asyncio.create_task(http.get(f"/v1/jobs/{id_}/stream"))
+        await owner.take_jobs("one", 1, 1, 5.0)
+        size = await owner.parts.add_part(id_, 1, 0, b"data: 1\n\n")
+        await until(lambda: size in offsets)
+        await owner.release_jobs("one")
+        await owner.take_jobs("two", 1, 1, 5.0)
+        text = (await following).text
+    events = [event for event in text.split("\n\n") if not event.startswith(":")]
+    assert events[0] == "data: 1"
+    assert json.loads(events[1].partition("data: ")[2])["error"]["code"] == "job_restarted"
+    assert events[2:] == [""]
+
+
 async def test_a_job_is_followed_by_events_on_another_ingress(
     as_described: Any, owner: JobOwner, replicas: Replicas
 ) -> None:
