@@ -6,59 +6,29 @@ import base64
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from e2e.rank_kills import config_of, ranks_of, running
 from integration.harness import DEMO_MODELS
 from kit.seeding import seeded_random
 from kit.waiting import wait_until
 from PIL import Image
 
-from configs.cluster import ClusterConfig
 from configs.ranks import RanksConfig
-from deployments.console.running import cluster_up
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
-from infra.ports import free_port
 from weights.loading.views import mapped_tensors
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 NUM_TOKENS = 12
-
-
-def config_of(folder: Path, ranks: dict[str, int], *models: str) -> ClusterConfig:
-    return ClusterConfig.model_validate(
-        {
-            "name": "ranks",
-            "http": {"port": free_port()},
-            "ray": {"num_cpus": 4},
-            "store": {"path": str(folder / "store")},
-            "worker": {"num_cpus": 1, "ranks": {**ranks, "timeout_s": 120}, "kv_cache_bytes": "1 MiB"},
-            "models": [{"id": name, "path": str(DEMO_MODELS / name), "dtype": "float32"} for name in models],
-        }
-    )
-
-
-@contextmanager
-def running(config: ClusterConfig) -> Iterator[httpx.Client]:
-    with cluster_up(config, "ranks.yaml") as url, httpx.Client(base_url=url, timeout=120) as client:
-        yield client
-
-
-def ranks_of(client: httpx.Client) -> dict[str, Any]:
-    """Return the worker's ranks; {} while there is no worker that answers."""
-    found = client.get("/admin/cluster").json()["workers"]
-    return found[0].get("ranks", {}) if found else {}
 
 
 def complete(client: httpx.Client, prompt: list[int]) -> httpx.Response:
