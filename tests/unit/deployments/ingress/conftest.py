@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -42,6 +43,7 @@ from deployments.ingress.service.service import Service
 
 ERRORS = (ErrorAnswer, ProtocolError, MessageError, OllamaError, WebuiError, ComfyError)
 Check = Callable[[httpx.Response], Awaitable[None]]
+GENERATORS = {"_is_gen_callable": inspect.CO_GENERATOR, "_is_async_gen_callable": inspect.CO_ASYNC_GENERATOR}
 
 
 @pytest.fixture(scope="session")
@@ -99,8 +101,32 @@ class Dependants:
         return dataclasses.replace(known, call=call, dependencies=[])
 
 
+class Fields:
+    """The fields of answers that FastAPI makes of their classes, kept for other applications."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = functools.cache(make)
+
+    def __call__(self, **options: Any) -> Any:
+        """Make a field; its class may be one that cannot be a key."""
+        try:
+            return self._make(**options)
+        except TypeError:
+            return self._make.__wrapped__(**options)
+
+
+def is_generator(is_one: Callable[[Any], bool], flag: int) -> Callable[[Any], bool]:
+    """Return FastAPI's question whether an endpoint is a generator, which a plain function answers by a flag."""
+
+    def is_generator_(call: Any) -> bool:
+        is_plain = isinstance(call, types.FunctionType) and not vars(call)
+        return bool(call.__code__.co_flags & flag) if is_plain else is_one(call)
+
+    return is_generator_
+
+
 @pytest.fixture(autouse=True, scope="module")
-def quick_applications(dependants: Dependants) -> Iterator[None]:
+def quick_applications(dependants: Dependants, answer_fields: Fields) -> Iterator[None]:
     """An application, which nearly every test has of its own, is made in less than half the time."""
     plain = BaseModel.model_json_schema.__func__  # type: ignore[attr-defined]
     schema_of = functools.cache(lambda class_, options: plain(class_, **dict(options)))
@@ -111,6 +137,12 @@ def quick_applications(dependants: Dependants) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastapi._compat.v2.TypeAdapter", LazyAdapter)
         patch.setattr("fastapi.routing.get_dependant", dependants)
+        patch.setattr("fastapi.routing.create_model_field", answer_fields)
+        for name, flag in (
+            ("_is_gen_callable", inspect.CO_GENERATOR),
+            ("_is_async_gen_callable", inspect.CO_ASYNC_GENERATOR),
+        ):
+            patch.setattr(f"fastapi.routing.{name}", is_generator(getattr(fastapi.routing, name), flag))
         patch.setattr(BaseModel, "model_json_schema", classmethod(copied))
         yield
 
@@ -118,6 +150,11 @@ def quick_applications(dependants: Dependants) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def dependants() -> Dependants:
     return Dependants(fastapi.routing.get_dependant)
+
+
+@pytest.fixture(scope="session")
+def answer_fields() -> Fields:
+    return Fields(fastapi.routing.create_model_field)
 
 
 @pytest.fixture(autouse=True)
