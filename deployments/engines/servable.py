@@ -34,7 +34,7 @@ from weights.formats import dense_head
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
 from weights.formats.gguf import DENOISERS, TEXT_ENCODERS
-from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
+from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS, image_encoder_class, read_ip_adapter
 from weights.formats.kuiper import read_kuiper
 from weights.formats.pipeline_parts import why_incomplete
 from weights.formats.source import AdapterBase, Checkpoint, SourceComponent
@@ -219,10 +219,12 @@ def _check_upscaler(checkpoint: Checkpoint) -> None:
 def _check_ip_adapter(checkpoint: Checkpoint) -> None:
     folder, (component,) = checkpoint.path / ENCODER, checkpoint.components
     config = read_config(folder / "config.json")
-    if (class_name := named_class(config, folder)) != ENCODER_CLASS:
-        raise EngineError(f"{folder}: a {class_name}, and an IP-Adapter reads images by a {ENCODER_CLASS}")
-    head = component.tensors[f"{ENCODER}.visual_projection.weight"].shape
-    for key, given in zip(("projection_dim", "hidden_size"), head, strict=True):
+    shapes = {key: one.shape for key, one in component.tensors.items()}
+    wanted = image_encoder_class(read_ip_adapter(folder, shapes).kind)
+    if (class_name := named_class(config, folder)) != wanted:
+        raise EngineError(f"{folder}: a {class_name}, and this IP-Adapter reads images by a {wanted}")
+    head = component.tensors[f"{ENCODER}.visual_projection.weight"].shape if wanted == ENCODER_CLASS else ()
+    for key, given in zip(("projection_dim", "hidden_size"), head, strict=False):
         if config.get(key, given) != given:
             raise EngineError(f"{folder}: config.json has {key} {config[key]}, and its weights have {given}")
     dtypes = {tensor.dtype for tensor in component.tensors.values()} - {"I64"}  # numbers of positions, in old files

@@ -155,7 +155,7 @@ CONTROLS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]]] = {
             "QwenImageTransformer2DModel": "QwenImageControlNetModel",
             "ZImageTransformer2DModel": "ZImageControlNetModel",
         },
-        {},
+        {"control_in_dim": 16, "control_layers_places": (0,)},
     ),
     "union (ControlNet++, Union Pro)": (
         {_UNET_NAME: "ControlNetUnionModel", _FLUX_NAME: "FluxControlNetModel"},

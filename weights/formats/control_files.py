@@ -50,10 +50,11 @@ _XS: Final = r"(^|\.)(control_to_base_for_conv_in|base_to_ctrl|ctrl_to_base)\."
 # What tells a file that is refused, by a pattern of one of its names, the first that matches.
 _REFUSED: Final = (
     (r"^lllite_", "a ControlNet-LLLite"),
-    (r"^control_all_x_embedder\.|^control_layers\.", "a ControlNet of Z-Image"),
+    (r"^mid_convs\.[01]\.", "a ControlNeXt"),
+    (r"^control_all_x_embedder\.|^control_layers\.", "a ControlNet of Z-Image in one file"),
     (r"^control_img_in\.|^control_blocks\.0\.after_proj\.", "a ControlNet of Qwen-Image (Fun)"),
     (r"^controlnet_blocks\.0\.linear\.", "a ControlNet of Flux in MistoLine's layout"),
-    (r"^control_type$|^pos_embed_input\.proj\.", "a ControlNet of Stable Diffusion 3"),
+    (r"^control_type$|^pos_embed_input\.proj\.", "a ControlNet of Stable Diffusion 3 in one file"),
 )
 _OF_UNETS: Final = (  # what diffusers' `ControlNetModel.from_unet` takes of a UNet's config
     *("encoder_hid_dim", "encoder_hid_dim_type", "addition_embed_type", "addition_time_embed_dim"),

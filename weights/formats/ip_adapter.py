@@ -3,7 +3,8 @@
 A folder with the adapter's safetensors file (`image_proj.*`, `ip_adapter.1.to_k_ip.weight`, ...) and `image_encoder/`,
 the CLIP that it reads images with: the layout of h94/IP-Adapter, of which a folder holds one adapter here. Plain ones
 project the image's vector to a few tokens; "plus" ones resample the tokens of its last layer but one, and "full" ones
-project each of those. Those of Flux, which XLabs names otherwise, are plain with biases.
+project each of those. Those of Flux, which XLabs names otherwise, are plain with biases. Those of Stable Diffusion 3
+resample the tokens of a SigLIP anew at each time, and have norms for each attention.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ IP_CLASS: Final = "IPAdapter"
 LIBRARY: Final = "ip_adapter"
 ENCODER: Final = "image_encoder"  # its folder, and the prefix of its tensors in the component
 ENCODER_CLASS: Final = "CLIPVisionModelWithProjection"
+TIMED_ENCODER_CLASS: Final = "SiglipVisionModel"  # of adapters of Stable Diffusion 3
 _PLAIN_TOKENS: Final = 4
 HEAD_WIDTH: Final = 64  # of the attention of a resampler
 _FLUX_TOKENS: Final = (4, 16)
@@ -35,8 +37,18 @@ _RESAMPLER_LAYER: Final = (
     *("0.to_out.weight", "1.0.weight", "1.0.bias", "1.1.weight", "1.3.weight"),
 )
 
+_TIMED_LAYER: Final = (*_RESAMPLER_LAYER, "2.1.weight", "2.1.bias")
+_TIMES: Final = tuple(f"time_embedding.linear_{number}.{leaf}" for number in (1, 2) for leaf in ("weight", "bias"))
+_NORMS_OF_TIMED: Final = ("norm_q.weight", "norm_k.weight", "norm_ip_k.weight")
+_LEAVES: Final = {
+    "flux": ("to_k_ip.weight", "to_k_ip.bias", "to_v_ip.weight", "to_v_ip.bias"),
+    "sd3": ("to_k_ip.weight", "to_v_ip.weight", "norm_ip.linear.weight", "norm_ip.linear.bias", *_NORMS_OF_TIMED),
+}
+_PLAIN_LEAVES: Final = ("to_k_ip.weight", "to_v_ip.weight")
+
 _SERVED: Final = (
-    "of Stable Diffusion 1 and 2 and SDXL the plain, plus, plus-face and full-face ones are served, and XLabs' of Flux"
+    "of Stable Diffusion 1 and 2 and SDXL the plain, plus, plus-face and full-face ones are served, and those of "
+    "Stable Diffusion 3 and XLabs' of Flux"
 )
 # The names of those for Flux in XLabs' files.
 _XLABS: Final = "ip_adapter_proj_model."
@@ -49,12 +61,23 @@ _READERS: Final = {
     "flux": "proj.weight",
     "full": "proj.0.weight",
     "plus": "proj_in.weight",
+    "sd3": "proj_in.weight",
 }
-_NORMS: Final = {"plain": "norm.weight", "flux": "norm.weight", "full": "proj.3.weight", "plus": "norm_out.weight"}
+_NORMS: Final = {
+    "plain": "norm.weight",
+    "flux": "norm.weight",
+    "full": "proj.3.weight",
+    "plus": "norm_out.weight",
+    "sd3": "norm_out.weight",
+}
 _BLOCKS: Final = ("down_blocks", "up_blocks", "mid_block")  # as diffusers goes through a UNet
+_PATCHES: Final = "embeddings.patch_embedding.weight"  # of an encoder: as wide as its tokens
 _FLUX_TEXT: Final = "context_embedder.weight"  # of a transformer: as wide as its text
 
-Kind = Literal["plain", "plus", "full", "flux"]
+_SD3_PATCHES: Final = "pos_embed.proj.weight"
+Kind = Literal["plain", "plus", "full", "flux", "sd3"]
+Denoiser = Literal["a UNet", "one of Flux", "one of Stable Diffusion 3"]
+_FOR: Final[Mapping[Kind, Denoiser]] = {"flux": "one of Flux", "sd3": "one of Stable Diffusion 3"}
 Shape = tuple[int, ...]
 
 
@@ -107,14 +130,15 @@ def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
     if kind is None:
         raise AdapterError(f"{file}: an IP-Adapter of a form that is not known; {_SERVED}")
     num_resampled = _count_layers(projection)
-    names = {"plain": _PLAIN, "flux": _PLAIN, "full": _FULL, "plus": _resampler_names(num_resampled)}[kind]
+    names = {
+        "plain": _PLAIN,
+        "flux": _PLAIN,
+        "full": _FULL,
+        "plus": _resampler_names(num_resampled, _RESAMPLER_LAYER),
+        "sd3": (*_TIMES, *_resampler_names(num_resampled, _TIMED_LAYER)),
+    }[kind]
     wanted = {f"image_proj.{name}" for name in names}
-    wanted |= {
-        f"ip_adapter.{number}.to_{half}_ip.{leaf}"
-        for number in pairs
-        for half in "kv"
-        for leaf in (("weight", "bias") if kind == "flux" else ("weight",))
-    }
+    wanted |= {f"ip_adapter.{number}.{leaf}" for number in pairs for leaf in _LEAVES.get(kind, _PLAIN_LEAVES)}
     for name in sorted(wanted ^ own.keys()):
         what = "is missing" if name in wanted else f"is not of a {kind} IP-Adapter"
         raise AdapterError(f"{file}: tensor {shown(name)} {what}")
@@ -134,11 +158,13 @@ def count_tokens(shapes: Mapping[str, Sequence[int]]) -> int:
 def check_encoder(file: Path, shapes: Mapping[str, Shape]) -> None:
     """Check that an adapter reads what the encoder among its tensors says of an image. Raises AdapterError."""
     form, name = read_ip_adapter(file, shapes), f"{ENCODER}.visual_projection.weight"
+    if form.kind == "sd3":
+        name = next((one for one in shapes if one.startswith(f"{ENCODER}.") and one.endswith(_PATCHES)), _PATCHES)
     head = shapes.get(name, ())
-    if len(head) != 2:
-        raise AdapterError(f"{file}: tensor {name} of a {ENCODER_CLASS} is missing")
+    if len(head) != (4 if form.kind == "sd3" else 2):
+        raise AdapterError(f"{file}: tensor {name} of a {image_encoder_class(form.kind)} is missing")
     reader = f"image_proj.{_READERS[form.kind]}"
-    given, read = head[0] if form.kind in ("plain", "flux") else head[1], shapes[reader][1]
+    given, read = head[0] if form.kind in ("plain", "flux", "sd3") else head[1], shapes[reader][1]
     if given != read:
         raise AdapterError(
             f"{file}: tensor {reader} reads vectors of {read} numbers, and the {ENCODER} beside it gives {given}: the "
@@ -150,9 +176,14 @@ def check_ip_base(file: Path, shapes: Mapping[str, Shape], denoiser: Any, base: 
     """Check that an adapter has a layer for each attention to text of a denoiser, of its size. Raises AdapterError."""
     if denoiser.format != "safetensors":
         return
-    is_flux = _FLUX_TEXT in denoiser.tensors
-    sizes = (_double_blocks if is_flux else _cross_attentions)(denoiser.tensors)
-    reason = why_unlike(read_ip_adapter(file, shapes), shapes, sizes, repr(base.model), is_flux=is_flux)
+    form, tensors = read_ip_adapter(file, shapes), denoiser.tensors
+    kind: Denoiser = "a UNet"
+    sizes = _cross_attentions(tensors)
+    if _SD3_PATCHES in tensors:
+        kind, sizes = "one of Stable Diffusion 3", [(inner, form.text_width) for inner in _joint_attentions(tensors)]
+    elif _FLUX_TEXT in tensors:
+        kind, sizes = "one of Flux", _double_blocks(tensors)
+    reason = why_unlike(form, shapes, sizes, repr(base.model), kind)
     if reason:
         raise AdapterError(f"{file}: an IP-Adapter that {reason}")
 
@@ -162,12 +193,12 @@ def why_unlike(
     shapes: Mapping[str, Sequence[int]],
     attentions: Sequence[Sequence[int]],
     model: str,
-    *,
-    is_flux: bool,
+    denoiser: Denoiser,
 ) -> str | None:
     """Return why an adapter is none for a denoiser with attentions to text of these (inner, text) sizes, or None."""
-    if (form.kind == "flux") != is_flux:
-        return "is for a UNet, and " + model + " is one of Flux" if is_flux else f"is of Flux, and {model} has a UNet"
+    if (wanted := _FOR.get(form.kind, "a UNet")) != denoiser:
+        what = "is for a UNet" if wanted == "a UNet" else f"is {wanted.removeprefix('one ')}"
+        return f"{what}, and {model} {'has' if denoiser == 'a UNet' else 'is'} {denoiser}"
     if len(form.layers) != len(attentions):
         return f"has {len(form.layers)} layers, and {model} {len(attentions)}: it is for another one"
     for number, attention in zip(form.layers, attentions, strict=True):
@@ -190,12 +221,20 @@ def _double_blocks(tensors: Mapping[str, Any]) -> list[Shape]:
     return [(tensors[name].shape[0], tensors[_FLUX_TEXT].shape[1]) for name in sorted(names, key=_place)]
 
 
+def _joint_attentions(tensors: Mapping[str, Any]) -> list[int]:
+    """Return the widths of the attentions of a Stable Diffusion 3, in the order in which adapters number them."""
+    names = [name for name in tensors if re.match(r"transformer_blocks\.\d{1,4}\.attn2?\.to_q\.weight$", name)]
+    return [tensors[name].shape[0] for name in sorted(names, key=lambda name: (_place(name), name))]
+
+
 def _place(name: str) -> tuple[int, list[int]]:
     block = name.partition(".")[0]
     return (*_BLOCKS, block).index(block), [int(number) for number in re.findall(r"\.(\d{1,9})(?=\.)", name)]
 
 
 def _kind_of(names: Collection[str], projection: Collection[str]) -> Kind | None:
+    if any(".norm_ip." in name for name in names) or any(name.startswith("time_embedding.") for name in projection):
+        return "sd3"
     if "proj.weight" in projection:
         return "flux" if any(name.endswith("_ip.bias") for name in names) else "plain"
     if "proj.3.weight" in projection:
@@ -205,8 +244,6 @@ def _kind_of(names: Collection[str], projection: Collection[str]) -> Kind | None
 
 def _form_not_served(names: Collection[str], projection: Collection[str]) -> str | None:
     """Name the form of an adapter that is not served, by the names of its tensors, as diffusers does; else None."""
-    if any(".norm_ip." in name for name in names) or any(name.startswith("time_embedding.") for name in projection):
-        return "an IP-Adapter of Stable Diffusion 3"
     is_plus = any(name.startswith("perceiver_resampler.") for name in projection)
     if is_plus or {"proj.0.weight", "norm.weight"} <= set(projection):
         return (
@@ -216,13 +253,37 @@ def _form_not_served(names: Collection[str], projection: Collection[str]) -> str
     return None
 
 
+def _fits_of_timed(
+    own: Mapping[str, Shape], projection: Mapping[str, Shape], pairs: Collection[int], width: int, inner: int
+) -> dict[str, tuple[int | None, ...]]:
+    """Return the shapes of what an adapter of Stable Diffusion 3 has beside others; norms have the width of a head."""
+    fits: dict[str, tuple[int | None, ...]] = {f"image_proj.{_TIMES[0]}": (inner, None)}
+    fits |= {f"image_proj.{name}": (inner,) for name in _TIMES if name.endswith("bias")}
+    fits[f"image_proj.{_TIMES[2]}"] = (inner, inner)
+    for name in projection:
+        if name.endswith(".2.1.weight"):
+            fits |= {f"image_proj.{name}": (4 * inner, inner)}
+            fits |= {f"image_proj.{name.removesuffix('weight')}bias": (4 * inner,)}
+    for number in pairs:
+        prefix = f"ip_adapter.{number}."
+        head = (own[f"{prefix}norm_q.weight"] or (0,))[0]
+        fits |= {f"{prefix}norm_ip.linear.weight": (2 * width, inner), f"{prefix}norm_ip.linear.bias": (2 * width,)}
+        fits |= {prefix + name: (head,) for name in _NORMS_OF_TIMED}
+    return fits
+
+
+def image_encoder_class(kind: Kind) -> str:
+    """Return the class of transformers that reads the images of an adapter."""
+    return TIMED_ENCODER_CLASS if kind == "sd3" else ENCODER_CLASS
+
+
 def _count_layers(names: Collection[str]) -> int:
     numbers = {int(match[1]) for name in names if (match := re.match(r"layers\.(\d{1,3})\.", name))}
     return 1 + max(numbers, default=-1)
 
 
-def _resampler_names(num_layers: int) -> list[str]:
-    layers = [f"layers.{number}.{name}" for number in range(num_layers) for name in _RESAMPLER_LAYER]
+def _resampler_names(num_layers: int, each: Sequence[str]) -> list[str]:
+    layers = [f"layers.{number}.{name}" for number in range(num_layers) for name in each]
     return [*_RESAMPLER, *_RESAMPLER_END, *layers]
 
 
@@ -254,6 +315,8 @@ def _check_shapes(
     else:
         fits |= {"image_proj.latents": (1, None, inner), "image_proj.proj_in.weight": (inner, None)}
         fits["image_proj.proj_out.weight"] = (width, inner)
+        if kind == "sd3":
+            fits |= _fits_of_timed(own, projection, pairs, width, inner)
         for name, shape in projection.items():
             if not name.endswith(("0.to_q.weight", "0.to_kv.weight")):
                 continue

@@ -153,7 +153,7 @@ class PipelineTwin(DenoisePipeline):
         found: list[torch.Tensor] = []
 
         def read() -> None:
-            inputs = family.adapters.control_inputs(twin, pixels, lambda _, shifts=True: latents)
+            inputs = family.adapters.control_inputs(twin, pixels, lambda _, **options: latents)
             found.extend(one.to(self._dtype) for one in inputs)
 
         self._record(read, {})  # it has the shapes of convolutions that fake tensors have no rule for

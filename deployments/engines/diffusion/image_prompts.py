@@ -1,10 +1,13 @@
-"""IP-Adapters: images as prompts, which every cross-attention of a UNet reads beside its text, or a block of Flux.
+"""IP-Adapters: images as prompts, which every cross-attention of a UNet reads beside its text, a block of Flux, or an
+attention of Stable Diffusion 3.
 
 Such a layer adds an attention of its own queries over the image's tokens, before its last product; in Flux it goes to
-the image's part of a block's output, with the queries from before their rotation by position. Keys and
-values do not change from step to step, so they are made when a request begins; a layer's queries are captured where it
-makes them, by hooks. Rows of a batch without an image do not change. Sources: "IP-Adapter" (arXiv 2308.06721), and
-diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0`, `models/embeddings.py` and
+the image's part of a block's output, with the queries from before their rotation by position. Keys and values do not
+change from step to step, so they are made when a request begins; a layer's queries are captured where it makes them,
+by hooks. An adapter of Stable Diffusion 3 reads the time as well, and makes keys and values at each step; its attention
+goes over the image's own keys and values, too. Rows of a batch without an image do not change. Sources: "IP-Adapter"
+(arXiv 2308.06721), and diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0` and
+`SD3IPAdapterJointAttnProcessor2_0`, `models/embeddings.py`, `loaders/transformer_sd3.py` and
 `models/transformers/transformer_flux.py:FluxIPAdapterAttnProcessor`.
 """
 
@@ -30,17 +33,20 @@ from deployments.engines.libraries.config_files import read_config
 from deployments.engines.records.protocol import DiffusionRequest, EngineError, ImagePromptUse
 from weights.formats.ip_adapter import (
     ENCODER,
-    ENCODER_CLASS,
     HEAD_WIDTH,
+    Denoiser,
     IpAdapterForm,
     check_encoder,
     count_tokens,
+    image_encoder_class,
     read_ip_adapter,
     why_unlike,
 )
 from weights.records.errors import AdapterError
 
 _LEAVES: Final = ("weight", "bias")
+_JOINT: Final = "JointAttnProcessor2_0"  # of the attentions of Stable Diffusion 3
+_EPSILON: Final = 1e-6  # of the norms of Stable Diffusion 3's
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -63,7 +69,8 @@ class ImagePrompter:
         """Return the tokens of an image, (1, T, D), after those of no image if they are wanted.
 
         No image is a vector of zeros for a plain adapter, the encoding of a black image for that of Flux, and for
-        others the encoding of pixels that are 0 after normalization.
+        others the encoding of pixels that are 0 after normalization. For Stable Diffusion 3 they are the encoder's,
+        which `timed_tokens` reads, and zeros.
         """
         from PIL import Image  # needed only for images as prompts
 
@@ -79,6 +86,9 @@ class ImagePrompter:
             if self.form.kind == "flux":
                 both = ([read(np.zeros_like(image))] if with_negative else []) + [pixels_13HW]
                 return [self._project(self.encoder(one).image_embeds) for one in both]
+            if self.form.kind == "sd3":
+                hidden = self.encoder(pixels_13HW, output_hidden_states=True).hidden_states[-2]
+                return ([torch.zeros_like(hidden)] if with_negative else []) + [hidden]
             if self.form.kind == "plain":
                 vector = self.encoder(pixels_13HW).image_embeds
                 return [self._project(one) for one in ([torch.zeros_like(vector)] if with_negative else []) + [vector]]
@@ -102,14 +112,38 @@ class ImagePrompter:
         latents = self.tensors["image_proj.latents"]
         for number in range(self.form.num_resampled):
             own = self._norm(f"layers.{number}.0.norm2", latents)
-            both = torch.cat([self._norm(f"layers.{number}.0.norm1", read), own], dim=-2)
-            query = _heads(self._linear(f"layers.{number}.0.to_q", own), HEAD_WIDTH)
-            key, value = self._linear(f"layers.{number}.0.to_kv", both).chunk(2, dim=-1)
-            found = F.scaled_dot_product_attention(query, _heads(key, HEAD_WIDTH), _heads(value, HEAD_WIDTH))
-            latents = latents + self._linear(f"layers.{number}.0.to_out", found.transpose(1, 2).flatten(2))
+            latents = latents + self._attended(f"layers.{number}", self._norm(f"layers.{number}.0.norm1", read), own)
             wide = F.gelu(self._linear(f"layers.{number}.1.1", self._norm(f"layers.{number}.1.0", latents)))
             latents = latents + self._linear(f"layers.{number}.1.3", wide)
         return self._norm("norm_out", self._linear("proj_out", latents))
+
+    def timed_tokens(self, hidden_1LE: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of an encoded image at a time, (1, T, D), and the time's embedding (1, C)."""
+        from diffusers.models.embeddings import get_timestep_embedding
+
+        width = self.tensors["image_proj.time_embedding.linear_1.weight"].shape[1]
+        times = get_timestep_embedding(timestep.reshape(1), width, flip_sin_to_cos=True, downscale_freq_shift=0)
+        time_1C = self._linear("time_embedding.linear_1", times.to(hidden_1LE.dtype))
+        time_1C = self._linear("time_embedding.linear_2", F.silu(time_1C))
+        read = self._linear("proj_in", hidden_1LE) + time_1C[:, None]
+        latents = self.tensors["image_proj.latents"]
+        for number in range(self.form.num_resampled):
+            layer = f"layers.{number}"
+            shift, scale, wide_shift, wide_scale = (
+                one[:, None] for one in self._linear(f"{layer}.2.1", F.silu(time_1C)).chunk(4, dim=1)
+            )
+            own = self._norm(f"{layer}.0.norm2", latents) * (1 + scale) + shift
+            latents = latents + self._attended(layer, self._norm(f"{layer}.0.norm1", read), own)
+            wide = self._norm(f"{layer}.1.0", latents) * (1 + wide_scale) + wide_shift
+            latents = latents + self._linear(f"{layer}.1.3", F.gelu(self._linear(f"{layer}.1.1", wide)))
+        return self._norm("norm_out", self._linear("proj_out", latents)), time_1C
+
+    def _attended(self, layer: str, read: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Return the attention of a resampler's latents over an image's tokens and each other."""
+        query = _heads(self._linear(f"{layer}.0.to_q", own), HEAD_WIDTH)
+        key, value = self._linear(f"{layer}.0.to_kv", torch.cat([read, own], dim=-2)).chunk(2, dim=-1)
+        found = F.scaled_dot_product_attention(query, _heads(key, HEAD_WIDTH), _heads(value, HEAD_WIDTH))
+        return self._linear(f"{layer}.0.to_out", found.transpose(1, 2).flatten(2))
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.tensors[f"image_proj.{name}.weight"], self.tensors.get(f"image_proj.{name}.bias"))
@@ -121,7 +155,7 @@ class ImagePrompter:
 
 def build_image_prompter(folder: Path, tensors: Mapping[str, torch.Tensor]) -> ImagePrompter:
     """Build an IP-Adapter around its tensors; `folder` has the config.json of its encoder. Raises EngineError."""
-    from transformers import CLIPImageProcessor
+    from transformers import CLIPImageProcessor, SiglipImageProcessor
 
     prefix = f"{ENCODER}."
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
@@ -131,8 +165,10 @@ def build_image_prompter(folder: Path, tensors: Mapping[str, torch.Tensor]) -> I
         check_encoder(folder, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     except AdapterError as error:
         raise EngineError(str(error)) from None
-    encoder = build_module("transformers", ENCODER_CLASS, folder, encoded)
+    encoder = build_module("transformers", image_encoder_class(form.kind), folder, encoded)
     side = read_config(folder / "config.json").get("image_size", 224)
+    if form.kind == "sd3":
+        return ImagePrompter(form, encoder, SiglipImageProcessor(size={"height": side, "width": side}), own)
     return ImagePrompter(form, encoder, CLIPImageProcessor(size=side, crop_size=side), own)
 
 
@@ -155,7 +191,7 @@ def read_images(
 
     Raises EngineError for one that is not there or does not fit the denoiser.
     """
-    prompts = []
+    prompts: list[ImagePrompt] = []
     for use in uses:
         prompter = known.get(use.name)
         if not isinstance(prompter, ImagePrompter):
@@ -164,6 +200,9 @@ def read_images(
         layers = _prompted_layers(denoiser)
         _check_fit(use.name, prompter, layers, denoiser)
         tokens = prompter.tokens_of(use.image, with_negative=with_negative)
+        if prompter.form.kind == "sd3":
+            prompts.append(_TimedPrompt(use.name, (), use.scale, prompter, layers, tokens, denoiser.dtype))
+            continue
         branches = tuple(tuple(_layers(prompter, layers, one, denoiser.dtype)) for one in tokens)
         prompts.append(ImagePrompt(use.name, branches, use.scale))
     return tuple(prompts)
@@ -176,7 +215,8 @@ def blank_image_prompt(name: str, num_tokens: int, denoiser: Any, device: torch.
         attention = _attention_of(layer)
         made = torch.empty(1, num_tokens, attention.inner_dim, dtype=denoiser.dtype, device=device)
         half = _heads(made, attention.inner_dim // attention.heads)
-        layers.append(PromptedLayer(layer, half, half))
+        norms = (made.new_empty(half.shape[-1]),) * 2 if _is_joint(layer) else ()
+        layers.append(PromptedLayer(layer, half, half, norms))
     return ImagePrompt(name, (tuple(layers),), 1.0)
 
 
@@ -191,12 +231,13 @@ def prompted_by_images(spans: Sequence[PromptedSpan]) -> Iterator[None]:
     for span in spans:
         for layers, scale in span.uses:
             for layer in layers if scale else ():
-                added = _Added(span.start, span.stop, layer.key, layer.value, scale)
+                added = _Added(span.start, span.stop, layer.key, layer.value, scale, layer.norms)
                 by_layer.setdefault(layer.module, []).append(added)
     handles: list[Any] = []
     try:
         for module, added_here in by_layer.items():
-            handles += (_hooked_block if _is_block(module) else _hooked)(module, added_here)
+            hook = _hooked_block if _is_block(module) else _hooked_joint if _is_joint(module) else _hooked
+            handles += hook(module, added_here)
         yield
     finally:
         for handle in handles:
@@ -211,6 +252,7 @@ class _Added(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     scale: float
+    norms: tuple[torch.Tensor, ...]
 
 
 def _hooked(attention: Any, added: Sequence[_Added]) -> list[Any]:
@@ -254,6 +296,36 @@ def _hooked_block(block: Any, added: Sequence[_Added]) -> list[Any]:
     return [block.attn.norm_q.register_forward_hook(keep), block.register_forward_hook(add)]
 
 
+def _hooked_joint(attention: Any, added: Sequence[_Added]) -> list[Any]:
+    """Hook an attention of Stable Diffusion 3 to keep what it makes of the image, and to add to its image's part."""
+    parts = (attention.to_q, attention.to_k, attention.to_v)
+    kept, here = dict[Any, torch.Tensor](), threading.get_ident()
+
+    def keep(layer: nn.Module, _: Any, output_BLD: torch.Tensor) -> None:
+        if threading.get_ident() == here:
+            kept[layer] = output_BLD
+
+    def add(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() != here:
+            return
+        x = args[0]
+        for one in added:
+            query, key, value = (_heads(kept[part][one.start : one.stop], one.key.shape[-1]) for part in parts)
+            query, key = (_rms(half, norm) for half, norm in zip((query, key), one.norms, strict=True))
+            halves = zip((key, value), (one.key, one.value), strict=True)
+            keys, values = (torch.cat([half, own.expand(len(query), -1, -1, -1)], dim=2) for half, own in halves)
+            found = F.scaled_dot_product_attention(query, keys, values)
+            x[one.start : one.stop] += one.scale * found.transpose(1, 2).flatten(2)
+        kept.clear()
+
+    handles = [part.register_forward_hook(keep) for part in parts]
+    return [*handles, attention.to_out[0].register_forward_pre_hook(add)]
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, _EPSILON)
+
+
 def _heads(x_BLD: torch.Tensor, width: int) -> torch.Tensor:
     """Return (B, L, D) as (B, heads, L, width)."""
     return x_BLD.view(*x_BLD.shape[:-1], -1, width).transpose(1, 2)
@@ -264,31 +336,75 @@ def _is_block(layer: Any) -> bool:
     return not hasattr(layer, "to_q")
 
 
+def _is_joint(layer: Any) -> bool:
+    """Return whether a layer is an attention of Stable Diffusion 3, over image and text or over the image alone."""
+    return type(getattr(layer, "processor", None)).__name__ == _JOINT
+
+
 def _attention_of(layer: Any) -> Any:
     return layer.attn if _is_block(layer) else layer
 
 
 def _prompted_layers(denoiser: Any) -> list[Any]:
-    """Return a Flux's blocks of text and image, or a UNet's attentions to text in the order of its processors,
-    as adapters number them.
+    """Return a Flux's blocks of text and image, or the attentions of a Stable Diffusion 3, or a UNet's to text, in the
+    order of its processors, as adapters number them.
     """
     if hasattr(denoiser, "single_transformer_blocks"):
         return list(denoiser.transformer_blocks)
     names = [name.removesuffix(".processor") for name in denoiser.attn_processors]
+    if hasattr(denoiser, "transformer_blocks"):
+        return [denoiser.get_submodule(name) for name in names]
     return [denoiser.get_submodule(name) for name in names if not name.endswith("attn1")]
 
 
 def _check_fit(name: str, prompter: ImagePrompter, layers: Sequence[Any], denoiser: Any) -> None:
-    shapes = {key: tuple(tensor.shape) for key, tensor in prompter.tensors.items()}
-    is_flux = any(map(_is_block, layers))
-    sizes = [
-        (layer.attn.inner_dim, denoiser.config.joint_attention_dim)
-        if is_flux
-        else (layer.inner_dim, layer.cross_attention_dim)
-        for layer in layers
-    ]
-    if reason := why_unlike(prompter.form, shapes, sizes, "the model", is_flux=is_flux):
+    form, shapes = prompter.form, {key: tuple(tensor.shape) for key, tensor in prompter.tensors.items()}
+    kind: Denoiser = "a UNet"
+    if any(map(_is_block, layers)):
+        kind = "one of Flux"
+    elif any(map(_is_joint, layers)):
+        kind = "one of Stable Diffusion 3"
+    sizes = [(_attention_of(layer).inner_dim, _text_width(kind, layer, denoiser, form)) for layer in layers]
+    if reason := why_unlike(form, shapes, sizes, "the model", kind):
         raise EngineError(f"ip_adapter: {name!r} {reason}")
+    for number, layer in zip(form.layers, layers, strict=True) if form.kind == "sd3" else ():
+        given, width = shapes[f"ip_adapter.{number}.norm_q.weight"], layer.inner_dim // layer.heads
+        if given != (width,):
+            raise EngineError(f"ip_adapter: {name!r} has norms of {list(given)}, and the model's heads have {width}")
+
+
+def _text_width(kind: Denoiser, layer: Any, denoiser: Any, form: IpAdapterForm) -> int:
+    """Return the width of what a layer reads beside its image: of an adapter's own tokens where that may be any."""
+    if kind == "a UNet":
+        return int(layer.cross_attention_dim)
+    return int(denoiser.config.joint_attention_dim) if kind == "one of Flux" else form.text_width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TimedPrompt(ImagePrompt):
+    """An adapter of Stable Diffusion 3 at work, whose layers are made anew at each time of the encoded `images`."""
+
+    prompter: ImagePrompter
+    layers: Sequence[Any]
+    images: Sequence[torch.Tensor]
+    dtype: torch.dtype
+
+    def layers_at(self, branch: int, timestep: torch.Tensor) -> tuple[PromptedLayer, ...]:
+        """Return the layers of a branch: the tokens go through each attention's norm, which reads the time."""
+        own, made = self.prompter.tensors, list[PromptedLayer]()
+        with torch.no_grad():
+            tokens_1TD, time_1C = self.prompter.timed_tokens(self.images[branch], timestep)
+            plain = F.layer_norm(tokens_1TD, tokens_1TD.shape[-1:], eps=_EPSILON)
+            for number, layer in zip(self.prompter.form.layers, self.layers, strict=True):
+                name, width = f"ip_adapter.{number}.", layer.inner_dim // layer.heads
+                norm = F.linear(F.silu(time_1C), own[f"{name}norm_ip.linear.weight"], own[f"{name}norm_ip.linear.bias"])
+                shift, scale = (one[:, None] for one in norm.chunk(2, dim=1))
+                read = plain * (1 + scale) + shift
+                key, value = (_heads(F.linear(read, own[f"{name}to_{half}_ip.weight"]), width) for half in "kv")
+                norms = (own[f"{name}norm_q.weight"].to(self.dtype), own[f"{name}norm_k.weight"].to(self.dtype))
+                key = _rms(key, own[f"{name}norm_ip_k.weight"])
+                made.append(PromptedLayer(layer, key.to(self.dtype), value.to(self.dtype), norms))
+        return tuple(made)
 
 
 def _layers(

@@ -199,7 +199,8 @@ def _prompted_spans(group: Sequence[Condition]) -> Iterator[PromptedSpan]:
         stop = start + len(state.latents)
         if state.image_prompts:
             place = next(number for number, one in enumerate(state.branches) if one is branch)
-            yield PromptedSpan([(one.branches[place], one.scale) for one in state.image_prompts], start, stop)
+            layers = [(one.layers_at(place, state.timestep), one.scale) for one in state.image_prompts]
+            yield PromptedSpan(layers, start, stop)
         start = stop
 
 

@@ -27,6 +27,27 @@ from deployments.engines.records.protocol import DiffusionRequest, EngineError
 Schedule = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> arguments of its set_timesteps
 Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> replacements of its values
 
+_SPACING: Final = "timestep_spacing"
+AUTOMATIC: Final = "automatic"  # a spacing: that of the WebUI for a solver; a flow keeps its model's
+_ALL: Final[Mapping[str, bool | str]] = {_SPACING: "linspace"}
+_KARRAS: Final[Mapping[str, bool | str]] = {"use_karras_sigmas": True, **_ALL}
+_EXPONENTIAL: Final[Mapping[str, bool | str]] = {"use_exponential_sigmas": True, **_ALL}
+# Source: AUTOMATIC1111/stable-diffusion-webui, `samplers_k_diffusion` in modules/sd_samplers_kdiffusion.py, and
+# modules/sd_samplers_timesteps.py.
+_AUTOMATIC: Final[Mapping[str, Mapping[str, bool | str]]] = {
+    "DDIMScheduler": {_SPACING: "leading"},
+    "DPMSolver2SAncestralScheduler": _KARRAS,
+    "DPMSolver3MSDEScheduler": _EXPONENTIAL,
+    "DPMSolverMultistepScheduler": _KARRAS,
+    "DPMSolverSDEScheduler": _KARRAS,
+    "EulerAncestralDiscreteScheduler": _ALL,
+    "EulerDiscreteScheduler": _ALL,
+    "HeunDiscreteScheduler": _ALL,
+    "KDPM2AncestralDiscreteScheduler": _KARRAS,
+    "KDPM2DiscreteScheduler": _KARRAS,
+    "LMSDiscreteScheduler": _ALL,
+    "PNDMScheduler": {_SPACING: "leading"},
+}
 # The options of a solver's config that a request may change, with their type, range of numbers, or choices.
 _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]] = {
     "use_karras_sigmas": bool,
@@ -99,6 +120,8 @@ class SolverFactory:
     def configured(self, scheduler: str | None, options: Mapping[str, bool | float | str]) -> Any:
         """Return a solver without a schedule, of the template's class or another. Raises EngineError."""
         own: str = type(self._template).__name__
+        if options.get(_SPACING) == AUTOMATIC:
+            options = _automatically_spaced(None if is_flow(self._template) else scheduler, options)
         if scheduler not in (None, own):
             known = self._known_classes()
             if scheduler not in known:
@@ -125,6 +148,17 @@ class SolverFactory:
         others = OF_FLOWS if is_flow(self._template) else OF_BETAS if OF_BETAS & own else frozenset[str]()
         names = {type(self._template).__name__} | others
         return sorted(name for name in names if _solver_class(name) is not None)
+
+
+def _automatically_spaced(
+    scheduler: str | None, options: Mapping[str, bool | float | str]
+) -> dict[str, bool | float | str]:
+    """Return options with the WebUI's spacing for a solver in the place of `AUTOMATIC`; the model's own without one."""
+    others = {name: value for name, value in options.items() if name != _SPACING}
+    found = _AUTOMATIC.get(scheduler or "", {})
+    if found is _KARRAS and str(options.get("algorithm_type")).startswith("sde-"):
+        found = _EXPONENTIAL
+    return {**found, **others}
 
 
 def _check_options(cls: Any, options: Mapping[str, bool | float | str]) -> None:

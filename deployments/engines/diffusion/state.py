@@ -64,10 +64,12 @@ def make_controls(
 
     `known` has them by name. Raises EngineError for an unknown one or one that does not fit the denoiser.
     """
-    draws = host_generator(request.seed) if family.adapters.draws_controls_apart else generator
+    stream = host_generator(request.seed) if family.adapters.draws_controls_apart else generator
 
-    def encode(images: torch.Tensor, *, shifts: bool = True) -> torch.Tensor:
-        latents = codec.encode(images, draws)
+    def encode(images: torch.Tensor, *, shifts: bool = True, draws: bool = True) -> torch.Tensor:
+        if not draws:
+            return codec.most_likely(images, family.latents.scale)
+        latents = codec.encode(images, stream)
         return family.latents.scale(latents, codec.vae) if shifts else latents * codec.vae.config["scaling_factor"]
 
     controls = []

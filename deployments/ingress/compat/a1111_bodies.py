@@ -65,7 +65,7 @@ _NO_SAMPLERS: Final = {
 # The spacings of steps. Karras and its kin lie between the first sigma of a model's training and the last one.
 _ALL_SIGMAS: Final = {"timestep_spacing": "linspace"}
 SCHEDULERS: Final[dict[str, dict[str, bool | str]]] = {
-    "Automatic": {},
+    "Automatic": {"timestep_spacing": "automatic"},
     "Uniform": {**_ALL_SIGMAS},
     "Karras": {"use_karras_sigmas": True, **_ALL_SIGMAS},
     "Exponential": {"use_exponential_sigmas": True, **_ALL_SIGMAS},
@@ -545,13 +545,14 @@ def _solver_of(sampler: str, scheduler: str | None) -> dict[str, Any]:
     options = SCHEDULERS[_SPACINGS[spacing]]
     others = {key: value for key, value in options.items() if key != "timestep_spacing"}
     if name.lower() == AUTOMATIC.lower():
-        return {"scheduler_options": others or options}  # for a class that may have no choice of spacing
+        is_own = spacing == AUTOMATIC.lower()
+        return {"scheduler_options": others or ({} if is_own else options)}  # for a class that may have no choice of it
     if (known := _BY_LOWER.get(name.lower())) is None:
         why = ": diffusers has none that computes it" if name.lower() in _NO_SAMPLERS else ""
         text = f"sampler_name: no sampler {name!r:.80}{why} (known: {', '.join((AUTOMATIC, *SAMPLERS))})"
         raise InvalidRequest(text, "sampler_name")
     class_name, own = SAMPLERS[known]
-    if class_name in _ALWAYS_LINEAR and options.items() >= _ALL_SIGMAS.items():
+    if class_name in _ALWAYS_LINEAR and options.get("timestep_spacing") in ("linspace", "automatic"):
         options = others
     return {"scheduler": class_name, "scheduler_options": options | own}
 

@@ -283,6 +283,7 @@ def _original_with_eight(state: Mapping[str, torch.Tensor]) -> Tensors:
 
 REFUSED = {
     "lllite_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.down.0.weight": "a ControlNet-LLLite",
+    "mid_convs.0.0.weight": "a ControlNeXt",
     "control_all_x_embedder.2-1.weight": "a ControlNet of Z-Image",
     "control_img_in.weight": "a ControlNet of Qwen-Image",
     "controlnet_blocks.0.linear.weight": "a ControlNet of Flux in MistoLine's layout",
@@ -370,7 +371,7 @@ def test_a_control_in_one_file_is_no_model_and_says_what_it_is(tmp_path: Path) -
 
 
 def test_folders_of_other_controls_are_refused_by_their_classes(tmp_path: Path) -> None:
-    for class_name in ("SparseControlNetModel", "ZImageControlNetModel", "SanaControlNetModel"):
+    for class_name in ("SparseControlNetModel", "HunyuanDiT2DControlNetModel", "SanaControlNetModel"):
         folder = tmp_path / class_name
         saved({"x.weight": torch.zeros(2, 2)}, folder).rename(folder / "diffusion_pytorch_model.safetensors")
         (folder / "config.json").write_text(json.dumps({"_class_name": class_name}))

@@ -472,9 +472,11 @@ class Steps:
 
 
 class EncodeImages(Protocol):
-    """Makes latents of images from -1, at the scale at which they are denoised; without the VAE's shift, if asked."""
+    """Makes latents of images from -1, at the scale at which they are denoised; without the VAE's shift, if asked, and
+    the most likely ones where none are to be drawn.
+    """
 
-    def __call__(self, images_B3HW: torch.Tensor, /, *, shifts: bool = True) -> torch.Tensor: ...
+    def __call__(self, images_B3HW: torch.Tensor, /, *, shifts: bool = True, draws: bool = True) -> torch.Tensor: ...
 
 
 class Adapters:

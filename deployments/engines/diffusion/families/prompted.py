@@ -11,16 +11,29 @@ import torch
 
 
 class PromptedLayer(NamedTuple):
-    """A cross-attention, or a block of Flux, and the keys and values (1, heads, T, D) that it reads beside its text."""
+    """A cross-attention, or a block of Flux, and the keys and values (1, heads, T, D) that it reads beside its text.
+
+    An attention of Stable Diffusion 3 also has `norms`: the weights for its image's queries and keys.
+    """
 
     module: Any
     key: torch.Tensor
     value: torch.Tensor
+    norms: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all of its tensors."""
+        return self.key, self.value, *self.norms
 
     @property
     def form(self) -> Hashable:
         """Return all but the values of key and value, for as long as the module lives."""
-        return id(self.module), tuple(self.key.shape), tuple(self.value.shape)
+        return id(self.module), tuple(tuple(one.shape) for one in self.tensors)
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> PromptedLayer:
+        """Return the layer with others in the place of its `tensors`, taken in that order."""
+        return PromptedLayer(self.module, next(tensors), next(tensors), tuple(next(tensors) for _ in self.norms))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +43,10 @@ class ImagePrompt:
     name: str
     branches: tuple[tuple[PromptedLayer, ...], ...]
     scale: float
+
+    def layers_at(self, branch: int, timestep: torch.Tensor) -> tuple[PromptedLayer, ...]:
+        """Return the layers of a branch at a step: the same at each, unless the adapter reads the time."""
+        return self.branches[branch]
 
 
 class PromptedSpan(NamedTuple):
@@ -51,14 +68,11 @@ class PromptedSpan(NamedTuple):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the keys and values of its layers."""
-        return (half for layers, _ in self.uses for one in layers for half in (one.key, one.value))
+        """Yield the tensors of its layers."""
+        return (one for layers, _ in self.uses for layer in layers for one in layer.tensors)
 
     def with_tensors(self, tensors: Iterator[torch.Tensor]) -> PromptedSpan:
         """Return the span with others in the place of its `tensors`, taken in that order."""
         return self._replace(
-            uses=[
-                ([PromptedLayer(one.module, next(tensors), next(tensors)) for one in layers], scale)
-                for layers, scale in self.uses
-            ]
+            uses=[([one.with_tensors(tensors) for one in layers], scale) for layers, scale in self.uses]
         )

@@ -98,6 +98,7 @@ class MaybeShiftedSteps(FlowSteps):
 
 
 class StableDiffusion3Adapters(Adapters):
+    takes_image_prompts: ClassVar[bool] = True
     lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
         "text_encoder": ("te1", "clip_l"),
         "text_encoder_2": ("te2", "clip_g"),

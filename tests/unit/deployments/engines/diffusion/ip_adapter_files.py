@@ -7,19 +7,27 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, SiglipVisionConfig, SiglipVisionModel
 
 from deployments.engines.diffusion.image_prompts import ImagePrompter, build_image_prompter
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.ip_adapter import canonical_name
 
-Kind = Literal["plain", "plus", "full", "flux"]
+Kind = Literal["plain", "plus", "full", "flux", "sd3"]
 WIDTH, VECTOR, LATENTS = 32, 24, 64  # of the encoder, of what it says of an image, of a resampler
 
 
 def write_ip_adapter(folder: Path, denoiser: Any, kind: Kind = "plain") -> Path:
     """Write an adapter for a UNet, whose tokens matter: matrices of a size that changes images."""
     folder.mkdir()
+    if kind == "sd3":
+        siglip = SiglipVisionConfig(
+            hidden_size=WIDTH, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, image_size=32,
+            patch_size=8,
+        )  # fmt: skip
+        SiglipVisionModel(siglip).save_pretrained(folder / "image_encoder")
+        save_file(_of_stable_diffusion_3(denoiser), folder / "ip-adapter.safetensors")
+        return folder
     config = CLIPVisionConfig(
         hidden_size=WIDTH, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, image_size=32,
         patch_size=8, projection_dim=VECTOR,
@@ -49,6 +57,27 @@ def _of_flux(transformer: Any) -> dict[str, torch.Tensor]:
             name = f"double_blocks.{place}.processor.ip_adapter_double_stream_{half}_proj"
             tensors[f"{name}.weight"] = torch.randn(inner, width) * (2 / width**0.5)
             tensors[f"{name}.bias"] = torch.randn(inner) * 0.3
+    return tensors
+
+
+def _of_stable_diffusion_3(transformer: Any) -> dict[str, torch.Tensor]:
+    """In InstantX's names: a resampler that reads the time, and norms beside each attention's two matrices."""
+    width, head = transformer.inner_dim, transformer.config.attention_head_dim
+    tensors = _resampler(width)
+    for name, rows, columns in (
+        ("time_embedding.linear_1", LATENTS, 32), ("time_embedding.linear_2", LATENTS, LATENTS),
+        *((f"layers.{layer}.2.1", 4 * LATENTS, LATENTS) for layer in range(4)),
+    ):  # fmt: skip
+        tensors[f"image_proj.{name}.weight"] = torch.randn(rows, columns) / columns**0.5
+        tensors[f"image_proj.{name}.bias"] = torch.randn(rows) * 0.1
+    for place in range(len(transformer.attn_processors)):
+        prefix = f"ip_adapter.{place}."
+        for half in "kv":
+            tensors[f"{prefix}to_{half}_ip.weight"] = torch.randn(transformer.inner_dim, width) * (2 / width**0.5)
+        tensors[f"{prefix}norm_ip.linear.weight"] = torch.randn(2 * width, LATENTS) / LATENTS**0.5
+        tensors[f"{prefix}norm_ip.linear.bias"] = torch.randn(2 * width) * 0.1
+        for norm in ("norm_q", "norm_k", "norm_ip_k"):
+            tensors[f"{prefix}{norm}.weight"] = 1 + torch.randn(head) * 0.1
     return tensors
 
 

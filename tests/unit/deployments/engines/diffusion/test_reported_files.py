@@ -170,6 +170,65 @@ REPORTED: Mapping[str, Reported] = {
         KOHYA,
         "lora_unet_double_blocks_0_img_mod_lin",
     ),
+    "diffusers 9914, single blocks of XLabs": Reported(
+        "FluxPipeline", "single_blocks.0.processor.proj_lora", "single_transformer_blocks.0.proj_out", PROCESSOR
+    ),
+    "diffusers 12053, converted by sd-scripts": Reported(
+        "FluxPipeline",
+        "transformer.single_transformer_blocks.0.proj_mlp",
+        "single_transformer_blocks.0.proj_mlp",
+        PEFT,
+    ),
+    "sd-scripts, Stable Diffusion 3": Reported(
+        "StableDiffusion3Pipeline",
+        "lora_unet_joint_blocks_0_x_block_mlp_fc1",
+        "transformer_blocks.0.ff.net.0.proj",
+        KOHYA,
+    ),
+    "diffusers, Stable Diffusion 3": Reported(
+        "StableDiffusion3Pipeline",
+        "transformer.transformer_blocks.0.attn.to_out.0",
+        "transformer_blocks.0.attn.to_out.0",
+        PEFT,
+    ),
+    "diffusers 13137, LoKr of klein": Reported(
+        "Flux2KleinPipeline",
+        "diffusion_model.double_blocks.0.img_mlp.2",
+        "transformer_blocks.0.ff.linear_out",
+        kronecker,
+    ),
+    "ComfyUI 11487, musubi-tuner": Reported(
+        "ZImagePipeline", "lora_unet_layers_0_attention_to_out_0", "layers.0.attention.to_out.0", KOHYA
+    ),
+    "ComfyUI 9213, SimpleTuner": Reported(
+        "QwenImagePipeline",
+        "transformer.transformer_blocks.0.attn.add_k_proj",
+        "transformer_blocks.0.attn.add_k_proj",
+        PEFT,
+    ),
+    "ai-toolkit 372": Reported(
+        "QwenImagePipeline",
+        "diffusion_model.transformer_blocks.0.img_mlp.net.2",
+        "transformer_blocks.0.img_mlp.net.2",
+        PEFT,
+    ),
+    "ComfyUI 9203, ModelScope": Reported(
+        "QwenImagePipeline",
+        "transformer_blocks.0.attn.to_out.0",
+        "transformer_blocks.0.attn.to_out.0",
+        peft_named("default"),
+    ),
+    "musubi-tuner, Wan": Reported("WanPipeline", "lora_unet_blocks_0_cross_attn_o", "blocks.0.attn2.to_out.0", KOHYA),
+    "VideoX-Fun, Wan": Reported("WanPipeline", "lora_unet__blocks_0_self_attn_q", "blocks.0.attn1.to_q", KOHYA),
+    "Wan, modulation": Reported(
+        "WanPipeline", "diffusion_model.time_projection.1", "condition_embedder.time_proj", DOWN_UP
+    ),
+    "OneTrainer, Chroma": Reported(
+        "ChromaPipeline",
+        "lora_transformer_single_transformer_blocks_0_attn_to_k",
+        "single_transformer_blocks.0.attn.to_k",
+        KOHYA,
+    ),
     "ComfyUI 7792, HiDream": Reported(
         "HiDreamImagePipeline",
         "lycoris_double_stream_blocks_0_block_attn1_to_k",
@@ -186,8 +245,9 @@ def denoisers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     def build(class_name: str) -> Any:
         if class_name in ("FluxPipeline", "FluxKontextPipeline"):
             return request.getfixturevalue("flux").ours.denoiser
-        if class_name == "StableDiffusionXLPipeline":
-            return request.getfixturevalue("sdxl").ours.denoiser
+        if class_name in ("StableDiffusionXLPipeline", "StableDiffusion3Pipeline"):
+            fixture = "sdxl" if "XL" in class_name else "stable_diffusion_3"
+            return request.getfixturevalue(fixture).ours.denoiser
         if class_name == "WanPipeline":
             return wan().transformer
         if class_name == "HiDreamImagePipeline":

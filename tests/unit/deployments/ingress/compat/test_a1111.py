@@ -214,9 +214,10 @@ async def test_the_second_pass_may_have_another_sampler(webui: Any, replicas: Re
     given = {"hr_sampler_name": "DPM++ 2M SDE", **({"hr_scheduler": scheduler} if scheduler else {})}
     await asyncio.to_thread(webui.txt2img, prompt="x", width=16, height=8, enable_hr=True, **given)
     first, second = replicas.requests
-    assert (first.scheduler, first.scheduler_options) == ("EulerDiscreteScheduler", {})
+    automatic = {"timestep_spacing": "automatic"}
+    assert (first.scheduler, first.scheduler_options) == ("EulerDiscreteScheduler", automatic)
     own = {"algorithm_type": "sde-dpmsolver++"}
-    karras = {"use_karras_sigmas": True, "timestep_spacing": "linspace"} if scheduler else {}
+    karras = {"use_karras_sigmas": True, "timestep_spacing": "linspace"} if scheduler else automatic
     assert (second.scheduler, second.scheduler_options) == ("DPMSolverMultistepScheduler", own | karras)
 
 

@@ -83,6 +83,23 @@ def test_spaced_sigmas_go_from_the_last_to_the_first(factory: SolverFactory, sam
     np.testing.assert_allclose(found, [*expected, 0], rtol=2e-4)
 
 
+# The WebUI's schedules of samplers for which none is chosen.
+DEFAULTS = {
+    **dict.fromkeys(("Euler", "Euler a", "LMS", "Heun"), "Uniform"),
+    **dict.fromkeys(("DPM++ 2M", "DPM++ SDE", "DPM++ 2S a", "DPM2", "DPM2 a"), "Karras"),
+    **dict.fromkeys(("DPM++ 2M SDE", "DPM++ 2M SDE Heun", "DPM++ 3M SDE"), "Exponential"),
+    **dict.fromkeys(("DDIM", "PLMS"), "DDIM"),
+}
+
+
+@pytest.mark.parametrize("sampler", list(DEFAULTS))
+def test_a_sampler_without_a_schedule_has_its_own(factory: SolverFactory, sampler: str) -> None:
+    found, expected = (solver_of(factory, sampler, name, 12) for name in ("Automatic", DEFAULTS[sampler]))
+    assert torch.equal(found.timesteps, expected.timesteps)
+    if hasattr(found, "sigmas"):
+        assert torch.equal(found.sigmas, expected.sigmas)
+
+
 def denoised(x: torch.Tensor, sigma: float) -> torch.Tensor:
     """A model of points around 0.3 whose spread is 0.5, as it says what is there without the noise."""
     return 0.3 + (x - 0.3) * 0.25 / (0.25 + sigma**2)
@@ -299,6 +316,18 @@ def test_flows_are_spaced_as_the_webui_spaces_them(
     np.testing.assert_allclose(
         found[:-1], OF_FLOWS[scheduler](steps), atol=1e-2 if scheduler == "SGM Uniform" else 1e-5
     )
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "DPM++ 2M", "DDIM", "Heun"])
+def test_a_flow_keeps_its_own_spacing(flow: SolverFactory, sampler: str) -> None:
+    given = TextToImageBody(sampler_name=sampler)._fields("m")
+    found, own = (
+        flow.configured(given["scheduler"], given["scheduler_options"]),
+        flow.configured(given["scheduler"], {}),
+    )
+    for solver in (found, own):
+        solver.set_timesteps(7)
+    assert torch.equal(found.sigmas, own.sigmas)
 
 
 def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
