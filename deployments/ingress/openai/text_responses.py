@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import AliasChoices, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -34,8 +34,10 @@ from deployments.ingress.messages.responses import (
 )
 from deployments.ingress.openai.background_responses import (
     begin,
+    begin_stream,
     cancel_answer,
     find_answer,
+    find_stream,
     forget_answer,
     running_id,
 )
@@ -495,7 +497,9 @@ def create_responses_router(
         keeping = _Keeping(stored if body.store else None, current_tenant.get(), own)
         record, warnings = await images.record_of(body.to_fields([*before, *own])), body.warnings()
         asked, headers = body.asked(is_stored=keeping.stored is not None), warning_header(warnings)
-        if is_for_later(body.background, is_stream=bool(body.stream)):
+        if is_for_later(body.background):
+            if body.stream:
+                return await begin_stream(desk, request, asked, headers)
             return json_response(await begin(desk, request, asked), headers=headers)
         form = ResponseForm(asked, running_id())
         if not body.stream:
@@ -514,9 +518,21 @@ def create_responses_router(
 
         return await stream_events(service.texts.stream_text(record), events_of, form.failure, headers=headers)
 
-    @router.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=documented(**_GONE))
-    async def read(response_id: str) -> Response:
-        """A response that is kept, or in the background."""
+    @router.get(
+        "/v1/responses/{response_id}",
+        response_model=ResponseAnswer,
+        responses=documented(400, **_GONE) | {200: {"content": {"text/event-stream": {}}}},
+    )
+    async def read(
+        response_id: str, stream: bool = False, starting_after: Annotated[int, Query(ge=-1)] = -1
+    ) -> Response:
+        """A response that is kept, or in the background; with `stream`, the events of one that began as a stream.
+
+        `starting_after` is the `sequence_number` of the last event that is known.
+        """
+        if stream:
+            events = await find_stream(desk, response_id, starting_after)
+            return _not_found(response_id) if events is None else events
         found = await asyncio.to_thread(stored.find, current_tenant.get(), response_id) if stored is not None else None
         if found is not None and not json.loads(found.answer).get("background"):
             return json_response(found.answer)

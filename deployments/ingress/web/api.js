@@ -27,11 +27,16 @@ export const keys = {
 };
 
 export class ApiError extends Error {
-  constructor(message, { status = 0, param = null, retryAfterS = null } = {}) {
+  constructor(message, { status = 0, code = null, param = null, retryAfterS = null } = {}) {
     super(message);
     this.status = status;
+    this.code = code;
     this.param = param;
     this.retryAfterS = retryAfterS;
+  }
+
+  get isGone() {
+    return this.status === 404 || this.code === "job_not_found";
   }
 
   get isKeyMatter() {
@@ -149,7 +154,7 @@ function eventOf(block) {
 export function errorOfEvent({ event, data }) {
   const told = data?.error;
   if (event !== "error" && !told) return null;
-  return new ApiError(String(told?.message ?? texts.errors.broken).slice(0, 2000), { param: told?.param });
+  return new ApiError(String(told?.message ?? texts.errors.broken).slice(0, 2000), { code: told?.code ?? "broken", param: told?.param });
 }
 
 export const isAbort = (error) => error?.name === "AbortError";

@@ -1,7 +1,7 @@
 // The page Chat: models that write, and models that turn texts into vectors and ranks.
 
 import { asCurl, chatAsPython } from "./as_code.js";
-import { ApiError, errorOfEvent, eventsOf, request } from "./api.js";
+import { ApiError, errorOfEvent, eventsOf, getJson, request, sleep } from "./api.js";
 import { asMarkdown, pathOf, showing, siblingsOf, titleOf, useConversations, withChange, withTurn } from "./conversations.js";
 import { base64Of, download } from "./image_files.js";
 import { Markdown } from "./markdown.js";
@@ -24,6 +24,9 @@ const EMPTY = {
 };
 const MAX_LIVE_CHARS = 20000; // of an answer that is set as Markdown while it comes: each piece sets it anew
 const MAX_IMAGES = 8;
+const MAX_TRIES = 5; // to read on after a connection broke
+const PAUSE_MS = 500; // before the first of them, and twice that before each further one
+const PASSING = [429, 502, 503, 504];
 const CUT = ["length", "stopped", "broken"];
 const writes = (model) => makes("/v1/chat/completions")(model);
 const embeds = (model) => ["/v1/embeddings", "/v1/rerank", "/v1/classify"].some((path) => makes(path)(model));
@@ -81,26 +84,33 @@ function Chat({ models }) {
       return null;
     }
   };
-  // Have a turn written, or written on: the last one of the conversation, which is there already.
+  // Have a turn written, or written on: the last one of the conversation, which is there already. Without a body, its
+  // job writes it, since before a reload.
   const write = async (conversation, turn, body) => {
     const leaving = new AbortController();
     answering.set(conversation.key, leaving);
-    const answer = { ...turn, isOn: true };
+    const before = body ? { content: turn.content, reasoning: turn.reasoning } : turn.before;
+    const answer = { ...turn, before, isOn: true };
     const show = (changes) => {
       Object.assign(answer, changes);
       change(conversation, (one) => withChange(one, answer.id, answer), { isPiece: answer.isOn });
     };
-    show({ finish: undefined, error: undefined, firstS: undefined, tokens: undefined });
+    show({ finish: undefined, error: undefined, firstS: undefined, lastS: undefined, tokens: undefined, ...(body && { job: undefined }) });
     try {
       await readAnswer(body, leaving.signal, answer, show);
     } catch (error) {
       if (leaving.signal.aborted) show({ finish: "stopped" });
+      else if (!body && error.isGone) show({ finish: "broken" });
       else if (error instanceof ApiError || !answer.content) show({ error: error.message });
       else show({ finish: "broken" }); // also where the page is left: its connections end first
     }
     answering.delete(conversation.key);
-    show({ isOn: false });
+    if (answer.job) request(`v1/jobs/${answer.job}`, { method: "DELETE", quiet: true }).catch(() => {}); // it is kept here
+    show({ isOn: false, job: undefined, before: undefined });
   };
+  useEffect(() => {
+    for (const one of list) for (const turn of one.turns) if (turn.isOn && turn.job && !answering.has(one.key)) write(one, turn, null);
+  }, [list.length]);
   // Return whether a conversation is being answered now.
   const answer = async (conversation) => {
     const body = await bodyFor(pathOf(conversation));
@@ -238,20 +248,47 @@ async function messageOf({ role, content, images, tool_calls, tool_call_id, reas
 }
 
 async function readAnswer(body, signal, answer, show) {
-  const beganMs = performance.now();
-  const response = await request("v1/chat/completions", { json: body, signal });
-  if (!body.stream) {
-    const whole = await response.json();
+  const beganMs = body && performance.now();
+  if (body && !body.stream) {
+    const whole = await getJson("v1/chat/completions", { json: body, signal });
     const { content, reasoning_content: reasoning } = whole.choices[0].message;
     show({ content: content ?? "", reasoning, timings: whole.timings_ms });
     return;
   }
+  if (body) {
+    const job = await begunJob(body, signal);
+    if (!job) return readEvents(await request("v1/chat/completions", { json: body, signal }), beganMs, answer, show);
+    show({ job });
+  }
+  for (let tries = 0; ; tries++) {
+    show({ ...answer.before, tool_calls: undefined });
+    try {
+      return await readEvents(await request(`v1/jobs/${answer.job}/stream`, { signal }), beganMs, answer, show);
+    } catch (error) {
+      if (signal.aborted || tries === MAX_TRIES || (error instanceof ApiError && error.status && !PASSING.includes(error.status))) throw error;
+      if (error.code && error.code !== "job_restarted") throw error;
+      await sleep(PAUSE_MS * 2 ** tries, signal);
+    }
+  }
+}
+
+// Return the id of a job that makes the answer, so that a reload does not end it; null where there are no jobs now.
+async function begunJob(body, signal) {
+  try {
+    return (await getJson("v1/jobs", { json: { endpoint: "/v1/chat/completions", body }, signal })).id;
+  } catch (error) {
+    if (error instanceof ApiError && [404, 429, 500, 503].includes(error.status)) return null;
+    throw error;
+  }
+}
+
+async function readEvents(response, beganMs, answer, show) {
   let isDrawn = false; // a token may come every millisecond: they are shown once a frame
   for await (const event of eventsOf(response)) {
     if (event.data === "[DONE]") return;
     const error = errorOfEvent(event);
     if (error) throw error;
-    take(event.data, answer, (performance.now() - beganMs) / 1000);
+    take(event.data, answer, beganMs === null ? undefined : (performance.now() - beganMs) / 1000);
     if (isDrawn) continue;
     isDrawn = true;
     requestAnimationFrame(() => ((isDrawn = false), answer.isOn && show({})));
@@ -263,7 +300,7 @@ function take({ choices, usage, timings_ms }, shown, sinceS) {
   const choice = choices?.[0];
   const delta = choice?.delta ?? {};
   const hasMore = delta.content || delta.reasoning_content || delta.tool_calls;
-  if (hasMore && shown.firstS === undefined) shown.firstS = sinceS;
+  if (hasMore) shown.firstS ??= sinceS; // undefined after a reload: nobody has measured it
   if (hasMore) shown.lastS = sinceS;
   shown.content += delta.content ?? "";
   if (delta.reasoning_content) shown.reasoning = (shown.reasoning ?? "") + delta.reasoning_content;

@@ -50,9 +50,9 @@ export function asMarkdown(conversation) {
   return [`# ${titleOf(conversation)}`, ...said].join("\n\n") + "\n";
 }
 
-// A conversation that was left while it was answered has what had come until then.
+// A conversation that was left while it was answered: an answer that is a job is read on, another one has ended.
 function restored(conversation) {
-  const turns = conversation.turns.map(({ isOn, ...turn }) => (isOn ? { ...turn, finish: "broken" } : turn));
+  const turns = conversation.turns.map(({ isOn, ...turn }) => (isOn ? { ...turn, ...(turn.job ? { isOn } : { finish: "broken" }) } : turn));
   return { ...conversation, turns };
 }
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
@@ -231,3 +232,44 @@ def test_people_with_other_senses_can_chat(server: PageServer, talker: Talker, o
     assert axe_violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.get_by_label("Message", exact=True).bounding_box()["y"] < 800  # without scrolling
+
+
+def test_an_answer_that_is_a_job_is_read_on_after_a_reload(tmp_path: Path, open_page: OpenPage) -> None:
+    talker = Talker()
+    talker.answers["x"], talker.is_held = "one two three four", True
+    with page_server_over(talker, tmp_path) as server:
+
+        def jobs() -> list[str]:
+            return [job["status"] for job in httpx.get(f"{server.url}/v1/jobs").json()["data"]]
+
+        page = open_page(f"{server.url}/chat")
+        page.locator(".near").first.wait_for()
+        ask(page, "x")
+        page.get_by_text("one", exact=True).wait_for()
+        assert jobs() == ["running"]
+        page.reload()
+        page.get_by_text("one", exact=True).wait_for()
+        page.get_by_role("button", name="Stop").wait_for()
+        talker.is_held = False
+        page.get_by_text("one two three four", exact=True).wait_for()
+        page.get_by_role("button", name="Send").wait_for()
+        assert answers(page) == ["one two three four"]
+        assert len(talker.requests) == 1
+        wait_until(lambda: jobs() == [], "the job is deleted")
+        page.reload()
+        page.get_by_text("one two three four", exact=True).wait_for()
+        talker.is_held = True
+        ask(page, "x")
+        page.get_by_text("one", exact=True).wait_for()
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("stopped").wait_for()
+        wait_until(lambda: jobs() == [], "what is stopped is no job any more")
+        ask(page, "x")
+        page.get_by_role("button", name="Stop").wait_for()
+        wait_until(lambda: jobs() == ["running"], "another job")
+        (id_,) = (job["id"] for job in httpx.get(f"{server.url}/v1/jobs").json()["data"])
+        page.goto("about:blank")
+        httpx.delete(f"{server.url}/v1/jobs/{id_}")
+        page.goto(f"{server.url}/chat")
+        page.get_by_text("its connection broke").wait_for()
+        talker.is_held = False

@@ -88,7 +88,7 @@ async def test_formats_warnings_and_refusals(
     assert replicas.requests[-1].reasoning_effort == "low"
     assert "truncation" in answer.headers["X-Atelier-Warning"]
     assert "truncation" in answer.json()["warnings"][0]
-    for name, wrong in (("previous_response_id", "resp_1"), ("input", []), ("background", True)):
+    for name, wrong in (("previous_response_id", "resp_1"), ("input", [])):
         asked = {"model": "chatty", "input": "x", "stream": True, name: wrong}
         answer = await http.post("/v1/responses", json=asked)
         assert answer.status_code == 400
