@@ -89,7 +89,7 @@ def test_a_row_of_many_columns_has_the_same_bits_among_any_number_of_rows(column
 
 
 @pytest.mark.skipif(not getattr(load_kernels(), "has_half_products", False), reason="no products of bfloat16")
-@pytest.mark.parametrize(("columns", "outputs"), [(16, 3), (48, 33), (2064, 48), (4112, 64)])
+@pytest.mark.parametrize(("columns", "outputs"), [(16, 3), (16, 32), (48, 33), (1536, 80), (2064, 48), (4112, 64)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_is_rounded_once_and_alike_in_any_company(columns, outputs, bias):
     layer, x = nn.Linear(columns, outputs, bias=bias).bfloat16(), torch.randn(400, columns).bfloat16()
@@ -98,8 +98,25 @@ def test_bfloat16_is_rounded_once_and_alike_in_any_company(columns, outputs, bia
         exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
         assert found.dtype == torch.bfloat16
         assert torch.allclose(found.double(), exact, rtol=2**-8, atol=1e-4)
-        for count in (1, 5, 13):
+        for count in (1, 5, 13, 31, 32, 37, 64, 75):  # of some, rows of W are turned into lanes
             assert torch.equal(load_kernels().linear(x[-count:], layer.weight, layer.bias), found[-count:])
+
+
+@pytest.mark.skipif(not getattr(load_kernels(), "has_half_products", False), reason="no products of bfloat16")
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(801, 2064, 145), (64 * 384, 16, 32)])
+def test_blocks_of_bfloat16_rows_are_alike_with_any_number_of_threads(rows, columns, outputs):
+    """The second case ends with a block of six rows."""
+    layer, x = nn.Linear(columns, outputs).bfloat16(), torch.randn(rows, columns).bfloat16()
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(load_kernels().linear(x, layer.weight.detach(), layer.bias.detach()))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    assert torch.allclose(found[0].double(), exact, rtol=2**-8, atol=1e-4)
 
 
 @needs_kernels
