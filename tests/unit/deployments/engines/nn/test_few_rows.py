@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deployments.engines.llm.models.step_rows import STEP_INPUTS, StepInputs, StepLinear, StepRows
 from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
 from deployments.engines.native.operations import joined, load_operations
@@ -20,6 +21,8 @@ from deployments.engines.nn.few_rows import (
     multiply_few,
     multiply_rows,
 )
+from deployments.engines.nn.packed_linear import PackedLinear
+from deployments.engines.nn.packed_weights import packed_weight
 from weights.platform.private_folder import cache_folder
 from weights.platform.torch_seam import fake_mode
 
@@ -74,6 +77,37 @@ def test_many_rows_are_theirs_where_mkl_takes_code_for_other_processors(name, mo
             assert torch.equal(found, multiply_rows(wide, x) if is_slow else wide(x))
     finally:
         are_kernels_faster.cache_clear()
+
+
+@pytest.fixture
+def slow_mkl(monkeypatch):
+    """A processor for which MKL takes code for others."""
+    if load_kernels() is None or load_kernels().variant != "avx512":
+        pytest.skip("no kernels that are the faster ones for any number of rows")
+    monkeypatch.setattr(few_rows, "processor_name", lambda: "AMD EPYC 9R14")
+    are_kernels_faster.cache_clear()
+    yield
+    are_kernels_faster.cache_clear()
+
+
+@pytest.mark.parametrize("by_kernels", [None, 3, torch.tensor([1, 5])])
+def test_prompts_of_stock_language_models_are_theirs_there(by_kernels, slow_mkl):
+    layer, x = StepLinear(256, 160), torch.randn(1, 40, 256)
+    inputs = StepInputs(rows=StepRows((1, 40), by_kernels, 16))
+    setattr(layer, STEP_INPUTS, inputs)
+    count = by_kernels if isinstance(by_kernels, int) else 40
+    with torch.no_grad():
+        assert torch.equal(layer(x)[0, :count], multiply_rows(layer, x[0, :count]))
+        inputs.rows = None  # of experts, which have rows of their own
+        assert torch.equal(layer(x[0, :7]), multiply_rows(layer, x[0, :7]))
+
+
+def test_weights_of_files_in_float32_are_theirs_there(slow_mkl):
+    layer, x = nn.Linear(256, 160), torch.randn(33, 256)
+    packed = PackedLinear(packed_weight("w", "F32", layer.weight.detach()), None, "fast")
+    with torch.no_grad():
+        assert torch.equal(packed(x), load_kernels().linear(x, layer.weight, None))
+        assert torch.equal(packed(x[:3]), packed(x)[:3])
 
 
 @needs_kernels
