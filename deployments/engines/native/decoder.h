@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "dense_product.h"
+#include "half_panels.h"
 #include "team.h"
 
 namespace {
@@ -81,6 +81,7 @@ inline size_t place_rows(char* memory, int64_t m, Activations& to) {
 template <class Element>
 size_t place_rows(char* memory, int64_t m, DenseRows<Element>& to) {
     to.values = reinterpret_cast<Element*>(memory);
+    to.turned = sizeof(Element) == 2 && m >= kTurningRows ? m : 0;
     return m * to.stride * sizeof(Element);
 }
 
@@ -139,7 +140,9 @@ struct Own {
 template <class Rows>
 size_t most_product_bytes(const Decoder& d, const Step& step) {
     size_t most = 0;
-    if constexpr (std::is_same_v<Rows, Activations>) {
+    if constexpr (!std::is_same_v<Rows, Activations>) {
+        most = dense_scratch_bytes(Rows{});
+    } else {
         const auto note = [&](const Linear& one) {
             most = std::max(most, product_scratch_bytes(one.weight, step.num_rows));
         };
@@ -160,7 +163,7 @@ void apply(const Linear& linear, int64_t first, int64_t last, const Rows& x, int
     if constexpr (std::is_same_v<Rows, Activations>)
         multiply_rows(linear.weight, first, last, x, rows, Output{columns, FLOAT32, kPiece, first}, own.product, next);
     else
-        multiply_dense(linear.weight, first, last, x, rows, columns, kPiece);
+        multiply_dense(linear.weight, first, last, x, rows, columns, kPiece, own.product);
     for (int64_t row = 0; linear.bias && row < rows; ++row)
         for (int64_t i = first; i < last; ++i) columns[row * kPiece + i - first] += linear.bias[i];
 }

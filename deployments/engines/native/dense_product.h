@@ -9,11 +9,12 @@
 
 namespace {
 
-// Rows of x in float32, or rounded to bfloat16, padded with zeros to `stride` elements.
+// Rows of x in float32, or rounded to bfloat16, padded with zeros to `stride` elements. Of bfloat16, `turned` rows may lie in
+// tiles (half_panels.h); else it is 0.
 template <class Element>
 struct DenseRows {
     Element* values;
-    int64_t stride;
+    int64_t stride, turned;
 };
 using FloatRows = DenseRows<float>;
 using HalfRows = DenseRows<uint16_t>;
@@ -21,13 +22,18 @@ using HalfRows = DenseRows<uint16_t>;
 inline void put(float& to, float value) { to = value; }
 inline void put(uint16_t& to, float value) { to = to_bfloat16(value); }
 
+void turn_group(const uint16_t* group, int64_t row, int64_t number, const HalfRows& to);
+
 // Elements `i` to `end` of x, 32 at most and perhaps none, become group number `group` of a row.
 template <class Element>
 void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const DenseRows<Element>& to) {
-    Element* at = to.values + row * to.stride + 32 * group;
+    Element own[32];
+    Element* at = to.turned ? own : to.values + row * to.stride + 32 * group;
     const int64_t count = std::clamp<int64_t>(end - i, 0, 32);
     for (int64_t j = 0; j < count; ++j) put(at[j], x[i + j]);
     std::fill(at + count, at + 32, Element{0});
+    if constexpr (sizeof(Element) == 2)
+        if (to.turned) turn_group(own, row, group, to);
 }
 
 // Half of the lanes of a vector that has 16, added to the other half.
@@ -175,16 +181,9 @@ void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, cons
 inline bool is_dense(const Matrix& matrix) { return matrix.type == F32 || matrix.type == BF16; }
 
 inline void multiply_dense(const Matrix& matrix, int64_t first, int64_t last, const FloatRows& x, int64_t m, float* to,
-                           int64_t stride) {
+                           int64_t stride, char*) {
     const auto multiply = matrix.type == F32 ? multiply_dense_rows<float, float> : multiply_dense_rows<uint16_t, float>;
     multiply(matrix, first, last, x.values, x.stride, m, to, stride);
 }
-
-#if defined(__AVX512VNNI__)
-inline void multiply_dense(const Matrix& matrix, int64_t first, int64_t last, const HalfRows& x, int64_t m, float* to,
-                           int64_t stride) {
-    multiply_dense_rows<uint16_t>(matrix, first, last, x.values, x.stride, m, to, stride);
-}
-#endif
 
 }  // namespace

@@ -48,26 +48,44 @@ int multiply_linear(const Matrix& matrix, const void* bias, const void* x, int64
     const int64_t n = matrix.rows, k = matrix.columns, piece = n < 512 * threads ? 64 : kMostColumns;
     const int64_t pieces = (n + piece - 1) / piece;
     const int64_t even = m / ((m + kBlockRows - 1) / kBlockRows), block = (even / kDenseRows + 1) * kDenseRows;
-    Element* rows = static_cast<Element*>(const_cast<void*>(x));
+    const DenseRows<Element> given{static_cast<Element*>(const_cast<void*>(x)), k, 0};
+    const bool turns = sizeof(Element) == 2 && m >= kTurningRows;
+    DenseRows<Element> turned{nullptr, (k + 31) / 32 * 32, 0};
+    if (turns) {
+        turned.values = reinterpret_cast<Element*>(activation_scratch.reserve(sizeof(Element) * block * turned.stride));
+        if (!turned.values) return 1;
+    }
+    const size_t product_bytes = dense_scratch_bytes(given);
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        float* own = reinterpret_cast<float*>(tile_scratch.reserve(4 * block * piece));
-        if (!own) {
+        char* memory = tile_scratch.reserve(product_bytes + 4 * block * piece);
+        float* const own = reinterpret_cast<float*>(memory + product_bytes);
+        if (!memory) {
 #pragma omp atomic write
             failed = 1;
         }
+        for (int64_t row = 0; row < m; row += block) {
+            const int64_t count = std::min(block, m - row);
+            DenseRows<Element> rows{given.values + row * k, k, 0};
+            if constexpr (sizeof(Element) == 2)
+                if (count >= kTurningRows) {
+                    const HalfRows from = rows;
+                    rows = HalfRows{turned.values, turned.stride, count};
+#pragma omp for schedule(static)
+                    for (int64_t r = 0; r < count; ++r) turn_row(from.values + r * k, k, r, rows);
+                }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < (m + block - 1) / block * pieces; ++i) {
-            if (!own) continue;
-            const int64_t row = i / pieces * block, count = std::min(block, m - row);
-            const int64_t first = i % pieces * piece, last = std::min(n, first + piece);
-            multiply_dense(matrix, first, last, DenseRows<Element>{rows + row * k, k}, count, own, piece);
-            float offsets[kMostColumns] = {};
-            for (int64_t j = first; bias && j < last; ++j) offsets[j - first] = load_element(bias, element, j);
-            for (int64_t r = 0; r < count; ++r)
-                for (int64_t j = 0; j < last - first; ++j)
-                    store_element(y, element, (row + r) * n + first + j, own[r * piece + j] + offsets[j]);
+            for (int64_t i = 0; i < pieces; ++i) {
+                if (!memory) continue;
+                const int64_t first = i * piece, last = std::min(n, first + piece);
+                multiply_dense(matrix, first, last, rows, count, own, piece, memory);
+                float offsets[kMostColumns] = {};
+                for (int64_t j = first; bias && j < last; ++j) offsets[j - first] = load_element(bias, element, j);
+                for (int64_t r = 0; r < count; ++r)
+                    for (int64_t j = 0; j < last - first; ++j)
+                        store_element(y, element, (row + r) * n + first + j, own[r * piece + j] + offsets[j]);
+            }
         }
     }
     return failed;

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from deployments.engines.native.library import PackedMatrix, load_kernels
 from deployments.engines.nn.batch_invariant import linear
+from deployments.engines.nn.few_rows import multiply_any
 from deployments.engines.nn.packed_weights import (
     DENSE_KINDS,
     WITHOUT_TRITON,
@@ -52,17 +53,22 @@ def product_path(weight: PackedWeight, arithmetic: Arithmetic) -> str:
     return f"int8-{kernels.variant}"
 
 
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    found = multiply_any(x, weight, None)
+    return F.linear(x, weight) if found is None else found
+
+
 def _multiply(
     x: torch.Tensor,
     weight: PackedWeight,
     arithmetic: Arithmetic,
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _product,
 ) -> torch.Tensor:
     """Return x W^T (..., rows) in the dtype of `x` (..., columns); `product` is that of rows with an unpacked tile."""
     rows = x.reshape(-1, weight.columns)
     path = product_path(weight, arithmetic)
     if path == "torch" and weight.data.dtype == x.dtype:
-        return F.linear(x, weight.data)
+        return product(x, weight.data)
     if path in ("torch", "unpack"):
         wide = torch.cat([product(rows.float(), tile) for tile in _tiles(weight)], dim=-1).to(x.dtype)
     elif path == "triton":

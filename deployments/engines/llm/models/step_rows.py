@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from deployments.engines.libraries.library_seam import apply_gate
 from deployments.engines.nn.batch_invariant import settled_rows
-from deployments.engines.nn.few_rows import multiply_rows
+from deployments.engines.nn.few_rows import multiply_any, multiply_rows
 from weights.platform.torch_seam import is_fake
 
 STEP_INPUTS: Final = "atelier_step_inputs"
@@ -63,11 +63,15 @@ class StepLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = step_inputs_of(self).rows
-        if rows is None or not rows.are_those_of(input):
-            return super().forward(input)
-        chosen = rows.by_kernels
+        if rows is not None and not rows.are_those_of(input):
+            rows = None
+        chosen = None if rows is None else rows.by_kernels
         if isinstance(chosen, int) and (found := multiply_rows(self, input, chosen)) is not None:
             return found
+        if (found := multiply_any(input, self.weight, self.bias)) is not None:
+            return found
+        if rows is None:
+            return super().forward(input)
         flat = input.reshape(-1, self.in_features)
         padded = F.pad(flat, (0, 0, 0, -len(flat) % rows.row_multiple))
         result = super().forward(padded)[: len(flat)]
@@ -149,4 +153,6 @@ def _chosen_rows(chosen_NU: torch.Tensor, num_experts: int) -> Iterator[tuple[in
 def _multiply(experts: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     weight = getattr(experts, name)[expert]
     bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
-    return F.linear(x, weight.T if experts.is_transposed else weight, bias)
+    weight = weight.T if experts.is_transposed else weight
+    found = multiply_any(x, weight, bias)
+    return F.linear(x, weight, bias) if found is None else found

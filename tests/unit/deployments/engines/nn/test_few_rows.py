@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deployments.engines.llm.models.step_rows import STEP_INPUTS, StepInputs, StepLinear, StepRows
 from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
 from deployments.engines.native.operations import joined, load_operations
@@ -20,6 +21,8 @@ from deployments.engines.nn.few_rows import (
     multiply_few,
     multiply_rows,
 )
+from deployments.engines.nn.packed_linear import PackedLinear
+from deployments.engines.nn.packed_weights import packed_weight
 from weights.platform.private_folder import cache_folder
 from weights.platform.torch_seam import fake_mode
 
@@ -76,6 +79,37 @@ def test_many_rows_are_theirs_where_mkl_takes_code_for_other_processors(name, mo
         are_kernels_faster.cache_clear()
 
 
+@pytest.fixture
+def slow_mkl(monkeypatch):
+    """A processor for which MKL takes code for others."""
+    if load_kernels() is None or load_kernels().variant != "avx512":
+        pytest.skip("no kernels that are the faster ones for any number of rows")
+    monkeypatch.setattr(few_rows, "processor_name", lambda: "AMD EPYC 9R14")
+    are_kernels_faster.cache_clear()
+    yield
+    are_kernels_faster.cache_clear()
+
+
+@pytest.mark.parametrize("by_kernels", [None, 3, torch.tensor([1, 5])])
+def test_prompts_of_stock_language_models_are_theirs_there(by_kernels, slow_mkl):
+    layer, x = StepLinear(256, 160), torch.randn(1, 40, 256)
+    inputs = StepInputs(rows=StepRows((1, 40), by_kernels, 16))
+    setattr(layer, STEP_INPUTS, inputs)
+    count = by_kernels if isinstance(by_kernels, int) else 40
+    with torch.no_grad():
+        assert torch.equal(layer(x)[0, :count], multiply_rows(layer, x[0, :count]))
+        inputs.rows = None  # of experts, which have rows of their own
+        assert torch.equal(layer(x[0, :7]), multiply_rows(layer, x[0, :7]))
+
+
+def test_weights_of_files_in_float32_are_theirs_there(slow_mkl):
+    layer, x = nn.Linear(256, 160), torch.randn(33, 256)
+    packed = PackedLinear(packed_weight("w", "F32", layer.weight.detach()), None, "fast")
+    with torch.no_grad():
+        assert torch.equal(packed(x), load_kernels().linear(x, layer.weight, None))
+        assert torch.equal(packed(x[:3]), packed(x)[:3])
+
+
 @needs_kernels
 @pytest.mark.parametrize(("columns", "outputs"), [(2064, 48), (3072, 17), (1024, 64)])
 def test_a_row_of_many_columns_has_the_same_bits_among_any_number_of_rows(columns, outputs):
@@ -89,7 +123,7 @@ def test_a_row_of_many_columns_has_the_same_bits_among_any_number_of_rows(column
 
 
 @pytest.mark.skipif(not getattr(load_kernels(), "has_half_products", False), reason="no products of bfloat16")
-@pytest.mark.parametrize(("columns", "outputs"), [(16, 3), (48, 33), (2064, 48), (4112, 64)])
+@pytest.mark.parametrize(("columns", "outputs"), [(16, 3), (16, 32), (48, 33), (1536, 80), (2064, 48), (4112, 64)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_is_rounded_once_and_alike_in_any_company(columns, outputs, bias):
     layer, x = nn.Linear(columns, outputs, bias=bias).bfloat16(), torch.randn(400, columns).bfloat16()
@@ -98,8 +132,25 @@ def test_bfloat16_is_rounded_once_and_alike_in_any_company(columns, outputs, bia
         exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
         assert found.dtype == torch.bfloat16
         assert torch.allclose(found.double(), exact, rtol=2**-8, atol=1e-4)
-        for count in (1, 5, 13):
+        for count in (1, 5, 13, 31, 32, 37, 64, 75):  # of some, rows of W are turned into lanes
             assert torch.equal(load_kernels().linear(x[-count:], layer.weight, layer.bias), found[-count:])
+
+
+@pytest.mark.skipif(not getattr(load_kernels(), "has_half_products", False), reason="no products of bfloat16")
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(801, 2064, 145), (64 * 384, 16, 32)])
+def test_blocks_of_bfloat16_rows_are_alike_with_any_number_of_threads(rows, columns, outputs):
+    """The second case ends with a block of six rows."""
+    layer, x = nn.Linear(columns, outputs).bfloat16(), torch.randn(rows, columns).bfloat16()
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(load_kernels().linear(x, layer.weight.detach(), layer.bias.detach()))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    assert torch.allclose(found[0].double(), exact, rtol=2**-8, atol=1e-4)
 
 
 @needs_kernels
