@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,13 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
 from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 
+from weights.conversion.single_file import read_single_file
 from weights.formats.low_precision import read_quantized_parts
 from weights.formats.safetensors import read_header
+from weights.operations.base_pipeline import open_base
 from weights.records.errors import FormatError
 
+DEMO = Path(__file__).parents[4] / "infra" / "demo" / "models" / "digits-flux"
 Tensors = dict[str, torch.Tensor]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SHIFT = 0.171875
@@ -270,6 +274,27 @@ def test_nunchakus_files_are_the_models_of_diffusers(
     for name, matrix in found.quantized.items():
         assert matrix.shape == tuple(state[name].shape), name
         assert np.allclose(matrix.wide(), state[name].numpy(), rtol=1e-4, atol=1e-4), name
+
+
+def test_a_file_takes_the_place_of_a_pipelines_transformer(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "base")
+    flux().save_pretrained(tmp_path / "base" / "transformer")
+    state = {name: one.detach() for name, one in flux().state_dict().items()}
+    before = dict(state)
+    tensors = nunchaku_flux(state, is_float=False)
+    plain = {name for name, one in state.items() if one is before[name] and ".attn.norm_" not in name}
+    file = tmp_path / "svdq-int4.safetensors"
+    given = tensors | {name: state[name] for name in plain}
+    save_file(
+        {name: one.contiguous() for name, one in given.items()}, file, {"model_class": "NunchakuFluxTransformer2dModel"}
+    )
+    checkpoint = read_single_file(file, open_base(tmp_path / "base", None))
+    (part,) = (one for one in checkpoint.components if one.name == "transformer")
+    assert part.tensors.keys() == state.keys()
+    for name, one in part.tensors.items():
+        assert one.dtype == "BF16"
+        found = torch.frombuffer(bytearray(one.read()), dtype=torch.bfloat16).view(one.shape)
+        torch.testing.assert_close(found.float(), state[name], rtol=1e-2, atol=1e-2)
 
 
 def test_a_folder_of_diffusers_nunchaku_lite_is_a_plain_one(tmp_path: Path) -> None:
