@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,13 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
 from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 
+from weights.conversion.single_file import read_single_file
 from weights.formats.low_precision import read_quantized_parts
 from weights.formats.safetensors import read_header
+from weights.operations.base_pipeline import open_base
 from weights.records.errors import FormatError
 
+DEMO = Path(__file__).parents[4] / "infra" / "demo" / "models" / "digits-flux"
 Tensors = dict[str, torch.Tensor]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SHIFT = 0.171875
@@ -41,16 +45,20 @@ def in_tiles(codes: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(packed.view(np.int8).reshape(len(codes), -1).copy())
 
 
+def laid_out(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Put the elements of a matrix at these places of a flat tensor."""
+    as_bits = torch.uint8 if values.itemsize == 1 else torch.int16
+    flat = torch.zeros(values.numel(), dtype=as_bits)
+    flat[torch.from_numpy(places.reshape(-1))] = values.contiguous().view(as_bits).view(-1)
+    return flat.view(values.dtype)
+
+
 def in_rows_of_four(scales: torch.Tensor) -> torch.Tensor:
     """Lay (rows, runs) out run by run: of 16 rows four threads have 2 and 2 that are 8 apart."""
-    rows, runs = scales.shape
-    flat = torch.zeros(rows * runs, dtype=scales.dtype)
-    for row in range(rows):
-        tile, inner = row // 128, row % 128
-        place = inner // 16 * 16 + inner % 8 // 2 * 4 + inner // 8 % 2 * 2 + inner % 2
-        for run in range(runs):
-            flat[(tile * runs + run) * 128 + place] = scales[row, run]
-    return flat.view(runs, rows)
+    (rows, runs), (row, run) = scales.shape, np.indices(scales.shape)
+    tile, inner = row // 128, row % 128
+    place = inner // 16 * 16 + inner % 8 // 2 * 4 + inner // 8 % 2 * 2 + inner % 2
+    return laid_out(scales, (tile * runs + run) * 128 + place).view(runs, rows)
 
 
 def vector(values: torch.Tensor) -> torch.Tensor:
@@ -59,26 +67,20 @@ def vector(values: torch.Tensor) -> torch.Tensor:
 
 def in_words_of_four(scales: torch.Tensor) -> torch.Tensor:
     """Lay scales of runs of 16 out: four of a row in a word, the rows 0, 32, 64 and 96 side by side."""
-    rows, runs = scales.shape
-    flat = torch.zeros(rows * runs, dtype=scales.dtype)
-    for row in range(rows):
-        tile, inner = row // 128, row % 128
-        word = inner % 8 * 4 + inner % 32 // 8
-        for run in range(runs):
-            flat[((tile * (runs // 4) + run // 4) * 32 + word) * 16 + inner // 32 * 4 + run % 4] = scales[row, run]
-    return flat.view(runs, rows)
+    (rows, runs), (row, run) = scales.shape, np.indices(scales.shape)
+    tile, inner = row // 128, row % 128
+    word = inner % 8 * 4 + inner % 32 // 8
+    places = ((tile * (runs // 4) + run // 4) * 32 + word) * 16 + inner // 32 * 4 + run % 4
+    return laid_out(scales, places).view(runs, rows)
 
 
 def in_packs(matrix: torch.Tensor, *, is_down: bool) -> torch.Tensor:
     """Lay one half of a product out in packs of 16 x 16; of the half that reads, packs of columns come first."""
-    rows, columns = matrix.shape
-    flat = torch.zeros(rows * columns, dtype=matrix.dtype)
-    for row in range(rows):
-        for column in range(columns):
-            across, along = (column // 16, row // 16) if is_down else (row // 16, column // 16)
-            pack = across * ((rows if is_down else columns) // 16) + along
-            thread, word = row % 8 * 4 + column % 8 // 2, row // 8 % 2 * 2 + column // 8 % 2
-            flat[pack * 256 + thread * 8 + word * 2 + column % 2] = matrix[row, column]
+    (rows, columns), (row, column) = matrix.shape, np.indices(matrix.shape)
+    across, along = (column // 16, row // 16) if is_down else (row // 16, column // 16)
+    pack = across * ((rows if is_down else columns) // 16) + along
+    thread, word = row % 8 * 4 + column % 8 // 2, row // 8 % 2 * 2 + column // 8 % 2
+    flat = laid_out(matrix, pack * 256 + thread * 8 + word * 2 + column % 2)
     return flat.view(columns, rows) if is_down else flat.view(rows, columns)
 
 
@@ -120,13 +122,12 @@ def awq(rows: int, columns: int, parts: int = 1) -> Layer:
     codes = torch.randint(0, 16, (rows, columns), dtype=torch.int32)
     runs = columns // 64
     scales, zeros = (torch.rand(rows, runs) * 0.1).bfloat16(), (torch.randn(rows, runs) * 0.1).bfloat16()
-    words = torch.zeros(rows // 4, columns, dtype=torch.int32)
-    for row in range(rows):
-        for column in range(columns):
-            run, inner = divmod(column, 64)
-            word = run * 64 + row % 4 * 16 + inner // 32 * 8 + inner % 8
-            words[row // 4, word] |= codes[row, column] << (4 * (inner % 32 // 8))
-    packed = words.numpy().astype(np.uint16).view(np.int32).reshape(rows // 4, columns // 2)
+    row, column = np.indices((rows, columns))
+    run, inner = column // 64, column % 64
+    word = run * 64 + row % 4 * 16 + inner // 32 * 8 + inner % 8
+    words = np.zeros((rows // 4, columns), np.uint16)
+    np.bitwise_or.at(words, (row // 4, word), (codes.numpy() << (4 * (inner % 32 // 8))).astype(np.uint16))
+    packed = words.view(np.int32)
     weight = (codes.view(rows, runs, 64) * scales.float()[..., None] + zeros.float()[..., None]).view(rows, columns)
     bias = torch.randn(rows).bfloat16()
     found = {"qweight": torch.from_numpy(packed.copy()), "wscales": scales.T, "wzeros": zeros.T, "bias": bias}
@@ -270,6 +271,27 @@ def test_nunchakus_files_are_the_models_of_diffusers(
     for name, matrix in found.quantized.items():
         assert matrix.shape == tuple(state[name].shape), name
         assert np.allclose(matrix.wide(), state[name].numpy(), rtol=1e-4, atol=1e-4), name
+
+
+def test_a_file_takes_the_place_of_a_pipelines_transformer(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "base")
+    flux().save_pretrained(tmp_path / "base" / "transformer")
+    state = {name: one.detach() for name, one in flux().state_dict().items()}
+    before = dict(state)
+    tensors = nunchaku_flux(state, is_float=False)
+    plain = {name for name, one in state.items() if one is before[name] and ".attn.norm_" not in name}
+    file = tmp_path / "svdq-int4.safetensors"
+    given = tensors | {name: state[name] for name in plain}
+    save_file(
+        {name: one.contiguous() for name, one in given.items()}, file, {"model_class": "NunchakuFluxTransformer2dModel"}
+    )
+    checkpoint = read_single_file(file, open_base(tmp_path / "base", None))
+    (part,) = (one for one in checkpoint.components if one.name == "transformer")
+    assert part.tensors.keys() == state.keys()
+    for name, one in part.tensors.items():
+        assert one.dtype == "BF16"
+        found = torch.frombuffer(bytearray(one.read()), dtype=torch.bfloat16).view(one.shape)
+        torch.testing.assert_close(found.float(), state[name], rtol=1e-2, atol=1e-2)
 
 
 def test_a_folder_of_diffusers_nunchaku_lite_is_a_plain_one(tmp_path: Path) -> None:
