@@ -304,6 +304,19 @@ def test_what_is_no_workflow_is_an_error(document: Callable[[], Any]) -> None:
         read_workflow(document())
 
 
+def test_a_value_may_be_so_deep_and_no_deeper() -> None:
+    def read(depth: int) -> Workflow:
+        value: Any = {"a": "b"}
+        for _ in range(depth - 1):
+            value = {"a": value}
+        return read_workflow({"1": {"class_type": "x", "inputs": {"a": value}}})
+
+    assert set(read(32).nodes) == {"1"}
+    for depth in (33, 200):
+        with pytest.raises(WorkflowError, match="the value is too large"):
+            read(depth)
+
+
 def test_subgraphs_that_grow_without_end_are_an_error() -> None:
     itself = Page("itself").add(1, "itself", [])
     with pytest.raises(WorkflowError, match="deeper"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.engines.graph.footprint import Footprint, fit_footprint
+from deployments.engines.graph.footprint import ROUNDING_BYTES, Footprint, fit_footprint
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 
 PIECES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=4)
@@ -28,6 +28,11 @@ def test_no_peak_is_above_its_line(pieces: list[tuple[int, int]], most: int, nby
     rows = found.rows_within(nbytes, most)
     assert all(found.bytes_of(fewer) <= nbytes for fewer in range(1, rows + 1))
     assert rows == most or found.bytes_of(rows + 1) > nbytes
+
+
+def test_beyond_its_last_point_a_peak_grows_in_proportion() -> None:
+    found = Footprint(((1, 10_000), (4, 28_000)))
+    assert [found.bytes_of(rows) for rows in (1, 4, 8)] == [10_000, 28_000, 56_000 + ROUNDING_BYTES]
 
 
 class Memory:

@@ -273,10 +273,13 @@ async def test_a_request_in_the_background_is_a_job(http: httpx.AsyncClient, end
         ("bytes=5-2", None),
     ],
 )
-async def test_a_part_of_a_result_is_given(http: httpx.AsyncClient, wanted: str, span: slice | None) -> None:
+async def test_a_part_of_a_result_is_given(
+    http: httpx.AsyncClient, wanted: str, span: slice | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     id_ = await begun(http, CHATS, CHAT)
     await ended(http, id_)
     whole = (await http.get(f"/v1/jobs/{id_}/result")).content
+    monkeypatch.setattr("deployments.ingress.jobs.desk.PIECE_BYTES", 50)
     part = await http.get(f"/v1/jobs/{id_}/result", headers={"Range": wanted})
     if span is None:
         assert (part.status_code, part.headers["content-range"]) == (416, f"bytes */{len(whole)}")
