@@ -138,21 +138,21 @@ class Exact:
 
 
 def measure_bfloat16(settings: PeersSettings, files: DecoderFiles) -> list[dict[str, Any]]:
-    """A prompt, and tokens behind a short one."""
+    """Measure a prompt, and tokens behind a short one."""
     exact = Exact(files)
     with _sides_in_bfloat16(settings, files) as sides:
         return _prompt_and_tokens(settings, files, sides, exact)
 
 
 def measure_int8(settings: PeersSettings, files: DecoderFiles) -> list[dict[str, Any]]:
-    """The same of int8 weights."""
+    """Measure the same with int8 weights."""
     exact = Exact(files)
     with _sides_in_int8(settings, files) as sides:
         return _prompt_and_tokens(settings, files, sides, exact)
 
 
 def measure_streams(settings: PeersSettings, files: DecoderFiles) -> list[dict[str, Any]]:
-    """Prompts with int8 weights that come at once, until each has all of its tokens."""
+    """Measure prompts with int8 weights that come at once, until each has all of its tokens."""
     number, length, count = settings.streams
     exact = Exact(files)
     with _sides_in_int8(settings, files, has_batches=True) as sides:
@@ -163,7 +163,7 @@ def measure_streams(settings: PeersSettings, files: DecoderFiles) -> list[dict[s
 
 
 def measure_prefix(settings: PeersSettings, files: DecoderFiles) -> list[dict[str, Any]]:
-    """Prompts at once that begin alike, until all have a token; ours also with prompts that do not."""
+    """Measure prompts at once that begin alike, until all have a token; ours also with prompts that do not."""
     number, computed = settings.num_requests, dict[str, int]()
 
     def begun(shares: bool) -> list[list[int]]:
@@ -179,7 +179,7 @@ def measure_prefix(settings: PeersSettings, files: DecoderFiles) -> list[dict[st
             computed[OURS] = texts.num_computed if side is ours else computed[OURS]
             return texts.took
 
-        times = _timed(sides, first_tokens, (begun(shares=True) for _ in range(settings.slow_rounds + 1)))
+        times = _timed(sides, first_tokens, (begun(shares=True) for _ in range(settings.slowest_rounds + 1)))
         others = ours.write(begun(shares=False), 1)
     beside = {OURS: f"{computed[OURS]} tokens computed", _OTHERWISE: f"{others.num_computed} tokens computed"}
     case = f"{number} x ({settings.num_shared} + {settings.num_own}) tokens"
@@ -189,7 +189,7 @@ def measure_prefix(settings: PeersSettings, files: DecoderFiles) -> list[dict[st
 @contextlib.contextmanager
 def _sides_in_bfloat16(settings: PeersSettings, files: DecoderFiles) -> Iterator[Sides]:
     length = settings.num_prompt + settings.num_new + _ROOM
-    own = {OURS: OurTexts(files.plain), "transformers": StockTexts(files.plain)}
+    own: Sides = {OURS: OurTexts(files.plain), "transformers": StockTexts(files.plain)}
     peers = {
         "vLLM": vllm_texts(settings.judges, lambda: files.plain, length),
         "OpenVINO": genai_texts(settings.judges, lambda: files.f16_gguf, "bf16"),
@@ -232,7 +232,7 @@ def _prompt_and_tokens(
     )
 
     def behind(side: TextSide, prompts: Prompts) -> Took:
-        """Return what all tokens but the first one took."""
+        """Return the time of all tokens but the first one."""
         first, whole = (side.write([[*prompts[0], place]], number).took for place, number in ((2, 1), (3, count + 1)))
         return Took(whole.cpu_s - first.cpu_s, whole.wall_s - first.wall_s)
 
@@ -241,7 +241,7 @@ def _prompt_and_tokens(
 
 
 def _timed(sides: Sides, run: Callable[[TextSide, Prompts], Took], rounds: Iterator[Prompts]) -> dict[str, list[Took]]:
-    """Return what each round but the first took: engines make kernels for the lengths that they see first."""
+    """Return the times of all rounds but the first: engines make kernels for the lengths that they see first."""
     times: dict[str, list[Took]] = {name: [] for name in sides}
     for number, prompts in enumerate(rounds):
         for name, side in sides.items():

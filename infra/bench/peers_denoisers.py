@@ -62,8 +62,8 @@ class _Call:
 
 
 def measure_unet(settings: PeersSettings, folder: Path) -> list[dict[str, Any]]:
-    """A step with guidance, which is one forward of two rows, at each size."""
-    exact = diffusers.UNet2DConditionModel(**UNET | settings.denoiser).eval().requires_grad_(False)
+    """Measure a step with guidance, which is one forward of two rows, at each size."""
+    exact = diffusers.UNet2DConditionModel(**{**UNET, **settings.denoiser}).eval().requires_grad_(False)
     for weight in exact.parameters():
         weight.copy_(weight.bfloat16())
     stock = copy.deepcopy(exact).bfloat16()
@@ -71,9 +71,7 @@ def measure_unet(settings: PeersSettings, folder: Path) -> list[dict[str, Any]]:
     rows = []
     for side_px in settings.sides_px:
         call = _call_of(ours, side_px)
-        compiled = compiled_model(
-            settings.judges, lambda openvino, call=call: _converted(openvino, exact, call), "bf16"
-        )
+        compiled = compiled_model(settings.judges, partial(_converted, exact, call), "bf16")
         rows += _measure_step(settings, side_px, ours, call, {"diffusers": stock}, exact, compiled)
         del compiled
     return rows
@@ -90,7 +88,7 @@ def _measure_step(
 ) -> list[dict[str, Any]]:
     wide = tuple(one.float() if one.is_floating_point() else one for one in call.arguments)
     ways: dict[str, Callable[[], torch.Tensor]] = {
-        name: lambda unet=unet: unet(*call.arguments, return_dict=False)[0] for name, unet in stock.items()
+        name: partial(_noise, unet, call.arguments) for name, unet in stock.items()
     }
     if compiled is not None:
         given = [one.numpy() for one in wide]
@@ -101,11 +99,16 @@ def _measure_step(
         times: dict[str, list[Took]] = {OURS: [], **{name: [] for name in ways}}
         for seed in range(settings.slow_rounds):
             state = _start(ours, side_px, seed)
-            times[OURS].append(clocked(lambda state=state: ours.step([state]))[1])
+            times[OURS].append(clocked(partial(ours.step, [state]))[1])
             for name, run in ways.items():
                 times[name].append(clocked(run)[1])
     beside = {name: f"1 - cosine {1 - _cosine(found, expected):.1e}" for name, found in outputs.items()}
     return rows_of(f"UNet at {side_px} px, with guidance", times, beside)
+
+
+def _noise(unet: Any, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    found: torch.Tensor = unet(*arguments, return_dict=False)[0]
+    return found
 
 
 def _pipeline(stock: Any, folder: Path) -> DenoisePipeline:
@@ -130,7 +133,7 @@ def _start(pipeline: DenoisePipeline, side_px: int, seed: int) -> DenoiseState:
 
 
 def _call_of(pipeline: DenoisePipeline, side_px: int) -> _Call:
-    """Return what our first step at a size calls the denoiser with, and what it gives."""
+    """Return the call of the denoiser in our first step at a size."""
     seen: list[_Call] = []
 
     def note(module: Any, arguments: Any, given: Mapping[str, Any], output: Any) -> None:
@@ -145,7 +148,7 @@ def _call_of(pipeline: DenoisePipeline, side_px: int) -> _Call:
     return seen[0]
 
 
-def _converted(openvino: Any, exact: Any, call: _Call) -> Any:
+def _converted(exact: Any, call: _Call, openvino: Any) -> Any:
     given = tuple(one.float() if one.is_floating_point() else one for one in call.arguments)
     shapes = [tuple(one.shape) for one in given]
     with warnings.catch_warnings():
@@ -170,7 +173,7 @@ def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def measure_steps(settings: PeersSettings) -> list[dict[str, Any]]:
-    """Images of the demo's Flux by 20 steps, and with steps extrapolated: ours, and diffusers' TaylorSeer (lite)."""
+    """Measure the demo's Flux by 20 steps, and with steps extrapolated: ours, and diffusers' TaylorSeer (lite)."""
     stock = diffusers.FluxPipeline.from_pretrained(MODELS / "digits-flux", dtype=torch.float32)
     stock.set_progress_bar_config(disable=True)
     modules = {name: copy.deepcopy(getattr(stock, name)) for name in ("transformer", "vae")}

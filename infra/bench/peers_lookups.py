@@ -30,24 +30,31 @@ _TASKS: Final[Mapping[str, str]] = {
 
 
 def measure_lookup(settings: PeersSettings, folder: Path) -> list[dict[str, Any]]:
-    """Write the answers with and without proposals, on both sides; no rows where the model is not installed.
-
-    Raises RuntimeError where ours change a token.
-    """
+    """Write the answers with and without proposals, on both sides; no rows where the model is not installed."""
     files = sorted((settings.judges / "smollm2").rglob("*.gguf"))
     if not files:
         return []
     tokenizer = _write_model(files[0], folder)
-    sides: dict[str, TextSide] = {
+    sides = lookup_sides(folder)
+    return [
+        row for task, text in _TASKS.items() for row in compare_answers(task, _ids(tokenizer, text), sides, settings)
+    ]
+
+
+def lookup_sides(folder: Path) -> dict[str, TextSide]:
+    """Open a model four times: on both sides with and without proposals."""
+    return {
         OURS: OurTexts(folder),
         f"{OURS}, lookup": OurTexts(folder, prompt_lookup=True),
         "transformers": StockTexts(folder, torch.float32),
         "transformers, lookup": StockTexts(folder, torch.float32, prompt_lookup_num_tokens=_PROPOSED),
     }
-    return [row for task, text in _TASKS.items() for row in _measure(task, _ids(tokenizer, text), sides, settings)]
 
 
-def _measure(task: str, prompt: Sequence[int], sides: Mapping[str, TextSide], settings: PeersSettings) -> list[Any]:
+def compare_answers(
+    task: str, prompt: Sequence[int], sides: Mapping[str, TextSide], settings: PeersSettings
+) -> list[dict[str, Any]]:
+    """Let each side answer a prompt, in turn. Raises RuntimeError where ours change a token."""
     times: dict[str, list[Took]] = {name: [] for name in sides}
     ids: dict[str, Sequence[int]] = {}
     for round_ in range(settings.slow_rounds + 1):  # the first one warms up

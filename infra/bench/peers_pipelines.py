@@ -71,7 +71,7 @@ def measure_image(settings: PeersSettings, folder: Path) -> list[dict[str, Any]]
     del exact
     beside = {side: f"{_psnr(run(0), expected):.1f} dB" for side, run in ways.items()}  # warms up
     times: dict[str, list[Took]] = {side: [] for side in ways}
-    for seed in range(1, settings.slow_rounds + 1):
+    for seed in range(1, settings.slowest_rounds + 1):
         for side, run in ways.items():
             times[side].append(clocked(partial(run, seed))[1])
     return rows_of(f"{_STEPS} steps at {side_px} px", times, beside)
@@ -82,11 +82,11 @@ def _make_stock(settings: PeersSettings) -> Any:
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
     vocabulary = {token: place for place, token in enumerate(tokens)}
-    text_config = CLIPTextConfig(**_TEXT_ENCODER | settings.text_encoder)
+    text_config = CLIPTextConfig(**{**_TEXT_ENCODER, **settings.text_encoder})
     parts = {
         "text_encoder": CLIPTextModel(text_config),
-        "unet": diffusers.UNet2DConditionModel(**UNET | settings.denoiser),
-        "vae": diffusers.AutoencoderKL(**_VAE | settings.vae),
+        "unet": diffusers.UNet2DConditionModel(**{**UNET, **settings.denoiser}),
+        "vae": diffusers.AutoencoderKL(**{**_VAE, **settings.vae}),
     }
     for part in parts.values():
         part.eval().requires_grad_(False)

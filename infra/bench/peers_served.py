@@ -103,7 +103,7 @@ def cluster_config(model: Path, store: Path) -> ClusterConfig:
         {
             "name": "bench-peers",
             "http": {"port": free_port()},
-            "ray": {"num_cpus": 2 * _CORES, "object_store_bytes": "4 GiB", "preallocate": False},
+            "ray": {"num_cpus": 4 * _CORES, "object_store_bytes": "4 GiB", "preallocate": False},
             "store": {"path": str(store)},
             "worker": worker,
             "models": [{"id": MODEL, "path": str(model), "preload": True}],
@@ -153,7 +153,7 @@ def _server(name: str, command: Sequence[str], port: int, own: Mapping[str, str]
     url = f"http://127.0.0.1:{port}"
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env=kept | {"HF_HUB_OFFLINE": "1"} | own, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env={**kept, "HF_HUB_OFFLINE": "1", **own}, stdout=log, stderr=log)
         try:
             if not _answers(f"{url}/v1/models", process):
                 log.seek(0)

@@ -1,4 +1,4 @@
-"""What the parts of `infra.bench peers` have in common: sizes, clocks, and rows of a table."""
+"""The common things of the parts of `infra.bench peers`: sizes, clocks, and rows of a table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PeersSettings:
     num_requests: int = 8
     streams: tuple[int, int, int] = (32, 32, 17)  # at once, tokens of each prompt, and new ones
     served: Sequence[int] = (8, 32)  # streams at once over HTTP
-    served_tokens: tuple[int, int] = (64, 32)  # of a prompt, and new ones
+    served_tokens: tuple[int, int] = (64, 16)  # of a prompt, and new ones
     num_answer: int = 80  # tokens of an answer with proposals
     # Entries of configs that are not Stable Diffusion 1.5's:
     denoiser: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +48,11 @@ class PeersSettings:
         """Return the rounds of what takes seconds."""
         return max(1, self.rounds // 3)
 
+    @property
+    def slowest_rounds(self) -> int:
+        """Return the rounds of what takes half a minute on some side."""
+        return max(1, self.rounds // 4)
+
 
 @dataclass(frozen=True, slots=True)
 class Took:
@@ -58,7 +63,7 @@ class Took:
 
 
 def clocked(run: Callable[[], _Result]) -> tuple[_Result, Took]:
-    """Return what a call gives, and what it took here."""
+    """Return the result of a call, and the time that it took here."""
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     result = run()
     return result, Took(time.process_time() - begin_cpu_s, time.perf_counter() - begin_s)

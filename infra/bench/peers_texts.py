@@ -36,7 +36,7 @@ Model = Callable[[], Path]  # written once it is wanted
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What was written: token ids of each text, and the log probabilities of their first tokens if asked for."""
+    """Written texts: their token ids, and the log probabilities of the first ones if asked for."""
 
     took: Took
     ids: Sequence[Sequence[int]]

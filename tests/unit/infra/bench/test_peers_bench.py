@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +21,10 @@ from infra.bench.door_load import Outcome
 from infra.bench.llm_files import write_model
 from infra.bench.peers import PARTS, measure_peers, print_part
 from infra.bench.peers_decoders import write_w8a8
+from infra.bench.peers_lookups import compare_answers, lookup_sides
 from infra.bench.peers_served import MODEL, cluster_config, served_figures
 from infra.bench.peers_settings import OURS, PeersSettings, Took, rows_of
-from infra.bench.peers_texts import OurTexts, StockTexts
+from infra.bench.peers_texts import OurTexts, StockTexts, Texts
 
 TINY = {
     "hidden_size": 64,
@@ -98,6 +102,31 @@ def test_a_tiny_decoder_is_the_same_on_all_sides(tmp_path: Path) -> None:
         assert own == pytest.approx(float(stock.logprobs_of(prompt)[ids[0]]), abs=0.02)
         assert own == pytest.approx(best, abs=0.04)
     assert ours.write(prompts, 1).num_computed < 40, "the prompts are in the cache now"
+
+
+def _said(token: int, prompts: object, count: int) -> Texts:
+    return Texts(Took(1, 1), [[1, token]])
+
+
+def test_proposals_change_no_token_and_are_rated_by_their_own_side(tmp_path: Path) -> None:
+    write_model(tmp_path / "plain", **TINY)
+    prompt = [seeded_random().randrange(2, 300) for _ in range(12)] * 3
+    sides = lookup_sides(tmp_path / "plain")
+    rows = compare_answers("repeat", prompt, sides, replace(SMALL, num_answer=12))
+    assert (
+        [row["side"] for row in rows]
+        == list(sides)
+        == [OURS, f"{OURS}, lookup", "transformers", "transformers, lookup"]
+    )
+    for plain, looked_up in (rows[:2], rows[2:]):
+        assert plain["beside"] == ""
+        speed, of, side = looked_up["beside"].split()[:3]
+        assert float(speed) == pytest.approx(plain["cpu_ms"] / looked_up["cpu_ms"], abs=0.01)
+        assert (of, side) == ("of", f"{plain['side']}'s")
+    assert rows[1]["beside"].endswith("same tokens")
+    said = {name: SimpleNamespace(write=partial(_said, len(name))) for name in sides}
+    with pytest.raises(RuntimeError, match="repeat: the tokens are others with proposals"):
+        compare_answers("repeat", prompt, said, SMALL)
 
 
 def test_int8_by_rows_is_off_by_half_a_scale_and_leaves_the_head(tmp_path: Path) -> None:
