@@ -72,6 +72,9 @@ SamplerName = Literal[
     "uni_pc_bh2",
 ]
 
+# Those that draw noise in their steps.
+DRAWING_SAMPLERS: Final[tuple[SamplerName, ...]] = ("euler_ancestral", "dpm_2_ancestral", "dpmpp_2s_ancestral", "lcm")
+
 
 class Sampler(BaseModel):
     """A sampler of k-diffusion over given levels of noise, as ComfyUI runs it.
@@ -83,7 +86,9 @@ class Sampler(BaseModel):
     `sigmas` are one more than there are steps; the last one is 0 unless noise is left over. `cfg` is the scale of
     guidance by the negative prompt, which is not read at 1. `picks` are places in a longer batch whose noise the images
     have. Without `adds_noise` the latents of the request have theirs. `eta` and `s_noise` are those of the samplers
-    that add noise as they go.
+    that add noise as they go. With `cfg_norm` what guidance finds clean is in no place longer than what the prompt
+    alone finds there, and then multiplied by it: ComfyUI's CFGNorm. With `zeroes_negative` the negative prompt's
+    vectors are all 0: its ConditioningZeroOut.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -96,6 +101,8 @@ class Sampler(BaseModel):
     picks: tuple[Annotated[int, Field(ge=0, lt=64)], ...] | None = Field(None, min_length=1, max_length=64)
     eta: _Finite = Field(1.0, ge=0, le=1)
     s_noise: _Finite = Field(1.0, ge=0, le=100)
+    cfg_norm: _Finite | None = Field(None, ge=0, le=100, description="bounds guidance by the prompt's own prediction")
+    zeroes_negative: bool = False
 
     @property
     def num_steps(self) -> int:

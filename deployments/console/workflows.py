@@ -29,7 +29,7 @@ class WorkflowClient(Client):
         answer = _object(response)
         faults = list(node_faults(answer.get("node_errors"), prompt))
         if not response.is_success or "prompt_id" not in answer:
-            raise ClientError("\n".join([_told(response, answer), *faults[:_SHOWN_ERRORS]]))
+            raise ClientError("\n".join([_message_of(response, answer), *faults[:_SHOWN_ERRORS]]))
         return str(answer["prompt_id"]), faults
 
     def ended(self, prompt_id: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class WorkflowClient(Client):
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if not response.is_success:
-            raise ClientError(_told(response, _object(response)))
+            raise ClientError(_message_of(response, _object(response)))
         return response.content
 
     def upload(self, path: Path) -> str:
@@ -69,7 +69,7 @@ class WorkflowClient(Client):
             raise self._unreachable(error) from error
         answer = _object(response)
         if not response.is_success or "name" not in answer:
-            raise ClientError(_told(response, answer))
+            raise ClientError(_message_of(response, answer))
         folder = answer.get("subfolder")
         return f"{folder}/{answer['name']}" if folder else str(answer["name"])
 
@@ -79,7 +79,7 @@ class WorkflowClient(Client):
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if not response.is_success:
-            raise ClientError(_told(response, _object(response)))
+            raise ClientError(_message_of(response, _object(response)))
         return _object(response)
 
 
@@ -112,7 +112,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _told(response: httpx.Response, answer: Mapping[str, Any]) -> str:
+def _message_of(response: httpx.Response, answer: Mapping[str, Any]) -> str:
     error = answer.get("error")
     if isinstance(error, Mapping) and error.get("message"):
         return str(error["message"])

@@ -55,6 +55,7 @@ from deployments.ingress.messages.responses import error_content
 from deployments.ingress.messages.running_job import current_job
 from deployments.ingress.messages.terms import current_terms, read_terms, refusal_error
 from deployments.ingress.openai.image_files import PATH as LINKS
+from deployments.ingress.paths import WithPrefix
 from deployments.ingress.web_pages import FILES_PATH, PAGES, SCRIPT_PATH, STYLE_PATH
 from deployments.records.errors import NotAllowed, ServiceError
 
@@ -86,8 +87,6 @@ _STEP_S: Final = 0.5  # less is the wall clock's drift
 # Connections accepted at one look of the event loop at its sockets; more would slow down single connections.
 _MOST_ACCEPTED: Final = 16
 _LEAST_S: Final = 0.02  # shorter waits count as none, so that an answer repeats the client's own time limit
-
-_WITHOUT: Final = "atelier.without_prefix"
 
 
 def _need_of(path: str) -> Need:
@@ -425,37 +424,6 @@ def _beginning_with(messages: list[Message], receive: Receive) -> Receive:
         return next(rest, None) or await receive()
 
     return received
-
-
-class WithoutPrefix:
-    """ASGI middleware that takes the prefix off a request's path."""
-
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self._app = app
-        self._prefix = prefix
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if path == self._prefix or path.startswith(f"{self._prefix}/"):
-            raw, prefix = scope.get("raw_path") or b"", self._prefix.encode()
-            own: dict[str, Any] = {"path": path[len(prefix) :] or "/", "raw_path": raw.removeprefix(prefix) or b"/"}
-            scope = {**scope, **own, _WITHOUT: True}
-        await self._app(scope, receive, send)
-
-
-class WithPrefix:
-    """ASGI middleware inside a `WithoutPrefix`: Serve gets the whole path, by which it finds its application."""
-
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self._app = app
-        self._prefix = prefix
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get(_WITHOUT):
-            raw = scope.get("raw_path") or b""
-            whole: dict[str, Any] = {"path": self._prefix + scope["path"], "raw_path": self._prefix.encode() + raw}
-            scope = {**scope, **whole, _WITHOUT: False}
-        await self._app(scope, receive, send)
 
 
 class HeadRequests:

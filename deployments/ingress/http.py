@@ -44,7 +44,6 @@ from deployments.ingress.admin.live import ClusterView, create_live_router
 from deployments.ingress.admin.routes import ControllerCalls, create_admin_router, create_controller_router
 from deployments.ingress.admin.uploads import create_uploads_router
 from deployments.ingress.comfy.files import WorkflowFiles
-from deployments.ingress.comfy.paths import PathsBelowApi
 from deployments.ingress.comfy.prompts import Prompts
 from deployments.ingress.comfy.routes import ComfyParts, create_comfy_files_router, create_comfy_router, features_of
 from deployments.ingress.comfy.socket_route import create_socket_router
@@ -53,14 +52,13 @@ from deployments.ingress.comfy.watching import Watches
 from deployments.ingress.compat.a1111 import create_a1111_router
 from deployments.ingress.compat.anthropic import create_messages_router
 from deployments.ingress.compat.ollama import RUNNING, create_ollama_router
-from deployments.ingress.compat.vllm import UnprefixedPaths, create_vllm_router
+from deployments.ingress.compat.vllm import create_vllm_router
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.gate import (
     BodyGate,
     HeadRequests,
     HttpAccess,
     ReadGate,
-    WithoutPrefix,
     describe_keys,
     put_gate_before_serve,
 )
@@ -91,6 +89,7 @@ from deployments.ingress.openai.pipeline_runs import create_pipelines_router
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.openai.videos import create_audio_router, create_videos_router
+from deployments.ingress.paths import OtherPaths, other_paths
 from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import create_docs_router, create_web_router
 from deployments.records import (
@@ -170,15 +169,10 @@ def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access
     app.add_middleware(BodyGate, limits=config.ingress.limits, max_file_bytes=config.jobs.max_file_bytes)
     app.add_middleware(ReadGate, limiter=limiter, access=access)
     app.add_middleware(ShowDeadline)
-    if config.http.compat.comfyui:
-        app.add_middleware(PathsBelowApi)
-    if config.http.compat.vllm:
-        app.add_middleware(UnprefixedPaths)
     app.add_middleware(HeadRequests)
     if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
         app.add_middleware(CORSMiddleware, **_cors_options(config))
-    if config.http.route_prefix != "/":
-        app.add_middleware(WithoutPrefix, prefix=config.http.route_prefix)
+    app.add_middleware(OtherPaths, table=other_paths(config.http))
     app.add_middleware(RequestIds)
 
 
@@ -219,11 +213,7 @@ def _around_gate(config: ClusterConfig, gate: ASGIApp) -> ASGIApp:
     """Return the gate before Serve with the layers around it: its refusals need the headers of CORS, too."""
     if config.access.cors_origins:
         gate = CORSMiddleware(gate, **_cors_options(config))
-    if config.http.compat.comfyui:
-        gate = PathsBelowApi(gate)
-    if config.http.compat.vllm:
-        gate = UnprefixedPaths(gate)
-    return gate if config.http.route_prefix == "/" else WithoutPrefix(gate, config.http.route_prefix)
+    return OtherPaths(gate, other_paths(config.http))
 
 
 def _http_access(callers: Callers, config: ClusterConfig, http_host: str | None, app: FastAPI) -> HttpAccess:

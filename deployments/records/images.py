@@ -166,8 +166,9 @@ class ImageRequest(ServedRequest, ImageOptions):
     several of one name where the class takes a list. `references` are those that an editing model changes.
 
     With a `sampler` a request may begin at `latents` (None: at zeros), and paint where `noise_mask` is 1, and softly
-    where it is less. `output` says what it gives in place of an image, as a DiffusionRequest has it; a request for
-    encoded `pixels` or decoded `latents` reads nothing else.
+    where it is less. `reference_latents`, (1, channels, height, width) each, are read beside its own. `output` says
+    what it gives in place of an image, as a DiffusionRequest has it; a request for encoded `pixels` or decoded
+    `latents` reads nothing else.
 
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
     `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
@@ -181,6 +182,7 @@ class ImageRequest(ServedRequest, ImageOptions):
     images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
     latents: Floats | None = None
     noise_mask: NoiseMask | None = None
+    reference_latents: tuple[Floats, ...] = Field((), max_length=MAX_NAMED_IMAGES)
     pixels: Floats | None = None
     output: DiffusionKind = "image"
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)

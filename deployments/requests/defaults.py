@@ -23,7 +23,9 @@ _NOT_IGNORED: Final = ("width", "height", "prompt_syntax", "deterministic")
 # Options that an upscaler ignores, and says so. Of those above, sizes are refused, and the others say nothing alone.
 _BESIDE_IMAGE: Final = ("mask_image", *(name for name in PictureOptions.model_fields if name not in _NOT_IGNORED))
 # Options of denoising that diffusers' own code takes, or that it keeps to anyway.
-_OF_STOCK: Final = frozenset({"true_cfg_scale", "strength", "scheduler", "sigmas", "timesteps", "deterministic"})
+_OF_STOCK: Final = frozenset(
+    {"true_cfg_scale", "strength", "scheduler", "sigmas", "timesteps", "deterministic", "sampler"}
+)
 _NOT_OF_STOCK: Final = tuple(field.name for field in fields(Denoising) if field.name not in _OF_STOCK)
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
@@ -100,6 +102,7 @@ def _of_vae(request: ImageRequest, family: Family, variant: Mapping[str, bool | 
 def _refuse_latents(request: ImageRequest, taker: str) -> None:
     """Raise InvalidRequest for a request with latents or an output of its own."""
     given = [name for name in ("latents", "noise_mask", "pixels") if getattr(request, name) is not None]
+    given += ["reference_latents"] if request.reference_latents else []
     if request.output != "image" or given:
         name = (*given, "output")[0]
         raise InvalidRequest(f"{name}: {taker} takes no latents and gives none", name)

@@ -38,6 +38,7 @@ _COUNTS: Final = frozenset(
         *("batch_size", "view_batch_size", "layers", "prompt_reps"),
     }
 )
+_CELL: Final = 64  # pixels of a place in latents, at least
 _SIDES: Final = ("height", "width", "resolution", "frame_size")  # ends of names of what is as wide or high
 _LEAST_FPS: Final = 7  # of those that classes of diffusers have by themselves
 
@@ -65,6 +66,8 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     unit = " pixels" + _default_of(asked.width, asked.height)
     _check_most("size", (request.width or 1) * (request.height or 1), limits.max_pixels, unit)
     _check_pictures(request.images, limits)
+    for given in request.reference_latents:
+        _check_most("reference_latents", given.shape[2] * given.shape[3], limits.max_pixels // _CELL, unit=" places")
     _check_extra(request.extra, limits)
 
 

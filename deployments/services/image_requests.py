@@ -107,6 +107,7 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         references=request.references,
         latents=request.latents,
         noise_mask=request.noise_mask,
+        reference_latents=request.reference_latents,
         pixels=request.pixels,
         output=request.output,
         control=tuple(

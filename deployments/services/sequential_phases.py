@@ -59,7 +59,8 @@ class SequentialPhases:
         nets = sorted({use.name for use in request.control})
         take = partial(job.lease, self._cache)
         reports = []
-        has_inputs = request.init_image is not None or request.latents is not None or request.references
+        has_inputs = request.init_image is not None or request.latents is not None
+        has_inputs = has_inputs or bool(request.references or request.reference_latents)
         if has_inputs or (nets and family.adapters.encodes_controls):
             async with take(_all_but(denoiser), nets) as lease:
                 reports.append(lease.report)

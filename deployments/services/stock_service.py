@@ -304,7 +304,7 @@ def _stock_request(request: ImageRequest) -> StockRequest:
     images = {"image": request.init_image, "mask_image": request.mask_image} | request.images
     return StockRequest(
         request_id=part_id(),
-        seed=request.seed or 0,
+        seed=_seed_of(request),
         prompt=request.prompt,
         num_images=request.n,
         fields={name: value for name in FIELDS if name != "prompt" and (value := getattr(request, name)) is not None},
@@ -312,11 +312,18 @@ def _stock_request(request: ImageRequest) -> StockRequest:
         extra=request.extra,
         scheduler=request.scheduler,
         scheduler_options=request.scheduler_options,
+        sampler=request.sampler and request.sampler.model_copy(update={"noise_seed": _seed_of(request)}),
         reports_steps=request.reports_steps,
         num_previews=request.partial_images,
         adapters=tuple(AdapterUse(use.name, use.scale, use.text_scale) for use in request.lora),
         image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
     )
+
+
+def _seed_of(request: ImageRequest) -> int:
+    """Return the seed of a request's noise."""
+    own = None if request.sampler is None else request.sampler.noise_seed
+    return (request.seed or 0) if own is None else own
 
 
 def _result_of(request: ImageRequest, made: _Made, warnings: tuple[str, ...], total_s: float) -> ImageResult:

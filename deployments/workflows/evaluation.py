@@ -1,4 +1,4 @@
-"""The next node with its arguments: only what output nodes reach, only chosen branches, each node once.
+"""The walk over a workflow, node by node: only what output nodes reach, only chosen branches, each node once.
 
 A check and a run walk the same way. Who walks gives every ready node its outputs, or says that it failed.
 """
@@ -16,7 +16,7 @@ from deployments.workflows.backend import Catalog
 from deployments.workflows.kinds import Input, Kind, flat_inputs, gathered
 from deployments.workflows.literals import BadLiteral, literal
 from deployments.workflows.records import MAX_TEXT, ErrorType, Link, Node, NodeError, Workflow
-from deployments.workflows.values import PENDING, fits_type
+from deployments.workflows.values import PENDING, Latent, fits_type
 
 MAX_CALLS: Final = 1_000  # of one node that gets a list
 MAX_BYTES: Final = 2**29  # of all values of a run that are kept at once
@@ -243,6 +243,9 @@ class Evaluation:
             return Listed(tuple(self._fitted(one, each) for each in value.values))
         if value is PENDING:
             return value
+        if isinstance(value, Latent) and value.decoded is not None and not one.takes_decoded:
+            why = "these latents can only be decoded: diffusers' own code runs their model, from noise to images"
+            raise BadLiteral("custom_validation_failed", why, one.name)
         if not fits_type(one.type, value):  # came through an output of any type
             found = f"{one.name}, received {type(value).__name__} for {one.type}"
             raise BadLiteral("return_type_mismatch", "Return type mismatch between linked nodes", found)
@@ -301,7 +304,6 @@ def _num_bytes(value: Any) -> int:
         return sum(map(_num_bytes, value.values))
     if isinstance(value, np.ndarray):
         return value.nbytes
-    samples = getattr(value, "samples", None)
-    if isinstance(samples, np.ndarray):
-        return samples.nbytes
+    if isinstance(value, Latent):
+        return sum(one.nbytes for one in (value.samples, value.decoded) if isinstance(one, np.ndarray))
     return sys.getsizeof(value) if isinstance(value, str) else 0

@@ -38,7 +38,7 @@ Array: TypeAlias = npt.NDArray[np.float32]
 _CROPS: Final = ("disabled", "center")
 _MAX_BATCH: Final = 4_096
 # The sizes of about a megapixel that Flux Kontext was trained with.
-_KONTEXT_SIZES: Final = (
+KONTEXT_SIZES: Final = (
     *((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104)),
     (1024, 1024),
     *((1104, 944), (1184, 880), (1248, 832), (1328, 800), (1392, 752), (1456, 720), (1504, 688), (1568, 672)),
@@ -86,7 +86,7 @@ def _scale_to_side(image: Array, upscale_method: str, largest_size: int) -> tupl
 
 def _scale_for_kontext(image: Array) -> tuple[Array]:
     _, height, width, _ = image.shape
-    _, new_width, new_height = min((abs(width / height - w / h), w, h) for w, h in _KONTEXT_SIZES)
+    _, new_width, new_height = min((abs(width / height - w / h), w, h) for w, h in KONTEXT_SIZES)
     return (resized(image, new_width, new_height, "lanczos", "center"),)
 
 

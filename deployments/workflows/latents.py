@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -81,9 +82,13 @@ def _grown(mask: Array, side: int) -> Array:
     return mask
 
 
-def _decode(samples: Latent, vae: VaeValue, **tiles: int) -> Later:
+def _decode(samples: Latent, vae: VaeValue, **tiles: int) -> tuple[Image] | Later:
     if samples.samples is None:
         raise Refused("an empty latent has no image: sample it first", "samples")
+    if samples.decoded is not None:
+        if samples.decoded_by not in vae.models:
+            raise Refused(f"latents of {samples.decoded_by!r} are decoded by its own VAE", "vae")
+        return (samples.decoded,)
 
     async def act(backend: Backend, report: Report) -> tuple[Array]:
         assert isinstance(samples.samples, np.ndarray)
@@ -166,6 +171,7 @@ def _upscale_by(samples: Latent, upscale_method: str, scale_by: float) -> tuple[
 
 
 _SAMPLES: Final = link("samples", "LATENT")
+_DECODED: Final = replace(_SAMPLES, takes_decoded=True)
 _VAE: Final = link("vae", "VAE")
 _PIXELS: Final = link("pixels", "IMAGE")
 _OUT: Final = (Output("LATENT"),)
@@ -199,9 +205,9 @@ LATENTS: Final = (
         _encode_for_inpaint,
         is_opaque=True,
     ),
-    Kind("VAEDecode", (_SAMPLES, _VAE), (Output("IMAGE"),), _decode, is_opaque=True, category="latent"),
+    Kind("VAEDecode", (_DECODED, _VAE), (Output("IMAGE"),), _decode, is_opaque=True, category="latent"),
     # A cluster decodes an image whole, which its tiles come near to.
-    Kind("VAEDecodeTiled", (_SAMPLES, _VAE, *_tiles(optional=True)), (Output("IMAGE"),), _decode, is_opaque=True),
+    Kind("VAEDecodeTiled", (_DECODED, _VAE, *_tiles(optional=True)), (Output("IMAGE"),), _decode, is_opaque=True),
     Kind("SetLatentNoiseMask", (_SAMPLES, link("mask", "MASK")), _OUT, _masked, is_opaque=True),
     Kind("RepeatLatentBatch", (_SAMPLES, integer("amount", 1, 1, 64)), _OUT, _repeat, is_opaque=True),
     Kind(

@@ -1,4 +1,4 @@
-"""Samplers, schedules, noise and guiders: kinds of nodes that become one image request, with latents in and out.
+"""The plan of a sampling node of any kind, and the one image request that it becomes, with latents in and out.
 
 What the request cannot say is refused: that of a device is found by the device.
 """
@@ -9,61 +9,36 @@ import asyncio
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, get_args
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
 from configs.options import Sampler as SamplerOption
-from configs.options import SamplerName
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.records import NO_PROMPT, REFERENCES, ControlNetUse, ImageRequest
 from deployments.records import LoraUse as RequestLora
 from deployments.workflows.backend import Backend, Catalog, ModelFacts, Report
-from deployments.workflows.kinds import Kind, Output, boolean, choice, integer, link, number, text
 from deployments.workflows.records import Refused
-from deployments.workflows.references import READ, check_references, reference_pixels
+from deployments.workflows.references import READ, check_references, reference_latents, reference_pixels
 from deployments.workflows.resizing import resized
-from deployments.workflows.schedules import (
-    MAX_STEPS,
-    SCHEDULES,
-    Levels,
-    beta_quantiles,
-    exponential,
-    flux_2,
-    karras,
-    last_part,
-    levels_of,
-    manual,
-    schedule,
-    turbo,
-)
+from deployments.workflows.schedules import MAX_STEPS, Levels, levels_of
+from deployments.workflows.stock_models import STOCK_CLASSES, check_stock, drawn, stock_references
 from deployments.workflows.values import (
     PENDING,
     PENDING_LATENT,
-    Conditioning,
     ControlUse,
-    Guider,
     Latent,
     Later,
     LoraUse,
     ModelValue,
-    Noise,
+    Plan,
     Prompt,
-    Sampler,
-    Shift,
-    Sigmas,
 )
 
-_SAMPLERS: Final[tuple[str, ...]] = get_args(SamplerName)
-_SCHEDULES: Final = tuple(SCHEDULES)
-# These schedule a step more, and leave the last level but one out.
-_ONE_MORE: Final = ("dpm_2", "dpm_2_ancestral", "uni_pc", "uni_pc_bh2")
 _TWICE: Final = ("heun", "dpm_2", "dpm_2_ancestral", "dpmpp_2s_ancestral")  # forwards a step
 _UNI_PC: Final = ("uni_pc", "uni_pc_bh2")
 _LAST_TIME: Final = 999.0  # of Stable Diffusion
-_FULL: Final = 0.9999  # from this part on, all of a schedule runs
-_MAX_STEP: Final = 10_000
 _SEED_BITS: Final = 63  # of an image's seed; the noise has its own, of 64
 _GUIDANCE: Final = 3.5  # what FLUX reads where nobody says another
 _FLUXES: Final = ("FluxPipeline", "Flux2Pipeline")
@@ -73,24 +48,9 @@ _UNWEIGHTED: Final = (
     *("Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "QwenImageEditPipeline"),
     *("QwenImageEditPlusPipeline", "ZImagePipeline"),
 )
-_T5_TOKENS: Final[Mapping[str, int]] = {"FluxPipeline": 256, "StableDiffusion3Pipeline": 77}
+_T5_TOKENS: Final[Mapping[str, int]] = {"FluxPipeline": 256, "FluxKontextPipeline": 256, "StableDiffusion3Pipeline": 77}
 _GROWN_SIZES: Final = "sdxl_sizes"
-_NORMED: Final = "CFGNorm"  # equal to nothing without guidance
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """The request of a sampling node of any kind."""
-
-    model: ModelValue
-    positive: Conditioning
-    negative: Conditioning | None
-    cfg: float
-    sampler: Sampler
-    sigmas: Sigmas
-    seed: int
-    adds_noise: bool
-    latent: Latent
+_NORMED: Final = "CFGNorm"
 
 
 def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[Latent, ...] | Later:
@@ -102,6 +62,8 @@ def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[
     if not plan.sigmas:
         return (plan.latent,) * count
     name, facts = _model(catalog, plan)
+    if facts.class_name in STOCK_CLASSES:
+        return _drawn_by_stock(plan, name, facts, count)
     ends_clean = plan.sigmas[-1] == 0
     output = "latent" if ends_clean or not with_clean else "latent_and_clean"
     cell = FAMILIES[facts.class_name].latents.pixels_per_cell(facts.variant)
@@ -120,6 +82,35 @@ def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[
     return Later(act, (waiting,) * count)
 
 
+def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Later:
+    """Return the latents of a plan whose model is run by diffusers' own code: only their images are there."""
+    prompts = _read(plan)
+    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
+    _check_model(plan, facts)
+    for side, prompt in zip(("positive", "negative"), prompts, strict=False):
+        _check_prompt(prompt, positive, side, facts, plan.latent)
+    check_stock(plan, prompts, facts.class_name)
+    guidance: dict[str, Any] = {"guidance_scale": plan.cfg}
+    if STOCK_CLASSES[facts.class_name].reads_guidance:
+        guidance = {"guidance_scale": _guidance(positive), "true_cfg_scale": plan.cfg}
+    pictures = stock_references(positive)
+    request = ImageRequest(
+        model=name,
+        prompt=_words(positive, facts, "positive"),
+        negative_prompt=None if negative is None else _words(negative, facts, "negative"),
+        lora=_loras(plan.model, positive),
+        n=plan.latent.batch,
+        seed=plan.seed % 2**_SEED_BITS,
+        width=plan.latent.width or None,
+        height=plan.latent.height or None,
+        sampler=_sampler(replace(plan, cfg=1.0), plan.latent),
+        max_sequence_length=_T5_TOKENS.get(facts.class_name),
+        images={REFERENCES: pictures} if pictures else {},
+        **guidance,
+    )
+    return drawn(request, count)
+
+
 def _model(catalog: Catalog, plan: Plan) -> tuple[str, ModelFacts]:
     """Return the registered model that has all parts of a plan."""
     names = plan.model.models
@@ -129,10 +120,16 @@ def _model(catalog: Catalog, plan: Plan) -> tuple[str, ModelFacts]:
             both = f"{', '.join(names)} and {', '.join(prompt.clip.models)}"
             raise Refused(f"no registered model has both the model and the text encoder: {both}", "model")
         names = found
-    facts = catalog.facts(names[0])
-    if facts.class_name not in FAMILIES:
+    facts = facts_of(catalog, names[0])
+    if facts.class_name not in FAMILIES and facts.class_name not in STOCK_CLASSES:
         raise Refused(f"{names[0]} is a {facts.class_name}, whose steps this cluster does not run itself", "model")
     return names[0], facts
+
+
+def facts_of(catalog: Catalog, model: str) -> ModelFacts:
+    """Return the facts of a model under the class of its family: it may be saved for another task, a refiner's, say."""
+    facts = catalog.facts(model)
+    return replace(facts, class_name=FAMILIES[facts.class_name].class_name) if facts.class_name in FAMILIES else facts
 
 
 def _read(plan: Plan) -> tuple[Prompt, ...]:
@@ -175,6 +172,7 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
         "prompt_syntax": "comfyui" if facts.class_name in _OF_CLIPS else "plain",
         "clip_skip": _clip_skip(positive, facts),
         "images": {REFERENCES: pictures} if pictures else {},
+        "reference_latents": reference_latents(positive),
     }
     if latent.samples is None:
         fields |= _sides(latent, facts)
@@ -200,8 +198,8 @@ def _sides(latent: Latent, facts: ModelFacts) -> dict[str, int]:
 
 
 def _check_model(plan: Plan, facts: ModelFacts) -> None:
-    for kind, values in plan.model.extra:
-        if kind != _NORMED or plan.cfg != 1 or values != (1.0,):
+    for kind, _ in plan.model.extra:
+        if kind != _NORMED or len(plan.model.extra) > 1:
             raise Refused(f"{kind} changes the model in a way that this cluster does not", "model")
     options = dict(plan.sampler.options)
     if unknown := options.keys() - {"eta", "s_noise"}:
@@ -209,8 +207,8 @@ def _check_model(plan: Plan, facts: ModelFacts) -> None:
     if not all(a > b >= 0 for a, b in itertools.pairwise(plan.sigmas)) or len(plan.sigmas) < 2:
         shown = ", ".join(f"{one:g}" for one in plan.sigmas[:10])
         raise Refused(f"sigmas {shown}: expected two or more, each lower than the one before", "sigmas")
-    if plan.sampler.name in _UNI_PC and (len(plan.sigmas) < 3 or facts.class_name not in _OF_CLIPS):
-        raise Refused(f"{plan.sampler.name} takes two steps at least, and no flow", "sampler_name")
+    if plan.sampler.name in _UNI_PC and len(plan.sigmas) < 3:
+        raise Refused(f"{plan.sampler.name} takes two steps at least", "sampler_name")
     if len(plan.sigmas) > MAX_STEPS + 1:
         raise Refused(f"{len(plan.sigmas) - 1} steps: at most {MAX_STEPS}", "sigmas")
 
@@ -218,8 +216,8 @@ def _check_model(plan: Plan, facts: ModelFacts) -> None:
 def _check_prompt(prompt: Prompt, positive: Prompt, side: str, facts: ModelFacts, latent: Latent) -> None:
     """Raise Refused for what is on a prompt and cannot be said of a request."""
     why = None
-    if prompt.zeroed:
-        why = "ConditioningZeroOut is honoured where guidance is off (cfg 1), since nothing reads it then"
+    if prompt.zeroed and side == "positive":
+        why = "ConditioningZeroOut is honoured on a negative prompt"
     elif (prompt.start, prompt.end) != (0.0, 1.0):
         why = "a prompt is read in all steps, and not in a part of them"
     elif any(own != prompt.text for _, own in prompt.texts):
@@ -298,6 +296,8 @@ def _summed(uses: tuple[LoraUse, ...]) -> dict[str, float]:
 
 def _sampler(plan: Plan, latent: Latent) -> SamplerOption:
     fields: dict[str, Any] = {"cfg": plan.cfg, "adds_noise": plan.adds_noise, "noise_seed": plan.seed}
+    fields["zeroes_negative"] = plan.cfg != 1 and plan.negative is not None and plan.negative[0].zeroed
+    fields["cfg_norm"] = next((values[0] for _, values in plan.model.extra if plan.cfg != 1 or values != (1.0,)), None)
     picks = latent.batch_index if plan.adds_noise else None
     name: Any = plan.sampler.name
     if name == "ddim" and latent.noise_mask is not None:
@@ -355,335 +355,7 @@ def _level_at(levels: Levels, percent: float) -> float:
     return float(levels.at(np.array((1 - percent) * last)))
 
 
-# The functions of the kinds.
-
-
-def _levels(catalog: Catalog, model: ModelValue) -> Levels:
-    facts = catalog.facts(model.models[0])
+def levels_of_model(catalog: Catalog, model: ModelValue) -> Levels:
+    """Return the levels of noise of the registered model that a file belongs to."""
+    facts = facts_of(catalog, model.models[0])
     return levels_of(facts.class_name, facts.variant, facts.scheduler, model.shift)
-
-
-def _planned_sigmas(levels: Levels, sampler: str, scheduler: str, steps: int, denoise: float) -> Sigmas:
-    """Return the levels of KSampler."""
-    own = steps + 1 if sampler in _ONE_MORE else steps
-
-    def of(number: int) -> Sigmas:
-        found = schedule(scheduler, levels, number)
-        return (*found[:-2], found[-1]) if sampler in _ONE_MORE else found
-
-    if denoise > _FULL:
-        return of(own)
-    if denoise <= 0:
-        return ()
-    most = int(steps / denoise)
-    return of(most + 1 if sampler in _ONE_MORE else most)[-(steps + 1) :]
-
-
-def _ksampler(
-    catalog: Catalog,
-    model: ModelValue,
-    seed: int,
-    steps: int,
-    cfg: float,
-    sampler_name: str,
-    scheduler: str,
-    positive: Conditioning,
-    negative: Conditioning,
-    latent_image: Latent,
-    denoise: float,
-) -> tuple[Latent, ...] | Later:
-    sigmas = _planned_sigmas(_levels(catalog, model), sampler_name, scheduler, steps, denoise)
-    plan = Plan(model, positive, negative, cfg, Sampler(sampler_name), sigmas, seed, True, latent_image)
-    return sampled(catalog, plan)
-
-
-def _ksampler_advanced(
-    catalog: Catalog,
-    model: ModelValue,
-    add_noise: str,
-    noise_seed: int,
-    steps: int,
-    cfg: float,
-    sampler_name: str,
-    scheduler: str,
-    positive: Conditioning,
-    negative: Conditioning,
-    latent_image: Latent,
-    start_at_step: int,
-    end_at_step: int,
-    return_with_leftover_noise: str,
-) -> tuple[Latent, ...] | Later:
-    sigmas = _planned_sigmas(_levels(catalog, model), sampler_name, scheduler, steps, 1.0)
-    if end_at_step < len(sigmas) - 1:
-        sigmas = sigmas[: end_at_step + 1]
-        if return_with_leftover_noise == "disable":
-            sigmas = (*sigmas[:-1], 0.0)
-    sigmas = sigmas[start_at_step:] if start_at_step < len(sigmas) - 1 else ()
-    adds = add_noise == "enable"
-    plan = Plan(model, positive, negative, cfg, Sampler(sampler_name), sigmas, noise_seed, adds, latent_image)
-    return sampled(catalog, plan)
-
-
-def _custom(
-    catalog: Catalog,
-    model: ModelValue,
-    add_noise: bool,
-    noise_seed: int,
-    cfg: float,
-    positive: Conditioning,
-    negative: Conditioning,
-    sampler: Sampler,
-    sigmas: Sigmas,
-    latent_image: Latent,
-) -> tuple[Latent, ...] | Later:
-    plan = Plan(model, positive, negative, cfg, sampler, sigmas, noise_seed, add_noise, latent_image)
-    return sampled(catalog, plan, with_clean=True)
-
-
-def _custom_advanced(
-    catalog: Catalog, noise: Noise, guider: Guider, sampler: Sampler, sigmas: Sigmas, latent_image: Latent
-) -> tuple[Latent, ...] | Later:
-    if guider.kind == "dual_cfg":
-        raise Refused("guidance by two prompts is not computed here", "guider")
-    adds = noise.seed is not None
-    plan = Plan(
-        guider.model,
-        guider.positive,
-        guider.negative,
-        guider.scale,
-        sampler,
-        sigmas,
-        noise.seed or 0,
-        adds,
-        latent_image,
-    )
-    return sampled(catalog, plan, with_clean=True)
-
-
-def _basic_guider(model: ModelValue, conditioning: Conditioning) -> tuple[Guider]:
-    return (Guider("basic", model, conditioning),)
-
-
-def _cfg_guider(model: ModelValue, positive: Conditioning, negative: Conditioning, cfg: float) -> tuple[Guider]:
-    return (Guider("cfg", model, positive, negative, cfg),)
-
-
-def _random_noise(noise_seed: int) -> tuple[Noise]:
-    return (Noise(noise_seed),)
-
-
-def _no_noise() -> tuple[Noise]:
-    return (Noise(None),)
-
-
-def _select(sampler_name: str) -> tuple[Sampler]:
-    return (Sampler(sampler_name),)
-
-
-def _ancestral(eta: float, s_noise: float) -> tuple[Sampler]:
-    return (Sampler("euler_ancestral", (("eta", eta), ("s_noise", s_noise))),)
-
-
-def _basic_scheduler(catalog: Catalog, model: ModelValue, scheduler: str, steps: int, denoise: float) -> tuple[Sigmas]:
-    return (last_part(scheduler, _levels(catalog, model), steps, min(denoise, 1.0)),)
-
-
-def _beta_scheduler(catalog: Catalog, model: ModelValue, steps: int, alpha: float, beta: float) -> tuple[Sigmas]:
-    return (beta_quantiles(_levels(catalog, model), steps, alpha, beta),)
-
-
-def _turbo_scheduler(catalog: Catalog, model: ModelValue, steps: int, denoise: float) -> tuple[Sigmas]:
-    return (turbo(_levels(catalog, model), steps, denoise),)
-
-
-def _karras_scheduler(steps: int, sigma_max: float, sigma_min: float, rho: float) -> tuple[Sigmas]:
-    return (karras(steps, _above_zero(sigma_min), _above_zero(sigma_max), rho),)
-
-
-def _exponential_scheduler(steps: int, sigma_max: float, sigma_min: float) -> tuple[Sigmas]:
-    return (exponential(steps, _above_zero(sigma_min), _above_zero(sigma_max)),)
-
-
-def _above_zero(sigma: float) -> float:
-    if sigma <= 0:
-        raise Refused(f"a level of {sigma:g}: expected more than 0", "sigma_min")
-    return sigma
-
-
-def _flux_2_scheduler(steps: int, width: int, height: int) -> tuple[Sigmas]:
-    return (flux_2(steps, width, height),)
-
-
-def _manual_sigmas(sigmas: str) -> tuple[Sigmas]:
-    return (manual(sigmas),)
-
-
-def _split(sigmas: Sigmas, step: int) -> tuple[Sigmas, Sigmas]:
-    return sigmas[: step + 1], sigmas[step:]
-
-
-def _split_denoise(sigmas: Sigmas, denoise: float) -> tuple[Sigmas, Sigmas]:
-    last = round(max(len(sigmas) - 1, 0) * denoise)
-    return sigmas[:-last], sigmas[-(last + 1) :]
-
-
-def _flip(sigmas: Sigmas) -> tuple[Sigmas]:
-    flipped = sigmas[::-1]
-    return ((1e-4, *flipped[1:]) if flipped[:1] == (0.0,) else flipped,)
-
-
-def _set_first(sigmas: Sigmas, sigma: float) -> tuple[Sigmas]:
-    return ((sigma, *sigmas[1:]),)
-
-
-def _shift(kind: str) -> Any:
-    def shifted(model: ModelValue, shift: float) -> tuple[ModelValue]:
-        return (replace(model, shift=Shift(kind, shift)),)
-
-    return shifted
-
-
-def _shift_flux(model: ModelValue, max_shift: float, base_shift: float, width: int, height: int) -> tuple[ModelValue]:
-    shift = Shift("ModelSamplingFlux", base_shift=base_shift, max_shift=max_shift, width=width, height=height)
-    return (replace(model, shift=shift),)
-
-
-_MODEL: Final = link("model", "MODEL")
-_POSITIVE, _NEGATIVE = link("positive", "CONDITIONING"), link("negative", "CONDITIONING")
-_LATENT: Final = link("latent_image", "LATENT")
-_SIGMAS: Final = link("sigmas", "SIGMAS")
-_SAMPLER: Final = link("sampler", "SAMPLER")
-_STEPS: Final = integer("steps", 20, 1, _MAX_STEP)
-_CFG: Final = number("cfg", 8.0, 0.0, 100.0)
-_SAMPLER_NAME: Final = choice("sampler_name", _SAMPLERS)
-_SCHEDULER: Final = choice("scheduler", _SCHEDULES)
-_DENOISE: Final = number("denoise", 1.0, 0.0, 1.0)
-_ENABLE: Final = ("enable", "disable")
-_OUT_SIGMAS: Final = (Output("SIGMAS"),)
-_OUT_MODEL: Final = (Output("MODEL"),)
-_OUT_SAMPLER: Final = (Output("SAMPLER"),)
-_OUT_BOTH: Final = (Output("LATENT", "output"), Output("LATENT", "denoised_output"))
-_SEED_MAX: Final = 2**64 - 1
-
-
-def _sampling(name: str, inputs: tuple[Any, ...], outputs: tuple[Output, ...], function: Any) -> Kind:
-    return Kind(name, inputs, outputs, function, is_opaque=True, reads_catalog=True, category="sampling")
-
-
-def _sigmas(name: str, inputs: tuple[Any, ...], function: Any, *, reads_catalog: bool = False) -> Kind:
-    return Kind(name, inputs, _OUT_SIGMAS, function, reads_catalog=reads_catalog, category="sampling/custom_sampling")
-
-
-SAMPLING: Final = (
-    _sampling(
-        "KSampler",
-        (
-            *(_MODEL, integer("seed", 0, 0, _SEED_MAX), _STEPS, _CFG, _SAMPLER_NAME, _SCHEDULER),
-            *(_POSITIVE, _NEGATIVE, _LATENT, _DENOISE),
-        ),
-        (Output("LATENT"),),
-        _ksampler,
-    ),
-    _sampling(
-        "KSamplerAdvanced",
-        (
-            *(_MODEL, choice("add_noise", _ENABLE), integer("noise_seed", 0, 0, _SEED_MAX), _STEPS, _CFG),
-            *(_SAMPLER_NAME, _SCHEDULER, _POSITIVE, _NEGATIVE, _LATENT),
-            *(integer("start_at_step", 0, 0, _MAX_STEP), integer("end_at_step", _MAX_STEP, 0, _MAX_STEP)),
-            choice("return_with_leftover_noise", ("disable", "enable")),
-        ),
-        (Output("LATENT"),),
-        _ksampler_advanced,
-    ),
-    _sampling(
-        "SamplerCustom",
-        (
-            *(_MODEL, boolean("add_noise", True), integer("noise_seed", 0, 0, _SEED_MAX), _CFG, _POSITIVE, _NEGATIVE),
-            *(_SAMPLER, _SIGMAS, _LATENT),
-        ),
-        _OUT_BOTH,
-        _custom,
-    ),
-    _sampling(
-        "SamplerCustomAdvanced",
-        (link("noise", "NOISE"), link("guider", "GUIDER"), _SAMPLER, _SIGMAS, _LATENT),
-        _OUT_BOTH,
-        _custom_advanced,
-    ),
-    Kind("BasicGuider", (_MODEL, link("conditioning", "CONDITIONING")), (Output("GUIDER"),), _basic_guider),
-    Kind("CFGGuider", (_MODEL, _POSITIVE, _NEGATIVE, _CFG), (Output("GUIDER"),), _cfg_guider),
-    Kind("RandomNoise", (integer("noise_seed", 0, 0, _SEED_MAX),), (Output("NOISE"),), _random_noise),
-    Kind("DisableNoise", (), (Output("NOISE"),), _no_noise),
-    Kind("KSamplerSelect", (_SAMPLER_NAME,), _OUT_SAMPLER, _select),
-    Kind(
-        "SamplerEulerAncestral",
-        (number("eta", 1.0, 0.0, 100.0), number("s_noise", 1.0, 0.0, 100.0)),
-        _OUT_SAMPLER,
-        _ancestral,
-    ),
-    _sigmas("BasicScheduler", (_MODEL, _SCHEDULER, _STEPS, _DENOISE), _basic_scheduler, reads_catalog=True),
-    _sigmas(
-        "BetaSamplingScheduler",
-        (_MODEL, _STEPS, number("alpha", 0.6, 0.0, 50.0), number("beta", 0.6, 0.0, 50.0)),
-        _beta_scheduler,
-        reads_catalog=True,
-    ),
-    _sigmas(
-        "SDTurboScheduler",
-        (_MODEL, integer("steps", 1, 1, 10), _DENOISE),
-        _turbo_scheduler,
-        reads_catalog=True,
-    ),
-    _sigmas(
-        "KarrasScheduler",
-        (
-            *(integer("steps", 20, 1, MAX_STEPS), number("sigma_max", 14.614642, 0.0, 5000.0)),
-            *(number("sigma_min", 0.0291675, 0.0, 5000.0), number("rho", 7.0, 0.01, 100.0)),
-        ),
-        _karras_scheduler,
-    ),
-    _sigmas(
-        "ExponentialScheduler",
-        (
-            *(integer("steps", 20, 1, MAX_STEPS), number("sigma_max", 14.614642, 0.0, 5000.0)),
-            number("sigma_min", 0.0291675, 0.0, 5000.0),
-        ),
-        _exponential_scheduler,
-    ),
-    _sigmas(
-        "Flux2Scheduler",
-        (integer("steps", 20, 1, MAX_STEPS), integer("width", 1024, 16), integer("height", 1024, 16)),
-        _flux_2_scheduler,
-    ),
-    _sigmas("ManualSigmas", (text("sigmas", "1, 0.5"),), _manual_sigmas),
-    Kind(
-        "SplitSigmas",
-        (_SIGMAS, integer("step", 0, 0, _MAX_STEP)),
-        (Output("SIGMAS", "high_sigmas"), Output("SIGMAS", "low_sigmas")),
-        _split,
-    ),
-    Kind(
-        "SplitSigmasDenoise",
-        (_SIGMAS, _DENOISE),
-        (Output("SIGMAS", "high_sigmas"), Output("SIGMAS", "low_sigmas")),
-        _split_denoise,
-    ),
-    _sigmas("FlipSigmas", (_SIGMAS,), _flip),
-    _sigmas("SetFirstSigma", (_SIGMAS, number("sigma", 136.0, 0.0, 20_000.0)), _set_first),
-    Kind("ModelSamplingSD3", (_MODEL, number("shift", 3.0, 0.0, 100.0)), _OUT_MODEL, _shift("ModelSamplingSD3")),
-    Kind(
-        "ModelSamplingAuraFlow",
-        (_MODEL, number("shift", 1.73, 0.0, 100.0)),
-        _OUT_MODEL,
-        _shift("ModelSamplingAuraFlow"),
-    ),
-    Kind(
-        "ModelSamplingFlux",
-        (
-            *(_MODEL, number("max_shift", 1.15, 0.0, 100.0), number("base_shift", 0.5, 0.0, 100.0)),
-            *(integer("width", 1024, 16), integer("height", 1024, 16)),
-        ),
-        _OUT_MODEL,
-        _shift_flux,
-    ),
-)

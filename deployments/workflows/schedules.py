@@ -35,6 +35,7 @@ _FLOWS: Final[Mapping[str, tuple[float, int]]] = {
     "StableDiffusion3Pipeline": (3.0, _TABLE),
     "ZImagePipeline": (3.0, _TABLE),
     "FluxPipeline": (math.exp(1.15), _LONG_TABLE),
+    "FluxKontextPipeline": (math.exp(1.15), _LONG_TABLE),
     "Flux2Pipeline": (math.exp(2.02), _LONG_TABLE),
     "Flux2KleinPipeline": (math.exp(2.02), _LONG_TABLE),
     "QwenImagePipeline": (math.exp(1.15), _LONG_TABLE),
@@ -42,6 +43,7 @@ _FLOWS: Final[Mapping[str, tuple[float, int]]] = {
     "QwenImageEditPlusPipeline": (math.exp(1.15), _LONG_TABLE),
 }
 _ADDED: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
+_SHIFTED_BY_NODES: Final = ("HiDreamImagePipeline", "OvisImagePipeline")  # flows whose workflows say their shift
 _NUMBERS: Final = re.compile(r"[-+]?(?:\d*\.)?\d+")
 
 
@@ -101,9 +103,11 @@ def levels_of(
         if shift is not None:
             raise Refused(f"{shift.kind} is for flow models, and the model is a {class_name}", "model")
         return added_levels(scheduler)
-    if class_name not in _FLOWS:
+    if class_name in _SHIFTED_BY_NODES and shift is None:
+        raise Refused(f"the shift of a {class_name} is said by a node: link one of ModelSamplingSD3's kind", "model")
+    if class_name not in _FLOWS and class_name not in _SHIFTED_BY_NODES:
         raise Refused(f"the levels of noise of a {class_name or 'model without a class'} are not known", "model")
-    strength, size = _FLOWS[class_name]
+    strength, size = _FLOWS.get(class_name, (1.0, _TABLE))
     if class_name == "FluxPipeline" and variant.get("guidance_embeds") is False:  # FLUX.1-schnell
         strength, size = 1.0, _TABLE
     if shift is not None and shift.kind == "ModelSamplingFlux":

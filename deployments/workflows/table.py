@@ -13,14 +13,18 @@ from deployments.workflows.latents import LATENTS
 from deployments.workflows.loading import LOADERS
 from deployments.workflows.logic import LOGIC
 from deployments.workflows.masks import MASKS
-from deployments.workflows.sampling import SAMPLING
+from deployments.workflows.samplers import SAMPLERS
+from deployments.workflows.sigmas import SIGMA_KINDS
 from deployments.workflows.texts import TEXTS
 from deployments.workflows.writing import WRITING
 
 KINDS: Final = MappingProxyType(
     {
         kind.name: kind
-        for group in (LOADERS, CONDITIONING, SAMPLING, LATENTS, FILES, IMAGES, FILTERS, MASKS, TEXTS, WRITING, LOGIC)
+        for group in (
+            *(LOADERS, CONDITIONING, SAMPLERS, SIGMA_KINDS, LATENTS),
+            *(FILES, IMAGES, FILTERS, MASKS, TEXTS, WRITING, LOGIC),
+        )
         for kind in group
     }
 )

@@ -110,7 +110,8 @@ class Latent:
     """LATENT: (number, channels, height, width), or zeros of a size in pixels where `samples` are None.
 
     `noise_mask` is 1 where noise goes. `batch_index` are the places in a longer batch whose noise is drawn. `pixels`
-    are the images that they were encoded from: pipelines that edit images take those.
+    are the images that they were encoded from: pipelines that edit images take those. `decoded` are their images where
+    diffusers' own code has run the model `decoded_by`: nothing else is known of such latents, which are pending.
     """
 
     samples: Array | Pending | None = None
@@ -120,6 +121,8 @@ class Latent:
     noise_mask: Mask | None = None
     batch_index: tuple[int, ...] | None = None
     pixels: Image | None = None
+    decoded: Image | None = None
+    decoded_by: str | None = None
 
     def changed(self, **changes: Any) -> Latent:
         """Return another one with some fields changed."""
@@ -218,6 +221,21 @@ class Guider:
     middle: Conditioning | None = None
     scale_2: float = 1.0
     nested: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """The request of a sampling node of any kind."""
+
+    model: ModelValue
+    positive: Conditioning
+    negative: Conditioning | None
+    cfg: float
+    sampler: Sampler
+    sigmas: Sigmas
+    seed: int
+    adds_noise: bool
+    latent: Latent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

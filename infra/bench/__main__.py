@@ -207,6 +207,24 @@ def bench_pages(config: ConfigPath = DEFAULT_CONFIG, as_json: Json = False) -> N
     print_pages_figures(figures, as_json)
 
 
+@app.command("workflows")
+def bench_workflows(
+    config: ConfigPath = DEFAULT_CONFIG,
+    users: Annotated[int, typer.Option(min=1, max=64, help="Of workflows, on two models in turn.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Of each way, in turn.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the order, and of the noise.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure several users' workflows of ComfyUI at once, beside the same cluster asked in one queue."""
+    from configs.loading import load_cluster_config
+    from infra.bench.workflows import WorkflowSettings, measure_workflows, print_workflows
+
+    settings = WorkflowSettings(users=users, rounds=rounds)
+    with _err.status("measuring: takes about two minutes"):
+        figures = measure_workflows(load_cluster_config(config), str(config), settings, seed)
+    print_workflows(figures, as_json)
+
+
 @app.command("dedup")
 def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
     """Count the bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""

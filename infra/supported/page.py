@@ -17,7 +17,7 @@ from deployments.cli.models import TABLE, SupportedClass, read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.stock_classes import SEEING
 from deployments.workflows.table import KINDS
-from infra.supported import encoders, language_models, pipelines
+from infra.supported import encoders, language_models, pipelines, workflows
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "supported.md"
 _PIPELINES: Final = {
@@ -121,7 +121,12 @@ def page(rows: Iterable[SupportedClass]) -> str:
 def _nodes() -> str:
     """Return the section of the kinds of nodes that workflows may have."""
     names = ", ".join(f"`{name}`" for name in sorted(KINDS, key=str.lower))
-    return f"\n## Nodes of ComfyUI\n\n[Workflows](workflows.md) may have {len(KINDS)} kinds of nodes: {names}.\n"
+    counts = json.loads(workflows.COUNTS.read_text(encoding="utf-8"))
+    return (
+        f"\n## Nodes of ComfyUI\n\n[Workflows](workflows.md) may have {len(KINDS)} kinds of nodes: {names}.\n\n"
+        "Of ComfyUI's own templates without nodes of paid services, these run over stand-ins of their models' classes\n"
+        f"(`python -m infra.supported.workflows`), by the first word of their names:\n\n{workflows.table_of(counts)}"
+    )
 
 
 def _cell(text: str) -> str:

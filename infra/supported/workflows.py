@@ -3,6 +3,7 @@
 A template runs where all of its outputs are reached over stand-ins: for each file that it names, a model of the
 pipeline's class that the file belongs to, whose samplers and VAEs give zeros of the right shapes. So all nodes run,
 every request is made and held against its class's rules, and no model is. Otherwise the node that lacks is printed.
+The numbers go to `templates.json`, and with `python -m infra.supported.page` to docs/supported.md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from deployments.workflows.running import NodeFailed, run
 from deployments.workflows.table import KINDS
 
 FOLDER: Final = Path(".judges/comfy_templates")
+COUNTS: Final = Path(__file__).with_name("templates.json")
+_MOST_GROUPS: Final = 12
 _PAID: Final = "api_"  # templates of services that are paid for
 
 # Which pipeline of diffusers a file of a denoiser belongs to, by what its name has in it; the first one that fits.
@@ -50,6 +53,8 @@ CLASSES: Final[Mapping[str, str]] = {
     r"sd_xl_refiner": "StableDiffusionXLImg2ImgPipeline",
     r"sd_xl": "StableDiffusionXLPipeline",
     r"sd3": "StableDiffusion3Pipeline",
+    r"hidream_i1": "HiDreamImagePipeline",
+    r"ovis_image": "OvisImagePipeline",
     r"v1-5|dreamshaper": "StableDiffusionPipeline",
 }
 _PIXELS_PER_CELL: Final = 8
@@ -92,6 +97,8 @@ class StandIns:
         return _PIXELS_PER_CELL if family is None else family.latents.pixels_per_cell({})
 
     async def image(self, request: ImageRequest, report: Report) -> Array:
+        if request.output == "image":
+            return np.zeros((request.n, request.height or 0, request.width or 0, 3), np.float32)
         cell = self._pixels_per_cell(request.model)
         if request.latents is not None:
             latents = np.zeros_like(request.latents)
@@ -171,6 +178,25 @@ def templates(folder: Path) -> Iterator[tuple[str, Any]]:
             yield path.stem, document
 
 
+def counted(findings: Sequence[Finding]) -> dict[str, list[int]]:
+    """Return the number of templates, and of those that run, by the first word of their names; the rest last."""
+    words = [re.split(r"[_-]", one.name, maxsplit=1)[0].lower() for one in findings]
+    known = [word for word, _ in Counter(words).most_common(_MOST_GROUPS)]
+    counts = {group: [0, 0] for group in (*known, "others")}
+    for word, one in zip(words, findings, strict=True):
+        group = counts[word if word in known else "others"]
+        group[0] += 1
+        group[1] += not one.lacks
+    return counts
+
+
+def table_of(counts: Mapping[str, Sequence[int]]) -> str:
+    """Return the table of `counted`, and its sums below it."""
+    lines = [f"| {group} | {number} | {run} |" for group, (number, run) in counts.items() if number]
+    number, run = (sum(one[place] for one in counts.values()) for place in (0, 1))
+    return "\n".join(["| templates | number | run |", "|---|---|---|", *lines, "", f"{run} of {number} run.", ""])
+
+
 def main() -> int:
     """Print a line for each template, and what lacks most."""
     findings = [finding(name, document) for name, document in templates(FOLDER)]
@@ -179,12 +205,9 @@ def main() -> int:
         return 2
     for one in findings:
         sys.stdout.write(f"{one.name}: {one.lacks or 'runs'}\n")
-    groups = Counter(one.name.partition("_")[0].partition("-")[0].lower() for one in findings)
-    passed = Counter(one.name.partition("_")[0].partition("-")[0].lower() for one in findings if not one.lacks)
-    sys.stdout.write("\n| group | templates | run |\n|---|---|---|\n")
-    for group, number in groups.most_common(12):
-        sys.stdout.write(f"| {group} | {number} | {passed[group]} |\n")
-    sys.stdout.write(f"\n{sum(passed.values())} of {len(findings)} run.\n\nWhat lacks most:\n")
+    counts = counted(findings)
+    COUNTS.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write("\n" + table_of(counts) + "\nWhat lacks most:\n")
     lacks = Counter(re.sub(r"^node [^,]*, ", "", one.lacks)[:120] for one in findings if one.lacks)
     for what, number in lacks.most_common(40):
         sys.stdout.write(f"{number:4} {what}\n")

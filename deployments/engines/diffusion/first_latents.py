@@ -168,12 +168,18 @@ class LatentsMaker:
     def _images_beside(self, request: DiffusionRequest, begun: torch.Tensor) -> torch.Tensor | None:
         """Return the images of a request in patches (B, N, C), for a family that reads them beside the latents."""
         images = request.references if request.init_image is None else (request.init_image,)
-        if not images:
+        if not images and not request.reference_latents:
             return None
         patches = []
         for image in images:
             pixels = (unit_pixels(image, self.device) * 2 - 1).to(begun.dtype)
             latents = self.codec.most_likely(pixels, self.family.latents.scale)
+            patches.append(self.family.latents.pack(latents).to(begun))
+        channels, *_ = self.family.latents.noise_shape(self.denoiser_config, ImageSize(0, 0, 0, 0))
+        for given in request.reference_latents:
+            if given.shape[:2] != (1, channels):
+                raise EngineError(f"reference_latents: their shape is {given.shape}, expected (1, {channels}, ...)")
+            latents = self.codec.scaled(torch.tensor(given, device=self.device), self.family.latents.taken_in)
             patches.append(self.family.latents.pack(latents).to(begun))
         return torch.cat(patches, dim=1).expand(request.num_images, -1, -1)
 

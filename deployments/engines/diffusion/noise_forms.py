@@ -36,6 +36,10 @@ class NoiseForm(ABC):
     def clean(self, x: torch.Tensor, level: float, output: torch.Tensor) -> torch.Tensor:
         """Return the latents without noise that the model's output stands for; `x` are those before `read`."""
 
+    def output(self, x: torch.Tensor, level: float, clean: torch.Tensor) -> torch.Tensor:
+        """Return the model's output that stands for these latents without noise: undo `clean`."""
+        return (x - clean) / level
+
     @abstractmethod
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, level: float) -> torch.Tensor:
         """Return latents with noise."""
@@ -83,6 +87,13 @@ class AddedNoise(NoiseForm):
         if self.kind == "epsilon":
             return x - output * level
         return x / (level**2 + 1) - output * (level / math.sqrt(level**2 + 1))
+
+    def output(self, x: torch.Tensor, level: float, clean: torch.Tensor) -> torch.Tensor:
+        if self.kind == "sample":
+            return clean
+        if self.kind == "epsilon":
+            return super().output(x, level, clean)
+        return (x / (level**2 + 1) - clean) * (math.sqrt(level**2 + 1) / level)
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, level: float) -> torch.Tensor:
         return latents + noise * level

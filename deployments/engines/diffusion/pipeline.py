@@ -56,6 +56,7 @@ from deployments.engines.diffusion.state import (
     encoded_references,
     make_controls,
     numeric_failure,
+    reference_sizes,
     take_branches,
 )
 from deployments.engines.graph.card_graphs import replays_on
@@ -216,7 +217,7 @@ class DenoisePipeline:
         family, multiple = self.family, self.family.latents.size_multiple(self._codec.scale_factor)
         check_request(request, multiple)
         request = replace(request, references=encoded_references(request, family, multiple))
-        beside = tuple(self._codec.size(*image.shape[:2]) for image in request.references)
+        beside = tuple(reference_sizes(request, family, self._codec, multiple))
         size = self._codec.size(request.height, request.width)._replace(references=beside)
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
@@ -262,7 +263,10 @@ class DenoisePipeline:
         )
 
     def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
-        family = self.family
+        family, sampler = self.family, request.sampler
+        if sampler is not None and sampler.zeroes_negative:
+            negative = {name: one for name, one in conditioning.items() if name.startswith("negative_")}
+            conditioning = {**conditioning, **family.texts.zeroed(negative)}
         is_guided = family.guidance_of(request).uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.network.text_widths(self.denoiser)
         # No ControlNet of diffusers uses a mask.
@@ -452,7 +456,7 @@ def _solver_of(
     if request.sampler is None:
         schedule, changes = partial(steps.schedule, request, size=size), partial(steps.solver_changes, request)
         return solvers.create_solver(device, request, schedule, changes)
-    noise = StepNoise(maker.shape_of(request, size), maker.family.latents, device)
+    noise = StepNoise(maker.shape_of(request, size), maker.family.latents, size, device)
     return solvers.create_sampler(device, request.sampler, noise, dtype)
 
 

@@ -244,10 +244,12 @@ def split_rows(noise: torch.Tensor, group: Sequence[Condition]) -> Sequence[torc
 
 def guided(family: Family, state: DenoiseState, noises: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the guided prediction made of the state's branches."""
-    if len(noises) == 1:
-        return noises[0]
-    negative, prompt = noises
-    return family.guidance_of(state.request).combine(negative, prompt, state.cfg_scale)
+    made = prompt = noises[-1]
+    if len(noises) > 1:
+        made = family.guidance_of(state.request).combine(noises[0], prompt, state.cfg_scale)
+    is_normed = state.request.sampler is not None and state.request.sampler.cfg_norm is not None
+    normed: torch.Tensor = state.solver.normed(made, prompt, state.latents) if is_normed else made
+    return normed
 
 
 def _model_input(state: DenoiseState) -> torch.Tensor:

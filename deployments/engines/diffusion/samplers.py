@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 from configs.options import Sampler
-from deployments.engines.diffusion.families.base import Latents
+from deployments.engines.diffusion.families.base import ImageSize, Latents
 from deployments.engines.diffusion.noise_forms import NoiseForm
 from deployments.engines.records.protocol import EngineError
 
 _LMS_ORDER: Final = 4
 _NEARLY_CLEAN: Final = 0.001  # in the place of a last level of 0, which has no logarithm
 _SEEDS: Final = 2**64
+_TINY: Final = 1e-8  # of a length, so that none is divided by 0
 
 
 class Forward(NamedTuple):
@@ -48,7 +49,12 @@ class StepNoise:
 
     shape: Sequence[int]
     latents: Latents
+    size: ImageSize
     device: torch.device
+
+    def channels_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return latents or what is like them as images, (B, C, h, w)."""
+        return self.latents.unpack(x, self.size)
 
     def draw(self, generator: torch.Generator | None) -> torch.Tensor:
         """Draw on the host, as the first noise is."""
@@ -106,6 +112,20 @@ class SigmaSolver:
         if self.at == len(self._forwards):
             moved = self.form.last(moved, self.sampler.sigmas[-1])
         return (moved,)
+
+    def normed(self, guided: torch.Tensor, prompt: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        """Return a guided output of the model whose clean latents are nowhere longer than those of the prompt alone.
+
+        Lengths are those over the channels. Source: ComfyUI, `comfy_extras/nodes_cfg.py`.
+        """
+        assert self.sampler.cfg_norm is not None
+        level = self._forwards[self.at].level
+        x = self._seen(sample, level)
+        clean, bound = (self.form.clean(x, level, one.float()) for one in (guided, prompt))
+        images = self._drawn.channels_of(clean)
+        lengths = self._drawn.channels_of(bound).norm(dim=1, keepdim=True) / (images.norm(dim=1, keepdim=True) + _TINY)
+        found = self._drawn.latents.pack(images * lengths.clamp(0, 1) * self.sampler.cfg_norm)
+        return self.form.output(x, level, found)
 
     def step_generator(self, seed: int) -> torch.Generator:
         """Return the stream of the noise of steps, for a request of that seed."""
@@ -333,8 +353,8 @@ class UniPC(SigmaSolver):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(form, sampler, noise, device, dtype)
-        if sampler.num_steps < 2 or form.kind == "flow_prediction":
-            raise EngineError(f"sampler: {sampler.name} takes two steps at least, and no flow")
+        if sampler.num_steps < 2:
+            raise EngineError(f"sampler: {sampler.name} takes two steps at least")
         *levels, last = sampler.sigmas
         self._ends = (*levels, last or _NEARLY_CLEAN)
 

@@ -6,7 +6,7 @@ The ControlNets of a request are networks beside the denoiser, whose residuals i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +246,7 @@ def _bad_sampler(request: DiffusionRequest) -> str | None:
     sampler, others = request.sampler, ("latents", "noise_mask")
     if sampler is None:
         needing = [name for name in others if getattr(request, name) is not None]
+        needing += ["reference_latents"] if request.reference_latents else []
         needing += ["output"] if request.ends_with_latents else []
         return f"{needing[0]} is of a request with a sampler, and this has none" if needing else None
     if reason := why_no_sigmas(sampler.sigmas):
@@ -273,7 +274,21 @@ def encoded_references(request: DiffusionRequest, family: Family, multiple: int)
     if not min(most, 1) <= found <= most:
         expected = f"1 to {most}" if most > 1 else most or "none"
         raise EngineError(f"{found} references, and a {family.class_name} reads {expected}")
+    if request.reference_latents and not family.references.takes_latents:
+        raise EngineError(f"reference_latents: a {family.class_name} reads none")
     return tuple(family.references.encoded(image, multiple) for image in request.references)
+
+
+def reference_sizes(request: DiffusionRequest, family: Family, codec: ImageCodec, multiple: int) -> Iterator[ImageSize]:
+    """Yield the sizes of what is read beside a request's latents. Raises EngineError for latents of half a patch."""
+    for image in request.references:
+        yield codec.size(*image.shape[:2])
+    cell = family.latents.patch * codec.scale_factor  # pixels
+    for given in request.reference_latents:
+        height, width = (side * cell for side in given.shape[2:])
+        if height % multiple or width % multiple:
+            raise EngineError(f"reference_latents: of {width}x{height} pixels, expected multiples of {multiple}")
+        yield codec.size(height, width)
 
 
 def numeric_failure(state: DenoiseState) -> ComputationFailed | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Typ
 import numpy as np
 import numpy.typing as npt
 
-from configs.options import Denoising, Sampling
+from configs.options import Denoising, Sampler, Sampling
 
 if TYPE_CHECKING:  # the command line and the ingress have no torch
     import torch
@@ -224,7 +224,8 @@ class DiffusionRequest(Denoising):
     faster. `references`, uint8 (height, width, 3), are images of any size that a family reads beside its latents.
 
     With a `sampler`, `latents`, float32 (num_images, C, h, w) in the VAE's space, are what it begins at (None: zeros),
-    and `noise_mask`, float32 (num_images or 1, any h, any w), is 1 where it paints. `output` "latent" gives such
+    and `noise_mask`, float32 (num_images or 1, any h, any w), is 1 where it paints. `reference_latents`, float32
+    (1, C, any h, any w), are read beside them, by a family whose references take latents. `output` "latent" gives such
     latents in place of images, "latent_and_clean" also what the last step found without noise, behind them. "encoded"
     and "decoded" are the VAE's work alone: latents of `pixels`, float32 (num_images, height, width, 3) from 0 to 1, and
     pixels of `latents`.
@@ -247,6 +248,7 @@ class DiffusionRequest(Denoising):
     references: tuple[npt.NDArray[np.uint8], ...] = ()
     latents: npt.NDArray[np.float32] | None = None
     noise_mask: npt.NDArray[np.float32] | None = None
+    reference_latents: tuple[npt.NDArray[np.float32], ...] = ()
     pixels: npt.NDArray[np.float32] | None = None
     output: DiffusionKind = "image"
 
@@ -297,7 +299,8 @@ class StockRequest:
     (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
     steps, if the class can show any. `forward_bytes` are what methods of modules take of the device at most, by names
     as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is. `loras` are those of its
-    `adapters`, by name, and `prompters` the IP-Adapters of its `image_prompts`.
+    `adapters`, by name, and `prompters` the IP-Adapters of its `image_prompts`. A `sampler` is in place of the
+    scheduler; its `noise_seed` is `seed`.
     """
 
     request_id: str
@@ -309,6 +312,7 @@ class StockRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     scheduler: str | None = None
     scheduler_options: Mapping[str, bool | float | str] = field(default_factory=dict)
+    sampler: Sampler | None = None
     reports_steps: bool = False
     texts: Mapping[str, Mapping[str, torch.Tensor]] | None = None
     num_previews: int = 0

@@ -42,6 +42,7 @@ from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, 
 from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.prompted import reading_images
+from deployments.engines.stock.sampled import check_sampled
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
 
@@ -148,6 +149,7 @@ class _Run:
         memory: LendingMemory | None,
     ) -> None:
         """Raise EngineError for what the class cannot be called with."""
+        check_sampled(request, has_strength=inputs.takes("strength"))
         self.request = request
         self._inputs, self._arguments = inputs, inputs.arguments_of(request)
         self.call = PausedCall(self._make, f"pipeline {request.request_id}")
@@ -252,7 +254,8 @@ class _Run:
 
     def _open_pipeline(self) -> Any:
         """Return a pipeline with the request's scheduler and texts."""
-        pipeline = self._model.create_pipeline(self.request.scheduler, self.request.scheduler_options)
+        options = self.request.scheduler, self.request.scheduler_options, self.request.sampler
+        pipeline = self._model.create_pipeline(*options)
         if self.request.texts is not None:
             modules = [one for one in self._model.modules.values() if isinstance(one, nn.Module)]
             tell_texts(pipeline, self.request.texts, _device_of(modules) or torch.device("cpu"))

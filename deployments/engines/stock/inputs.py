@@ -83,6 +83,10 @@ class CallInputs:
             given["output_type"] = _OUTPUT_TYPE
         return given
 
+    def takes(self, name: str) -> bool:
+        """Return whether the class's call has a parameter of this name."""
+        return name in self._parameters
+
     def audio_of(self, request: StockRequest, rate: int | None = None, channels: int | None = None) -> dict[str, Any]:
         """Return the audio arguments at the rate and with the channels of a model; None: unchanged.
 

@@ -6,12 +6,11 @@ errors and answers.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import Tool
@@ -24,25 +23,6 @@ from deployments.ingress.openai.text import ChatMessage, messages_of
 from deployments.ingress.service.service import Service
 from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, as_record
 from deployments.records.errors import InvalidRequest, ModelUnavailable
-
-_UNDER_V1: Final = frozenset(
-    {"chat", "classify", "completions", "embeddings", "images", "models", "pooling", "rerank", "responses", "score"}
-)
-_PAGE: Final = "/chat"  # of web_pages.py; OpenAI has no path of this name
-
-
-class UnprefixedPaths:
-    """ASGI middleware that serves `/chat/completions` as `/v1/chat/completions`, and so on."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope.get("path", "")
-        if scope["type"] == "http" and path[1:].partition("/")[0] in _UNDER_V1 and path != _PAGE:
-            raw = scope.get("raw_path")
-            scope = {**scope, "path": f"/v1{path}", "raw_path": raw and b"/v1" + raw}
-        await self._app(scope, receive, send)
 
 
 class TokenizeBody(LenientBody):

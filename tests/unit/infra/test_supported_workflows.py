@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from infra.supported.workflows import class_of, finding
+from infra.supported.workflows import COUNTS, Finding, class_of, counted, finding, table_of
 
 
 def painting(unet: str, **sampler: Any) -> dict[str, Any]:
@@ -45,6 +46,17 @@ def test_what_lacks_is_named() -> None:
     assert "no channel alpha" in finding("one", late).lacks
 
 
+def test_numbers_are_by_the_first_words_of_names_and_add_up() -> None:
+    names = ["image_a", "image-b", "Image_c", *(f"word{number}_x" for number in range(12))]
+    counts = counted([Finding(name, "" if name.endswith(("a", "c", "x")) else "a node") for name in names])
+    assert counts["image"] == [3, 2]
+    assert sum(number for number, _ in counts.values()) == len(names)
+    assert counts["others"] == [1, 1]
+    assert "14 of 15 run." in table_of(counts)
+    stored = json.loads(COUNTS.read_text(encoding="utf-8"))
+    assert all(run <= number for number, run in stored.values())
+
+
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
@@ -54,6 +66,7 @@ def test_what_lacks_is_named() -> None:
         ("flux1-dev.safetensors", "FluxPipeline"),
         ("flux-2-klein-4b.safetensors", "Flux2KleinPipeline"),
         ("sd_xl_base_1.0.safetensors", "StableDiffusionXLPipeline"),
+        ("hidream_i1_dev_fp8.safetensors", "HiDreamImagePipeline"),
     ],
 )
 def test_files_belong_to_classes(file: str, expected: str) -> None:

@@ -279,6 +279,10 @@ class Texts(ABC):
         """Return the stock pipeline's negative conditioning for a request without a negative prompt."""
         return "empty text"
 
+    def zeroed(self, conditioning: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a text's conditioning without what its encoders said."""
+        return {name: one.new_zeros(one.shape) for name, one in conditioning.items()}
+
     def padded_length(self, num_tokens: int) -> int:
         """Return the length of a text in a forward: a power of two that depends on its own length alone.
 
@@ -515,9 +519,13 @@ class Adapters:
 
 
 class References:
-    """Images read beside the latents, uint8 (height, width, 3). A family with `most` above 0 needs at least one."""
+    """Images read beside the latents, uint8 (height, width, 3). A family with `most` above 0 needs at least one.
+
+    A family that `takes_latents` also reads those of a request with a sampler, which has them or not.
+    """
 
     most: ClassVar[int] = 0
+    takes_latents: ClassVar[bool] = False
 
     def sides(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
         """Return the default width and height of an image made from references.
@@ -573,6 +581,12 @@ class Network(ABC):
     @abstractmethod
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         """Run the denoiser, and return its prediction in the shape of `rows.latents`."""
+
+
+class LatentReferences(References):
+    """Latents of images, which only a sampler's request has."""
+
+    takes_latents: ClassVar[bool] = True
 
 
 _GUIDANCE: Final = Guidance()

@@ -9,7 +9,7 @@ Source: diffusers 0.42, `pipelines/flux2/pipeline_flux2_klein.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -20,6 +20,7 @@ from deployments.engines.diffusion.families.base import (
     Guidance,
     ImageDefaults,
     ImageSize,
+    LatentReferences,
     Network,
     Rows,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 
-IMAGE_TIME: Final = 10  # the first coordinate of a reference image; that of the latents is 0
+IMAGE_TIME: Final = 10  # the first coordinate of a reference image, twice that of a second; that of the latents is 0
 # The system prompt of the model's training; the line breaks are stock's.
 SYSTEM: Final = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
@@ -63,6 +64,9 @@ class PatchLatents(FlowLatents):
 
     def noise_shape(self, denoiser_config: Mapping[str, Any], size: ImageSize) -> tuple[int, int, int]:
         return int(denoiser_config["in_channels"]), size.latent_height // PATCH, size.latent_width // PATCH
+
+    def batch_shape(self, size: ImageSize) -> Hashable:
+        return super().batch_shape(size), size.references
 
     def pack(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Pack (B, 4 * C, h/2, w/2), whose channels are patches already, -> (B, h/2 * w/2, 4 * C)."""
@@ -118,9 +122,13 @@ class Flux2Network(Network):
 
         latents = rows.latents.to(denoiser.dtype)
         patches = _ids(0, size.latent_height // PATCH, size.latent_width // PATCH, 1)
-        images = (
-            [patches] if latents.shape[1] == len(patches) else [patches, patches + torch.tensor([IMAGE_TIME, 0, 0, 0])]
-        )
+        beside = rows.sizes[0].references if rows.sizes else ()
+        if not beside and latents.shape[1] != len(patches):
+            beside = (size,)  # the image of a request has its size
+        images = [patches]
+        for place, one in enumerate(beside):
+            time = IMAGE_TIME * (place + 1)
+            images.append(_ids(time, one.latent_height // PATCH, one.latent_width // PATCH, 1))
         noise: torch.Tensor = denoiser(
             hidden_states=latents,
             timestep=rows.timesteps.to(rows.latents.dtype) / 1000,
@@ -171,6 +179,7 @@ FLUX_2: Final = Family(
     latents=PatchLatents(),
     guidance=Unguided(),
     steps=Flux2Steps(),
+    references=LatentReferences(),
 )
 
 
@@ -214,4 +223,5 @@ FLUX_2_KLEIN: Final = Flux2Klein(
     texts=Flux2Texts(PromptForm(layers=(9, 18, 27), variables=(("enable_thinking", False),), keeps_padding=True)),
     latents=FLUX_2.latents,
     steps=FLUX_2.steps,
+    references=FLUX_2.references,
 )

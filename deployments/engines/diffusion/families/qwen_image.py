@@ -21,6 +21,7 @@ from deployments.engines.diffusion.families.base import (
     Family,
     ImageDefaults,
     ImageSize,
+    LatentReferences,
     Latents,
     Network,
     References,
@@ -82,6 +83,9 @@ class NormKeeping(TrueGuidance):
 
 class QwenLatents(PackedLatents):
     """Packed patches: (num_images, h/2 * w/2, 4 * C). The VAE is one of videos, each image a frame."""
+
+    def batch_shape(self, size: ImageSize) -> Hashable:
+        return super().batch_shape(size), size.references
 
     def scale(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
         mean, std = (_by_channel(vae.config[f"latents_{name}"], vae_latents) for name in ("mean", "std"))
@@ -185,6 +189,7 @@ QWEN_IMAGE: Final = Family(
     guidance=NormKeeping(),
     steps=ShiftedSteps(),
     adapters=QwenAdapters(_LATENTS),
+    references=LatentReferences(),
 )
 
 
@@ -196,11 +201,6 @@ class EditTexts(QwenTexts):
         if num_tokens <= _TEXT_STEP:
             return super().padded_length(num_tokens)
         return math.ceil(num_tokens / _TEXT_STEP) * _TEXT_STEP
-
-
-class EditLatents(QwenLatents):
-    def batch_shape(self, size: ImageSize) -> Hashable:
-        return super().batch_shape(size), size.references
 
 
 class EditAdapters(Adapters):
@@ -260,7 +260,7 @@ QWEN_IMAGE_EDIT: Final = Family(
     defaults=Defaults(QWEN_IMAGE.defaults.usual),
     network=QwenNetwork(edits=True),
     texts=EditTexts(_EDIT_READING, max_tokens=1024, default_tokens=1024, without_negative="unguided"),
-    latents=EditLatents(),
+    latents=_LATENTS,
     guidance=NormKeeping(),
     steps=ShiftedSteps(),
     adapters=EditAdapters(),

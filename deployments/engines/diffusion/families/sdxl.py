@@ -122,6 +122,13 @@ class ScoredTexts(TwoClips):
                 conditioning[f"{prefix}pooled_prompt_embeds"] = torch.nn.functional.pad(pooled, (0, 1), value=score)
         return conditioning
 
+    def zeroed(self, conditioning: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {name: one[..., -1:] for name, one in conditioning.items() if name.endswith("pooled_prompt_embeds")}
+        zeros = super().zeroed(conditioning)
+        for name, scores in kept.items():
+            zeros[name][..., -1:] = scores
+        return zeros
+
 
 class ScoredUNet(UNet):
     """A UNet with an aesthetic score as input, in place of the target size."""

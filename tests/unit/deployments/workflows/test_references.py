@@ -83,6 +83,42 @@ async def test_images_of_a_prompt_go_to_the_request(pictures: dict[str, np.ndarr
     assert (request.prompt, request.negative_prompt) == ("a hat", None if cfg == 1 else " ")
 
 
+def referring(cfg: float, **changes: Any) -> dict[str, Any]:
+    """Return a workflow whose prompts read two encoded images beside the latents."""
+    nodes = editing(cfg)
+    for side, text in (("positive", "a hat"), ("negative", "")):
+        nodes[side] = ("CLIPTextEncode", {"clip": ("clip", 0), "text": text})
+        nodes[f"{side}_1"] = ("ReferenceLatent", {"conditioning": (side, 0), "latent": ("encode_1", 0)})
+        nodes[f"{side}_2"] = ("ReferenceLatent", {"conditioning": (f"{side}_1", 0), "latent": ("encode_2", 0)})
+        nodes["sample"][1][side] = (f"{side}_2", 0)
+    for place, name in ((1, "one"), (2, "two")):
+        nodes[f"encode_{place}"] = ("VAEEncode", {"pixels": (name, 0), "vae": ("vae", 0)})
+    nodes["sample"][1].update(changes)
+    return nodes
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+async def test_latents_are_read_beside_a_prompt_by_models_that_take_them(
+    pictures: dict[str, np.ndarray], cfg: float
+) -> None:
+    backend = Editor({f"{name}.png": png_file(pixels) for name, pixels in pictures.items()}, "Flux2KleinPipeline")
+    workflow = workflow_of(**referring(cfg))
+    assert check(workflow, backend).errors == ()
+    await run(workflow, backend, Told())
+    (request,) = backend.asked
+    assert request.references == ()
+    for found, name in zip(request.reference_latents, ("one", "two"), strict=True):
+        pixels = pictures[name][None].astype(np.float32) / 255
+        np.testing.assert_allclose(found, await backend.encode("flux", pixels), rtol=1e-6)
+
+
+def test_latents_beside_one_prompt_alone_or_of_another_model_are_refused() -> None:
+    (error,) = check(workflow_of(**referring(4.0, negative=("negative_1", 0))), Editor({}, "Flux2Pipeline")).errors
+    assert (error.input, error.message) == ("negative", "both prompts are read beside the same images")
+    (error,) = check(workflow_of(**referring(1.0)), Editor({}, "FluxPipeline")).errors
+    assert (error.input, "not read by a FluxPipeline" in error.message) == ("positive", True)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("not read by a FluxPipeline", {}, "positive", {"class_name": "FluxPipeline"}),
     ("its prompt has none", {"positive": ("", {"image1": None, "image2": None})}, "positive", {}),

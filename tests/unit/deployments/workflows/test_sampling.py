@@ -20,8 +20,8 @@ from deployments.workflows.backend import Folder, ModelFacts, Report
 from deployments.workflows.checking import check
 from deployments.workflows.records import Refused
 from deployments.workflows.running import run as run_workflow
-from deployments.workflows.sampling import SAMPLING
 from deployments.workflows.schedules import added_levels, schedule
+from deployments.workflows.table import KINDS
 from deployments.workflows.values import (
     PENDING,
     ClipValue,
@@ -34,15 +34,18 @@ from deployments.workflows.values import (
     Prompt,
     Sampler,
     Shift,
+    VaeValue,
 )
 
-KINDS = {kind.name: kind for kind in SAMPLING}
 CLASSES = {
     "sdxl": ModelFacts("StableDiffusionXLPipeline"),
     "sd": ModelFacts("StableDiffusionPipeline"),
     "flux": ModelFacts("FluxPipeline", {"guidance_embeds": True}),
     "qwen": ModelFacts("QwenImagePipeline"),
     "pixart": ModelFacts("PixArtAlphaPipeline"),
+    "kontext": ModelFacts("FluxKontextPipeline"),
+    "hidream": ModelFacts("HiDreamImagePipeline"),
+    "refiner": ModelFacts("StableDiffusionXLImg2ImgPipeline"),
 }
 SIZE = Latent(batch=2, width=64, height=96)
 
@@ -112,6 +115,25 @@ async def test_a_ksampler_is_one_request():
     assert (request.prompt, request.negative_prompt, request.model) == ("a cat", "a dog", "sdxl")
     assert request.prompt_syntax == "comfyui"
     assert (latent.batch, latent.width, latent.height) == (2, 64, 96)
+
+
+async def test_a_refiner_is_sampled_as_its_family():
+    request = await asked("KSampler", **ksampler(of="refiner"))
+    plain = await asked("KSampler", **ksampler())
+    assert (request.model, request.sampler) == ("refiner", plain.sampler)
+
+
+async def test_a_negative_prompt_may_be_zeroed_and_guidance_normed():
+    negative = (replace(parts()["negative"][0], zeroed=True),)
+    normed = ModelValue(("sdxl",), extra=(("CFGNorm", (0.9,)),))
+    request = await asked("KSampler", **ksampler(negative=negative, model=normed))
+    assert (request.sampler.zeroes_negative, request.sampler.cfg_norm) == (True, 0.9)
+    alone = await asked("KSampler", **ksampler(cfg=1.0, negative=negative, model=replace(normed, extra=())))
+    assert (alone.sampler.zeroes_negative, alone.sampler.cfg_norm, alone.negative_prompt) == (False, None, None)
+    without = replace(normed, extra=(("CFGNorm", (1.0,)),))
+    assert (await asked("KSampler", **ksampler(cfg=1.0, model=without))).sampler.cfg_norm is None
+    with pytest.raises(Refused, match="CFGNorm"):
+        await asked("KSampler", **ksampler(model=replace(normed, extra=normed.extra * 2)))
 
 
 @pytest.mark.parametrize("sampler_name", ["dpm_2", "dpm_2_ancestral", "uni_pc"])
@@ -249,7 +271,6 @@ def pair_of(model: str = "sdxl", **prompt: Any) -> dict[str, Any]:
         ({"positive": parts()["positive"] * 2}, "positive", "2 conditionings"),
         ({"negative": ()}, "negative", "0 conditionings"),
         ({"steps": 1001}, "steps", "1001 steps"),
-        ({"of": "flux", "sampler_name": "uni_pc"}, "sampler_name", "no flow"),
         ({"steps": 1, "sampler_name": "uni_pc_bh2"}, "sampler_name", "two steps"),
         ({"denoise": 0.001, "steps": 900}, "steps", "steps are scheduled"),
         ({"latent_image": Latent(width=64, height=64, batch_index=(90,))}, None, ""),
@@ -258,7 +279,7 @@ def pair_of(model: str = "sdxl", **prompt: Any) -> dict[str, Any]:
             "sampler_name",
             "ddim",
         ),
-        (pair_of(zeroed=True), "positive", "cfg 1"),
+        (pair_of(zeroed=True), "positive", "a negative prompt"),
         (pair_of(start=0.5), "positive", "all steps"),
         (pair_of(extra=(("sdxl_sizes", (64, 96, 8, 0, 64, 96)),)), "positive", "sdxl_sizes"),
         (pair_of(texts=(("clip_g", "another"),)), "positive", "one text"),
@@ -270,6 +291,105 @@ def test_what_no_request_can_say_is_refused_before_anything_runs(changes, input,
     with pytest.raises(Refused, match=shown) as caught:
         KINDS["KSampler"].function(Asked(), **ksampler(**changes))
     assert input is None or caught.value.input == input
+
+
+class Drawing(Asked):
+    """A backend whose diffusers makes images."""
+
+    async def image(self, request: ImageRequest, report: Any) -> np.ndarray:
+        self.requests.append(request)
+        return np.full((request.n, request.height or 0, request.width or 0, 3), 0.5, np.float32)
+
+
+def drawn_by_stock(**changes: Any) -> dict[str, Any]:
+    shifted = ModelValue(("hidream",), shift=Shift("ModelSamplingSD3", 3.0))
+    latent = Latent(batch=2, width=1360, height=768)
+    return ksampler(**({"of": "hidream", "model": shifted, "latent_image": latent, "cfg": 5.0} | changes))
+
+
+async def test_a_model_of_diffusers_own_code_is_sampled_from_noise_to_images():
+    backend = Drawing()
+    later = KINDS["KSampler"].function(backend, **drawn_by_stock(sampler_name="uni_pc"))
+    (waiting,) = later.outputs
+    (latent,) = await later.act(backend, lambda *_: None)
+    (request,) = backend.requests
+    assert (request.guidance_scale, request.negative_prompt, request.output) == (5.0, "a dog", "image")
+    assert (request.width, request.height, request.n, request.seed) == (1360, 768, 2, 3)
+    assert (request.sampler.cfg, request.sampler.num_steps, request.sampler.sigmas[0]) == (1.0, 4, 1.0)
+    decode = KINDS["VAEDecode"].function
+    assert decode(waiting, VaeValue(("hidream", "x"))) == (PENDING,)
+    (images,) = decode(latent, VaeValue(("hidream",)))
+    assert images.shape == (2, 768, 1360, 3)
+    with pytest.raises(Refused, match="its own VAE"):
+        decode(latent, VaeValue(("flux",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "input", "shown"),
+    [
+        ({"model": ModelValue(("hidream",))}, "model", "said by a node"),
+        ({"latent_image": Latent(width=512, height=512)}, "latent_image", "makes 1024x1024"),
+        ({"latent_image": Latent(width=1024, height=1024, noise_mask=PENDING)}, "latent_image", "whole images"),
+        ({"denoise": 0.5}, "sampler", "noise"),
+        ({"cfg": 0.5}, "cfg", "by 1 or more"),
+        (
+            {"of": "kontext", "model": ModelValue(("kontext",)), "sampler_name": "lcm"}
+            | {"latent_image": Latent(width=1024, height=1024)},
+            "sampler_name",
+            "draws noise",
+        ),
+        (pair_of("hidream", guidance=3.0), "positive", "no guidance"),
+        (pair_of("hidream", references=(Latent(),)), "positive", "reads 0"),
+        (pair_of("hidream", zeroed=True), "positive", "negative prompt"),
+    ],
+)
+def test_what_diffusers_own_code_does_not_do_is_refused_before_anything_runs(changes, input, shown):
+    with pytest.raises(Refused, match=shown) as caught:
+        KINDS["KSampler"].function(Drawing(), **drawn_by_stock(**changes))
+    assert caught.value.input == input
+
+
+async def test_kontext_reads_an_encoded_image_of_its_sizes():
+    pixels = seeded_rng().integers(0, 256, (1, 752, 1392, 3)).astype(np.float32) / 255
+    encoded = Latent(np.zeros((1, 16, 94, 174), np.float32), 1, 1392, 752, pixels=pixels)
+    given = ksampler(of="kontext", latent_image=encoded, cfg=1.0)
+    given["positive"] = (Prompt(ClipValue(("kontext",)), "a hat", guidance=2.5, references=(encoded,)),)
+    backend = Drawing()
+    later = KINDS["KSampler"].function(backend, **given)
+    await later.act(backend, lambda *_: None)
+    (request,) = backend.requests
+    assert (request.guidance_scale, request.true_cfg_scale, request.max_sequence_length) == (2.5, 1.0, 256)
+    assert (request.width, request.height) == (1392, 752)
+    np.testing.assert_array_equal(request.references[0], np.rint(pixels[0] * 255))
+    for reference, shown in [(replace(encoded, pixels=None), "no encoded image"), (encoded, "FluxKontextImageScale")]:
+        small = replace(reference, pixels=None if reference.pixels is None else pixels[:, :512, :512])
+        given["positive"] = (replace(given["positive"][0], references=(small,)),)
+        with pytest.raises(Refused, match=shown):
+            KINDS["KSampler"].function(backend, **given)
+
+
+async def test_latents_of_diffusers_own_code_go_to_a_decoder_alone():
+    workflow = workflow_of(
+        model=("UNETLoader", {"unet_name": "unet.safetensors", "weight_dtype": "default"}),
+        shifted=("ModelSamplingAuraFlow", {"model": ("model", 0), "shift": 3.0}),
+        clip=("CLIPLoader", {"clip_name": "clip_l.safetensors", "type": "ovis"}),
+        text=("CLIPTextEncode", {"clip": ("clip", 0), "text": "a cat"}),
+        empty=("EmptySD3LatentImage", {"width": 64, "height": 64, "batch_size": 1}),
+        sample=(
+            "KSampler",
+            {
+                **{"model": ("shifted", 0), "positive": ("text", 0), "negative": ("text", 0)},
+                **{"latent_image": ("empty", 0), "seed": 1, "steps": 2, "cfg": 1.0, "denoise": 1.0},
+                **{"sampler_name": "euler", "scheduler": "simple"},
+            },
+        ),
+        repeat=("RepeatLatentBatch", {"samples": ("sample", 0), "amount": 2}),
+        vae=("VAELoader", {"vae_name": "ae.safetensors"}),
+        decode=("VAEDecode", {"samples": ("repeat", 0), "vae": ("vae", 0)}),
+        save=("PreviewImage", {"images": ("decode", 0)}),
+    )
+    (error,) = check(workflow, FakeBackend(class_name="OvisImagePipeline")).errors
+    assert (error.node, "can only be decoded" in error.message) == ("repeat", True)
 
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"

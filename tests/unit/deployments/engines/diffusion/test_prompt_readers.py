@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kit.tiny.pipelines import make
 from tokenizers import processors
 from unit.deployments.engines.diffusion.reader_pairs import ReaderPair
 
+from configs.options import Sampler
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionRequest, EngineError, PromptForm
@@ -65,6 +67,28 @@ def test_images_are_those_of_stock(pair: ReaderPair, scale: float, negative: str
     conditioning = pair.conditioning(request, PROMPTS[0], negative)
     stock = pair.stock_run(request, PROMPTS[0], negative)
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
+
+
+@pytest.mark.parametrize("pair", FLUX_2, indirect=True)
+def test_latents_beside_those_of_a_sampler_are_read_as_stocks_images(pair: ReaderPair) -> None:
+    sizes = [(64, 96), (80, 64)]  # stock takes none below 64 pixels
+    images = [seeded_rng().integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    latents = []
+    for image in images:
+        pixels = torch.from_numpy(image.astype(np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
+        latents.append(pair.ours._codec.most_likely(pixels, pair.family.latents.scale).numpy())
+    request = request_of(num_images=2)
+    conditioning = pair.conditioning(request, PROMPTS[0], None)
+    stock = pair.stock_run(request, PROMPTS[0], None, image=[PIL.Image.fromarray(image) for image in images])
+    sampler = Sampler(name="euler", sigmas=tuple(float(sigma) for sigma in pair.stock.scheduler.sigmas))
+    sampled = replace(request, sampler=sampler, reference_latents=tuple(latents))
+    pair.assert_equal_to_stock(pair.ours.start_request(sampled, conditioning), stock)
+    for given, shown in [
+        ({"reference_latents": (latents[0][:, :-1],)}, "their shape"),
+        ({"reference_latents": tuple(latents), "sampler": None}, "reference_latents is of a request with a sampler"),
+    ]:
+        with pytest.raises(EngineError, match=shown):
+            pair.ours.start_request(replace(sampled, **given), conditioning)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pair", UNDER_NOISE, indirect=True)

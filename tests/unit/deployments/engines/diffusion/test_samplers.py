@@ -30,8 +30,10 @@ LEFT_OVER = {ADDED: (5.0, 3.1, 1.2), FLOW: (0.8, 0.6, 0.4)}
 class Loop:
     """A model as k-diffusion sees it: latents with noise of a level -> latents without."""
 
-    def __init__(self, pair: Any, conditioning: dict[str, torch.Tensor], cfg: float) -> None:
-        self.pipeline, self.conditioning, self.cfg = pair.ours, conditioning, cfg
+    def __init__(
+        self, pair: Any, conditioning: dict[str, torch.Tensor], cfg: float, cfg_norm: float | None = None
+    ) -> None:
+        self.pipeline, self.conditioning, self.cfg, self.cfg_norm = pair.ours, conditioning, cfg, cfg_norm
         self.is_flow = pair.ours.family.class_name in ("FluxPipeline", "StableDiffusion3Pipeline")
         betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
         shares = torch.cumprod(1 - betas, 0)
@@ -40,7 +42,11 @@ class Loop:
     def __call__(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
         outputs = [self._output(x, sigma, prefix) for prefix in ("", "negative_")[: 1 if self.cfg == 1 else 2]]
         output = outputs[0] if self.cfg == 1 else outputs[1] + self.cfg * (outputs[0] - outputs[1])
-        return x - sigma * output
+        denoised = x - sigma * output
+        if self.cfg_norm is not None:
+            norms = [one.norm(dim=1, keepdim=True) for one in (x - sigma * outputs[0], denoised)]
+            denoised = denoised * (norms[0] / (norms[1] + 1e-8)).clamp(0, 1) * self.cfg_norm
+        return denoised
 
     def _output(self, x: torch.Tensor, sigma: float, prefix: str) -> torch.Tensor:
         time = 1000 * sigma if self.is_flow else float((self.table.log() - math.log(sigma)).abs().argmin())
@@ -270,7 +276,6 @@ REFERENCE = {
     "uni_pc": uni_pc,
     "uni_pc_bh2": partial(uni_pc, variant="bh2"),
 }
-OF_ADDED_NOISE = ("uni_pc", "uni_pc_bh2")  # that of a flow is refused
 
 
 def sampled(pair: Any, conditioning: Any, request: Any) -> torch.Tensor:
@@ -294,7 +299,7 @@ def shape_of(pair: Any, count: int = 2) -> tuple[int, ...]:
 
 def expected_latents(pair, conditioning, sampler, latents, seed, mask=None):
     """Return the latents that the plain loop makes, in the VAE's space."""
-    family, vae, loop = pair.ours.family, pair.ours._codec.vae, Loop(pair, conditioning, sampler.cfg)
+    family, vae, loop = pair.ours.family, pair.ours._codec.vae, Loop(pair, conditioning, sampler.cfg, sampler.cfg_norm)
     shape = latents.shape
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if not sampler.adds_noise:
@@ -339,12 +344,6 @@ def test_each_sampler_has_a_formula_here() -> None:
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 def test_a_sampler_equals_its_formula(request, make_request, name, model):
     pair, rng = request.getfixturevalue(model), seeded_rng()
-    if model == FLOW and name in OF_ADDED_NOISE:
-        with pytest.raises(EngineError, match="no flow"):
-            pair.ours.start_request(
-                with_sampler(make_request, Sampler(name=name, sigmas=SIGMAS[FLOW])), pair.conditioning()
-            )
-        return
     conditioning = pair.conditioning(seed=int(rng.integers(1000)), negative=True)
     seed, shape = int(rng.integers(2**40)), shape_of(pair)
     for sigmas, latents in [
@@ -355,6 +354,31 @@ def test_a_sampler_equals_its_formula(request, make_request, name, model):
         given = latents.numpy() if latents.any() else None
         found = sampled(pair, conditioning, with_sampler(make_request, sampler, seed=seed, latents=given))
         assert_near(found, expected_latents(pair, conditioning, sampler, latents, seed))
+
+
+@pytest.mark.parametrize("model", [ADDED, FLOW, "flux"])
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+def test_guidance_is_bounded_by_the_length_of_what_the_prompt_finds(request, make_request, model, cfg):
+    pair, rng = request.getfixturevalue(model), seeded_rng()
+    conditioning, latents = pair.conditioning(negative=True), torch.zeros(shape_of(pair))
+    levels, strength = SIGMAS[ADDED if model == ADDED else FLOW], float(rng.uniform(0.8, 1.2))
+    sampler = Sampler(name="euler", sigmas=levels, cfg=cfg, cfg_norm=strength)
+    found = sampled(pair, conditioning, with_sampler(make_request, sampler))
+    assert_near(found, expected_latents(pair, conditioning, sampler, latents, make_request().seed))
+    free = sampler.model_copy(update={"cfg_norm": None})
+    assert not torch.allclose(found, sampled(pair, conditioning, with_sampler(make_request, free)), atol=1e-3)
+
+
+@pytest.mark.parametrize("model", [ADDED, FLOW, "flux", "sdxl"])
+def test_the_vectors_of_a_negative_prompt_may_be_zeros(request, make_request, model):
+    pair = request.getfixturevalue(model)
+    conditioning = pair.conditioning(negative=True)
+    sampler = Sampler(name="euler", sigmas=SIGMAS[ADDED if model in (ADDED, "sdxl") else FLOW], cfg=3.0)
+    zeros = {name: one * 0 if name.startswith("negative_") else one for name, one in conditioning.items()}
+    zeroing = sampler.model_copy(update={"zeroes_negative": True})
+    found = sampled(pair, conditioning, with_sampler(make_request, zeroing))
+    assert torch.equal(found, sampled(pair, zeros, with_sampler(make_request, sampler)))
+    assert not torch.allclose(found, sampled(pair, conditioning, with_sampler(make_request, sampler)), atol=1e-4)
 
 
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux", "sdxl"])
@@ -409,9 +433,8 @@ def test_the_last_step_tells_what_was_clean(stable_diffusion, make_request):
 
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 def test_a_sampler_goes_on_from_a_checkpoint(request, make_request, name):
-    model = ADDED if name in OF_ADDED_NOISE else FLOW
-    pair = request.getfixturevalue(model)
-    conditioning, request = pair.conditioning(), with_sampler(make_request, Sampler(name=name, sigmas=SIGMAS[model]))
+    pair = request.getfixturevalue(FLOW)
+    conditioning, request = pair.conditioning(), with_sampler(make_request, Sampler(name=name, sigmas=SIGMAS[FLOW]))
     state = pair.ours.start_request(request, conditioning)
     for _ in range(3):
         pair.ours.step([state])

@@ -1,0 +1,119 @@
+"""Models that diffusers' own code runs, from noise to images: a sampler stands in place of their scheduler.
+
+Their pipelines read texts, and guide, by themselves. Of the latents only the images are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.options import DRAWING_SAMPLERS
+from deployments.records import ImageRequest
+from deployments.workflows.backend import Backend, Report
+from deployments.workflows.images import KONTEXT_SIZES
+from deployments.workflows.records import Refused
+from deployments.workflows.values import PENDING, Latent, Later, Plan, Prompt
+
+_CELL: Final = 16  # pixels
+_IS_NOISE: Final = 1e-4  # so near to 1, the first level is noise alone
+_AREA: Final = 1024 * 1024  # of the images that some pipelines make, whatever is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class StockRule:
+    """A class whose guidance is the negative prompt's output and, times the scale, the difference of the prompt's.
+
+    Its images have whole cells, and perhaps one area: the exact sides, `cut` or `rounded`, in whole cells. It may read
+    images beside its latents, and a guidance of FluxGuidance. One that `draws` has latents in the shape of images, in
+    which samplers draw the noise of their steps.
+    """
+
+    area: Literal["any", "cut", "rounded"] = "any"
+    most_references: int = 0
+    reads_guidance: bool = False
+    draws: bool = False
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size of the images that are made where this is asked for, as diffusers calculates it."""
+        sides: tuple[float, float] = width, height
+        if self.area != "any":
+            scale = math.sqrt(_AREA / max(width * height, 1))
+            sides = width * scale, height * scale
+        if self.area == "rounded":
+            sides = round(sides[0]), round(sides[1])
+        return int(sides[0] // _CELL * _CELL), int(sides[1] // _CELL * _CELL)
+
+
+STOCK_CLASSES: Final[Mapping[str, StockRule]] = {
+    "HiDreamImagePipeline": StockRule("cut", draws=True),
+    "OvisImagePipeline": StockRule(),
+    "FluxKontextPipeline": StockRule("rounded", most_references=1, reads_guidance=True),
+}
+
+
+def check_stock(plan: Plan, prompts: Sequence[Prompt], class_name: str) -> None:
+    """Raise Refused for what a pipeline of diffusers does not do for a plan."""
+    rule, latent, size = STOCK_CLASSES[class_name], plan.latent, (plan.latent.width, plan.latent.height)
+    if latent.noise_mask is not None or latent.batch_index is not None:
+        raise Refused(f"a {class_name} is run from noise to whole images", "latent_image")
+    # Beside noise alone, what a latent has in it is nothing: only its size counts, which a check may not know.
+    if latent.samples is not PENDING and (made := rule.size(*size)) != size:
+        shown = "{}x{} pixels: a {} makes {}x{} of them".format(*size, class_name, *made)
+        raise Refused(shown, "latent_image")
+    if not plan.adds_noise or plan.sigmas[-1] != 0 or abs(plan.sigmas[0] - 1) > _IS_NOISE:
+        raise Refused(f"a {class_name} is run from noise alone to images, and hands on no noise", "sampler")
+    if plan.sampler.name in DRAWING_SAMPLERS and not rule.draws:
+        raise Refused(
+            f"{plan.sampler.name} draws noise in its steps, which a {class_name} does not here", "sampler_name"
+        )
+    if plan.cfg < 1 or plan.model.extra:
+        raise Refused(f"a {class_name} is guided by its pipeline: plainly, by 1 or more", "cfg")
+    for side, prompt in zip(("positive", "negative"), prompts, strict=False):
+        if prompt.zeroed or prompt.clip.last_layer is not None:
+            raise Refused(f"a {class_name} reads a text as it is", side)
+        if prompt.guidance is not None and not rule.reads_guidance:
+            raise Refused(f"a {class_name} reads no guidance", side)
+        if prompt.controls or prompt.images or prompt.inpainting is not None:
+            raise Refused(f"a {class_name} reads no such image", side)
+        if len(prompt.references) > rule.most_references:
+            raise Refused(f"{len(prompt.references)} references: a {class_name} reads {rule.most_references}", side)
+        if [id(one) for one in prompt.references] != [id(one) for one in prompts[0].references]:
+            raise Refused("both prompts are read beside the same images", side)
+
+
+def stock_references(prompt: Prompt) -> tuple[npt.NDArray[np.uint8], ...]:
+    """Return the images that a prompt's latents were encoded from; none while they are not there.
+
+    Raises Refused for those that the pipeline would scale.
+    """
+    found = []
+    for latent in prompt.references:
+        if latent.pixels is None:
+            raise Refused("a reference that is no encoded image: its pipeline reads images", "positive")
+        if isinstance(latent.pixels, np.ndarray):
+            count, height, width, _ = latent.pixels.shape
+            if count != 1 or (width, height) not in KONTEXT_SIZES:
+                shown = f"{count} references of {width}x{height}"
+                raise Refused(f"{shown}: expected one of a size that FluxKontextImageScale makes", "positive")
+            found.append(np.rint(np.clip(latent.pixels[0], 0, 1) * 255).astype(np.uint8))
+    return tuple(found)
+
+
+def drawn(request: ImageRequest, count: int) -> Later:
+    """Return the latents of a request, so many times, with their images."""
+    width, height = request.width or 0, request.height or 0
+    waiting = Latent(PENDING, request.n, width, height, decoded=PENDING, decoded_by=request.model)
+
+    async def act(backend: Backend, report: Report) -> tuple[Latent, ...]:
+        images = await backend.image(request, report)
+        if images.shape[:3] != (request.n, height, width):
+            raise Refused(f"images of {np.shape(images)}: expected {request.n} of {width}x{height}")
+        return (waiting.changed(decoded=images),) * count
+
+    return Later(act, (waiting,) * count)

@@ -1,0 +1,100 @@
+"""Samplers in the place of the scheduler of a pipeline that diffusers runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from kit.tiny.classes import CASES, assembled
+from kit.tiny.further import FURTHER_CASES
+from kit.tiny.pipelines import PIPELINES, make, saved
+from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, load, one_thread, run, split
+
+from configs.options import Sampler
+from deployments.engines.records.protocol import EngineError, StockRequest
+from deployments.engines.stock.engine import StockEngine
+
+__all__ = ["one_thread"]
+
+ALL = CASES | FURTHER_CASES
+FLOWS = ("OvisImagePipeline", "HiDreamImagePipeline")
+
+
+def request_of(class_name: str, sampler: Sampler, scale: float, **changes: Any) -> StockRequest:
+    options = split(class_name, dict(ALL[class_name].options))
+    fields = options["fields"] | {
+        "num_inference_steps": sampler.num_steps,
+        "guidance_scale": scale,
+        "negative_prompt": "a dog",
+    }
+    return replace(StockRequest("r", 3, PROMPT, sampler=sampler, fields=fields, extra=options["extra"]), **changes)
+
+
+@pytest.mark.parametrize("class_name", FLOWS)
+def test_a_sampler_over_a_schedulers_levels_makes_diffusers_image(class_name: str, tmp_path: Path) -> None:
+    case = ALL[class_name]
+    stock = saved(lambda: assembled(class_name, **case.parts()), tmp_path)
+    engine, found = StockEngine(load(tmp_path)), []
+    for scale in (1.0, 3.0):
+        made = stock(
+            prompt=PROMPT,
+            **dict(case.options) | {"negative_prompt": "a dog", "guidance_scale": scale},
+            num_inference_steps=3,
+            generator=torch.Generator().manual_seed(3),
+            output_type="np",
+        ).images
+        levels = tuple(float(sigma) for sigma in stock.scheduler.sigmas)
+        request = request_of(class_name, Sampler(name="euler", sigmas=levels), scale)
+        found.append(run(engine, replace(request, request_id=f"r{scale}"))[0].images)
+        expected = (made * 255).round()
+        assert found[-1].shape == expected.shape
+        assert np.abs(found[-1] - expected).max() <= 1
+    assert (found[0] != found[1]).any() or class_name == "OvisImagePipeline"  # so small, it reads no text
+    other = run(engine, request_of(class_name, Sampler(name="dpmpp_2m", sigmas=levels), 3.0))[0]
+    twice = run(engine, request_of(class_name, Sampler(name="heun", sigmas=levels), 3.0))[0]
+    assert (other.images != found[1]).any()
+    assert (twice.images != found[1]).any()
+    for changes, shown in [
+        ({"sigmas": (0.9, 0.5, 0.0)}, "begins at noise alone"),
+        ({"sigmas": (1.0, 0.5)}, "hands over no latents"),
+        ({"cfg": 2.0}, "by guidance_scale"),
+        *([({"name": "lcm"}, "not in patches")] if class_name == "OvisImagePipeline" else []),
+    ]:
+        asked = Sampler.model_validate({"name": "euler", "sigmas": levels, **changes})
+        with pytest.raises(EngineError, match=shown):
+            run(engine, request_of(class_name, asked, 3.0))
+    with pytest.raises(EngineError, match="in place of scheduler_options"):
+        run(engine, replace(request, scheduler_options={"shift": 2.0}))
+
+
+def test_noise_of_steps_is_drawn_from_the_seed_that_follows(tmp_path: Path) -> None:
+    case = ALL["HiDreamImagePipeline"]
+    stock = saved(lambda: assembled("HiDreamImagePipeline", **case.parts()), tmp_path)
+    engine = StockEngine(load(tmp_path))
+    stock.scheduler = diffusers.FlowMatchLCMScheduler.from_config(stock.scheduler.config)
+    torch.manual_seed(4)  # its steps draw from the global stream
+    made = stock(
+        prompt=PROMPT,
+        **dict(case.options) | {"negative_prompt": "a dog", "guidance_scale": 3.0},
+        num_inference_steps=3,
+        generator=torch.Generator().manual_seed(3),
+        output_type="np",
+    ).images
+    levels = tuple(float(sigma) for sigma in stock.scheduler.sigmas)
+    sampler = Sampler(name="lcm", sigmas=levels, noise_seed=3)
+    found = run(engine, request_of("HiDreamImagePipeline", sampler, 3.0))[0].images
+    assert np.abs(found - (made * 255).round()).max() <= 1
+
+
+def test_a_model_whose_noise_is_added_takes_no_sampler(tmp_path: Path) -> None:
+    name = "StableDiffusionPAGPipeline"
+    make(name, tmp_path)
+    options = split(name, PIPELINES[name][1])
+    request = StockRequest("r", 3, PROMPT, **options, sampler=Sampler(name="euler", sigmas=(14.6, 1.0, 0.0)))
+    with pytest.raises(EngineError, match="no flow"):
+        run(StockEngine(load(tmp_path)), request)
