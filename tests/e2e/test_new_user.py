@@ -1,5 +1,6 @@
-"""A user's walk: folders and files of one's own, registered into a running demo by `atelier register`, each asked by a
-stock client, and the answers those of diffusers and transformers; what is not right is refused in one line.
+"""A user's walk: one command serves models of one's own; then folders and files of one's own are registered into a
+running demo by `atelier register`, and each is asked by a stock client. The answers are those of diffusers and
+transformers; what is not right is refused in one line.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +30,12 @@ import openai
 import pytest
 import torch
 import transformers
+from e2e.test_lifecycle import listen_to_ctrl_c
 from integration.harness import DEMO_MODELS, ROOT
 from kit.seeding import seeded_rng
 from kit.tiny.clips import wan
 from kit.tiny.pipelines import qwen_image, saved
+from kit.waiting import wait_until
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
@@ -185,6 +190,45 @@ def kohya_style(file: Path) -> Any:
     save_file(tensors, file)
     stock.load_lora_weights(file, adapter_name="ink")
     return stock
+
+
+def test_one_command_serves_a_model_of_ones_own_with_its_lora(tmp_path: Path, record_property: Any) -> None:
+    """From the command to right answers: at most three minutes beside a download."""
+    folders = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    url, log = f"http://127.0.0.1:{(port := free_port())}", tmp_path / "log"
+    lora = f"digits-flux={DEMO_MODELS / 'bold'}"
+    options = ["--lora", lora, "--port", str(port), "--store", str(tmp_path / "store"), "--no-open"]
+    sources = [str(DEMO_MODELS / name) for name in ("adder", "digits-flux")]
+    chat = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}], "temperature": 0}
+    image = {"model": "digits-flux", "prompt": "a handwritten five", "seed": 1, "num_inference_steps": 4}
+    command = [sys.executable, "-m", "deployments.cli.main", "run", *sources, *options]
+
+    def answer_of(path: str, body: dict[str, Any]) -> Any:
+        assert process.poll() is None, log.read_text()
+        try:
+            answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+        except httpx.TransportError:
+            return None
+        return answer.json() if answer.status_code == 200 else None
+
+    began_s = time.monotonic()
+    with log.open("wb") as told:
+        environment = os.environ | folders | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, preexec_fn=listen_to_ctrl_c)
+        try:
+            first = wait_until(lambda: answer_of("chat/completions", chat), "the first answer", timeout_s=180)
+            record_property("first_answer_s", round(time.monotonic() - began_s, 1))
+            assert first["choices"][0]["message"]["content"] == "19."
+            plain, bold = (
+                wait_until(lambda: answer_of("images/generations", image | more), "an image", timeout_s=120)  # noqa: B023
+                for more in ({}, {"lora": [{"name": "bold", "scale": 0.8}]})
+            )
+            record_property("first_images_s", round(time.monotonic() - began_s, 1))
+            assert plain["data"][0]["b64_json"] != bold["data"][0]["b64_json"]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+    assert "Traceback" not in log.read_text()
 
 
 def test_the_command_says_that_each_is_ready(registered: dict[str, str]) -> None:

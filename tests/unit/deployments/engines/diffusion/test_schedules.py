@@ -5,8 +5,10 @@ from __future__ import annotations
 import diffusers
 import numpy as np
 import pytest
+from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
-from deployments.engines.diffusion.known_solvers import solvers_for
+from deployments.engines.diffusion.known_solvers import OF_BETAS, solvers_for
+from deployments.engines.diffusion.stochastic_solvers import SOLVERS
 from deployments.engines.records.protocol import EngineError
 
 
@@ -127,3 +129,11 @@ def test_every_solver_that_a_message_names_runs(sdxl, stable_diffusion_3, make_r
 def test_what_is_refused(sdxl, make_request, changes, message):
     with pytest.raises(EngineError, match=message):
         sdxl.ours.start_request(make_request(**changes), sdxl.conditioning())
+
+
+def test_the_solvers_of_betas_are_those_that_diffusers_swaps_and_our_own() -> None:
+    swapped = {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler"} - {"EDMEulerScheduler"}
+    assert {*swapped, *SOLVERS} == OF_BETAS
+    assert solvers_for({}) == []
+    assert solvers_for({"_class_name": "EDMEulerScheduler"}) == ["EDMEulerScheduler"]
+    assert solvers_for({"_class_name": "DDIMScheduler", "use_flow_sigmas": True})[0] == "DDIMScheduler"
