@@ -342,6 +342,26 @@ def _rank_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> 
             yield (*keys, "path"), f"worker.ranks: {error}"
 
 
+def computed_by_rank_0(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[str]:
+    """Yield image and video models that one rank of a worker computes alone, with the reason."""
+    ranks = config.worker.ranks
+    if ranks.cfg * ranks.sequence == 1:
+        return
+    from deployments.engines.diffusion.families import FAMILIES
+    from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES  # it needs torch
+
+    for id_, source in sources.items():
+        checkpoint = source.checkpoint
+        if checkpoint is None or checkpoint.kind != "diffusion":
+            continue
+        if (family := FAMILIES.get(checkpoint.class_name or "")) is None:
+            yield f"{id_} (diffusers runs a {checkpoint.class_name})"
+        elif ranks.cfg == 1:
+            classes = {one.class_name for one in checkpoint.components if one.name == family.denoiser_name}
+            if unshared := classes - SHARED_CLASSES:
+                yield f"{id_} (no plan divides the tokens of a {unshared.pop()})"
+
+
 def _why_whole(config: ClusterConfig, source: ReadSource) -> str | None:
     """Return why a model has no layers to choose from."""
     if config.worker.torch_device == "cpu":

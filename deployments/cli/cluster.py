@@ -159,6 +159,10 @@ def check(
     )
     if (each := loaded.worker.num_processes) > 1:
         _out.print(_ranks_line(loaded.worker, each), markup=False, soft_wrap=True)
+        from deployments.preflight import computed_by_rank_0
+
+        if alone := ", ".join(computed_by_rank_0(loaded, sources)):
+            _out.print(f"computed by rank 0 alone: {alone}", markup=False, soft_wrap=True)
     if unseen:
         _out.print(f"not checked, because they are elsewhere: {', '.join(unseen)}", markup=False, soft_wrap=True)
 

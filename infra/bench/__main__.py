@@ -67,9 +67,15 @@ def bench_split(as_json: Json = False) -> None:
 def bench_ranks(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Each way completes this many prompts, in turn.")] = 5,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    predict: Annotated[bool, typer.Option(help="Predict image models on several cards, and measure nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure a language model on two ranks of one thread beside one process of two threads."""
+    if predict:
+        from infra.bench.rank_prediction import print_prediction
+
+        print_prediction()
+        return
     from infra.bench.ranks import RanksSettings, measure_ranks, print_ranks
 
     with _err.status("measuring: takes about a minute"):

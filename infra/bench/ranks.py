@@ -1,9 +1,9 @@
 """`infra.bench ranks`: a language model on two ranks of one thread each, beside one process of two threads.
 
-Both have the same weights and threads, so the difference is what the ranks' plans and sums cost, over gloo on this
-machine. The two take turns, and each time is a median of wall time, which other work on the machine changes. Weights
-are random and bfloat16, so the best tokens are close: other sums may choose another, and the texts that are the same
-are counted.
+Both have the same weights and threads, so the difference is what the ranks' plans and sums cost, through this machine's
+memory. The two take turns, and each time is a median of wall time, which other work on the machine changes. Weights are
+random and bfloat16, so the best tokens are close: other sums may choose another, and the texts that are the same are
+counted.
 """
 
 from __future__ import annotations

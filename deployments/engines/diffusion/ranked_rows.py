@@ -57,16 +57,17 @@ class LeadingRows:
             RankLost: it has ended, or one of those who share a row's tokens failed.
         """
         group = self._ranks.group
-        if rows.controls or rows.lasting_tensors() or not _can_divide(group, self._pipeline.denoiser, rows):
+        shares = _shares_tokens(group, self._pipeline.denoiser, rows)
+        if rows.controls or rows.lasting_tensors() or not (shares or (group.size(_AXIS) > 1 and len(rows) > 1)):
             return forward(rows, height, width)
         plain = _without_modulation(rows)
         tensors = plain.tensors()
         optional = [rows.pooled is not None, rows.mask is not None]
         plan = {"forms": forms_of(tensors), "optional": optional, "sizes": rows.sizes, "lengths": rows.lengths}
-        self._ranks.say({**plan, "size": [height, width], "threads": torch.get_num_threads()})
+        self._ranks.say({**plan, "shares": shares, "size": [height, width], "threads": torch.get_num_threads()})
         group.spread(tensors)
         own = replace(plain, sizes=rows.sizes, lengths=rows.lengths) if self.are_whole else rows
-        return _run_part(self._ranks, self._pipeline.denoiser, lambda part: forward(part, height, width), own)
+        return _run_part(self._ranks, self._pipeline.denoiser, lambda part: forward(part, height, width), own, shares)
 
 
 class RowsFollower:
@@ -79,35 +80,37 @@ class RowsFollower:
         """Compute this rank's part of a forward. An error of its own is rank 0's to know. Raises RankLost."""
         pipeline = self._pipeline
         tensors = [one.to(pipeline.device) for one in self._group.receive(plan["forms"])]
+        if self._group.place.sequence and not plan["shares"]:
+            return  # the first of those who share tokens does without the others
         if torch.get_num_threads() != plan["threads"]:
             torch.set_num_threads(plan["threads"])
         size = plan["size"]
         ranks = RankChannel(self._group, plan[TO])
         try:
             with torch.no_grad():
-                _run_part(
-                    ranks, pipeline.denoiser, lambda part: pipeline.run_rows(part, *size), _rows_of(plan, tensors)
-                )
+                rows = _rows_of(plan, tensors)
+                _run_part(ranks, pipeline.denoiser, lambda part: pipeline.run_rows(part, *size), rows, plan["shares"])
         except RankLost:
             raise
         except Exception as error:
             logger.warning("rows of another rank failed: %s", error)
 
 
-def _can_divide(group: RankGroup, denoiser: Any, rows: Rows) -> bool:
-    if group.size("sequence") > 1:
-        return len(rows) >= group.size(_AXIS) and can_share(denoiser, rows, group.size("sequence"))
-    return group.size(_AXIS) > 1 and len(rows) > 1
+def _shares_tokens(group: RankGroup, denoiser: Any, rows: Rows) -> bool:
+    count = group.size("sequence")
+    return count > 1 and len(rows) >= group.size(_AXIS) and can_share(denoiser, rows, count)
 
 
-def _run_part(ranks: RankChannel, denoiser: Any, forward: Callable[[Rows], torch.Tensor], rows: Rows) -> torch.Tensor:
+def _run_part(
+    ranks: RankChannel, denoiser: Any, forward: Callable[[Rows], torch.Tensor], rows: Rows, shares: bool
+) -> torch.Tensor:
     group = ranks.group
     count, place = group.size(_AXIS), group.place.cfg
     start, stop = (len(rows) * rank // count for rank in (place, place + 1))
     part = rows.part(start, stop)
 
     def compute() -> torch.Tensor:
-        if group.size("sequence") == 1:
+        if not shares:
             return forward(part)
         try:
             with shared_sequence(denoiser, group, (part.prompts.shape[1], part.latents.shape[1])):

@@ -346,6 +346,6 @@ def sequence_plan(kind: type[nn.Module]) -> tuple[SequencePart, ...]:
     return tuple(found)
 
 
-def is_text_shared(kind: type[nn.Module]) -> bool:
-    """Return whether ranks share the tokens of a text, too; if not, each rank has all of them."""
+def is_text_shared(kind: Any) -> bool:
+    """Return whether ranks share the tokens of a text, too, by the plan of a class; if not, each has all of them."""
     return any("encoder_hidden_states" in part.inputs for part in sequence_plan(kind))

@@ -466,6 +466,21 @@ def test_check_counts_the_processes_of_workers_of_several_ranks(run: Run, tmp_pa
     assert "ranks" not in run("check", "c.yaml")[1]
 
 
+def test_check_names_what_one_rank_computes_alone(run: Run, tmp_path: Path) -> None:
+    names = ("digits-sdxl", "digits-flux", "adder")
+    models = [{"id": name, "path": str(ROOT / "infra/demo/models" / name)} for name in names]
+    config = {"ray": {"num_cpus": 9}, "store": {"path": "store"}, "models": models}
+    for ranks, expected in (
+        ({"sequence": 2}, ["digits-sdxl (no plan divides the tokens of a UNet2DConditionModel)"]),
+        ({"cfg": 2}, []),
+    ):
+        (tmp_path / "c.yaml").write_text(json.dumps(config | {"worker": {"num_cpus": 1, "ranks": ranks}}))
+        code, out, _ = run("check", "c.yaml")
+        assert code == 0
+        said = [line.partition("alone: ")[2] for line in out.splitlines() if line.startswith("computed by rank 0")]
+        assert said == expected
+
+
 def test_a_detached_start_with_unusable_models_says_so_last_and_in_its_exit_code(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -340,7 +340,7 @@ async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore, 
 
 @TWO_DEVICES
 async def test_a_switch_moves_the_difference_of_each_ranks_slices(node: Node, store: WeightStore) -> None:
-    """Of a model that shares all but two matrices and a norm, each rank moves half of the two, and the norm."""
+    """The models share all but two matrices and a norm: each rank moves half of the two, and the norm."""
     before, after = (store.manifest(model).components["model"].tensors for model in (MODEL, TUNED))
     changed = {name: ref for name, ref in after.items() if ref.sha256 != before[name].sha256}
     assert len(changed) == 3

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kit.ranks import run_ranks
 from kit.seeding import seeded_random
+from kit.tiny.pipelines import make
 from safetensors.torch import load_file
 
 from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
+from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES
 from deployments.engines.ranks.following import RankChannel, follow
 from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.ranks.layout import RankLayout
 from deployments.engines.records.protocol import ConditionedRequest
+from infra.bench.rank_prediction import TokenWork
 
 LAYOUT = RankLayout(cfg=2)
 
@@ -86,13 +92,25 @@ def images_of(pipeline: DenoisePipeline, jobs: list[ConditionedRequest]) -> dict
     return {name: (latents[name], torch.from_numpy(image)) for name, image in images.items()}
 
 
-@pytest.mark.parametrize("name", ["flux", "sdxl", "stable_diffusion", "stable_diffusion_3"])
-def test_images_are_those_of_one_rank(name: str, request: pytest.FixtureRequest, make_request: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, LAYOUT) for name in ("flux", "sdxl", "stable_diffusion", "stable_diffusion_3")),
+        ("sdxl", RankLayout(cfg=2, sequence=2)),  # whose tokens no plan divides
+    ],
+)
+def test_images_are_those_of_one_rank(
+    name: str, layout: RankLayout, request: pytest.FixtureRequest, make_request: Any
+) -> None:
     pair = request.getfixturevalue(name)
     jobs = drawn_jobs(pair, make_request)
     alone = images_of(pipeline_of(pair, None), jobs)
-    (ranked, sent), ended = on_ranks(pair, lambda pipeline, group: (images_of(pipeline, jobs), group.sent_bytes["cfg"]))
-    assert ended is None
+
+    def lead(pipeline: DenoisePipeline, group: RankGroup) -> tuple[dict[str, Any], int]:
+        return images_of(pipeline, jobs), group.sent_bytes["cfg"]
+
+    (ranked, sent), *ends = on_ranks(pair, lead, layout)
+    assert ends == [None] * (layout.size - 1)
     for request_id, found in alone.items():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, ranked[request_id], strict=True))
     assert sent > 0
@@ -161,11 +179,33 @@ def test_tokens_of_a_row_are_shared(layout: RankLayout, length: int, flux: Any, 
     (latents, sent), *ends = on_ranks(flux, lead, layout)
     assert ends == [None] * (layout.size - 1)
     assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
-    count, rows, width, num_blocks = layout.sequence, 4 // layout.cfg, 32, 2
-    patches, out_width = latents.shape[1], latents.shape[2]
-    of_attention = 4 * rows * (patches + 16) * width // count * (count - 1) // count * num_blocks
-    of_output = rows * patches * out_width // count * (count - 1)
-    assert sent == 4 * request.num_inference_steps * (of_attention + of_output)
+    _, patches, out_width = latents.shape
+    work = TokenWork(4 // layout.cfg, patches + 16, 32, 2, patches, out_width, itemsize=4)
+    assert sent == request.num_inference_steps * work.sent_bytes(layout.sequence)
+
+
+@pytest.mark.parametrize(("name", "width"), [("QwenImagePipeline", 16), ("Flux2Pipeline", 48)])
+def test_families_with_a_plan_share_tokens(name: str, width: int, tmp_path: Path, make_request: Any) -> None:
+    """Prompts have other lengths, so that one is padded."""
+    stock = make(name, tmp_path)
+    pair = SimpleNamespace(folder=tmp_path, denoiser_name="transformer", ours=SimpleNamespace(family=FAMILIES[name]))
+    request = make_request(num_inference_steps=2, true_cfg_scale=2.0, guidance_scale=3.0, width=32, height=32)
+    text = {"prompt_embeds": torch.randn(1, 16, width), "negative_prompt_embeds": torch.randn(1, 12, width)}
+    if name == "Flux2Pipeline":
+        del text["negative_prompt_embeds"]
+
+    def lead(pipeline: DenoisePipeline, group: RankGroup | None) -> tuple[torch.Tensor, int]:
+        state = pipeline.start_request(request, text)
+        while not state.done:
+            pipeline.step([state])
+        return state.latents, 0 if group is None else group.sent_bytes["sequence"]
+
+    expected, _ = lead(pipeline_of(pair, None), None)
+    (latents, sent), ended = on_ranks(pair, lead, RankLayout(sequence=2))
+    assert ended is None
+    assert sent > 0
+    assert (latents - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert type(stock.transformer).__name__ in SHARED_CLASSES
 
 
 def test_rows_that_cannot_be_divided_are_rank_0s(flux: Any, make_request: Any) -> None:
