@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """How the requests of a case come: their kind, the weight of each model, and about how long the work takes."""
+    """The law of a case's requests: their kind, the weight of each model, and about how long the work takes."""
 
     kind: str
     weights: tuple[float, ...]
