@@ -32,7 +32,8 @@ the loaded model is served until its queue is empty, unless another queue outwei
     before a queue that lasts for longer than a few switches. So does one whose deadline is near, where those
     that it pushes aside can wait for it. At most a quarter of the workers are on their way at a time because of that.
 6.  *How.* If a model to evict still runs requests, the worker *drains*: it starts no more of them, its node prefetches
-    the missing bytes, and a later plan orders the switch. Otherwise it switches now.
+    the missing bytes, and a later plan orders the switch, unless others have come meanwhile that it had better go on
+    with. Otherwise it switches now.
 7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
     much as the evicted ones: so nothing swings back and forth, and nothing moves while all wanted models fit.
 
@@ -88,7 +89,7 @@ def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) 
     outlook = outlook_of(state)
     evictions: tuple[Decision, ...] = ()
     if not state.is_frozen:
-        outlook = _follow_reservations(outlook)
+        outlook = _follow_reservations(outlook, policy)
         outlook = _follow_pins(outlook)
         outlook = _serve_needs(outlook, policy)
         outlook = _prepare_ahead(outlook)
@@ -100,14 +101,20 @@ def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) 
     return SwitchPlan((*outlook.decisions, *evictions), planned, outlook.notes, starts, longest_s)
 
 
-def _follow_reservations(outlook: Outlook) -> Outlook:
-    """Order the switches whose workers have drained; give up those that no request waits for any more."""
+def _follow_reservations(outlook: Outlook, policy: SwitchingPolicy) -> Outlook:
+    """Order the switches whose workers have drained; give up those that are no longer worth it (rule 6)."""
+    needs: dict[str, _Need] | None = None
     for worker in outlook.open:
         if worker.reserved_for is None or worker.reserved_for in worker.models:
             continue
         model = outlook.state.models[worker.reserved_for]
         option = _option_for(outlook, model, worker)
         if option is not None and model.waiting and not model.retry_in_s:
+            if not option.must_drain:
+                needs = {need.model.id: need for need in _find_needs(outlook)} if needs is None else needs
+                need = needs.get(model.id)
+                if need and not _is_worth_it(outlook, policy, need, option, is_begun=True):
+                    continue
             elsewhere_s = min([outlook.busy_s(other) for other in outlook.serving(model.id)], default=math.inf)
             if option.ready_s < elsewhere_s:
                 reason = f"drained for {model.waiting} waiting requests of {model.id}"
@@ -332,11 +339,16 @@ def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, away_s: f
     return affected * (work_s / len(others) - work_s / (len(others) + 1))
 
 
-def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option: Option) -> bool:
-    """Return whether the worker ends more waiting by the switch than without it (rules 4 and 5)."""
-    model, worker, least = need.model, option.worker, 1 + policy.margin
+def _is_worth_it(
+    outlook: Outlook, policy: SwitchingPolicy, need: _Need, option: Option, is_begun: bool = False
+) -> bool:
+    """Return whether the worker ends more waiting by the switch than without it (rules 4 and 5).
+
+    What `is_begun`, because the worker has drained for it, goes on unless it is worse by the margin.
+    """
+    model, worker, least = need.model, option.worker, 1 / (1 + policy.margin) if is_begun else 1 + policy.margin
     num, pushed = _num_for_one(outlook, model), _pushed(outlook, option)
-    if not pushed and need.is_due:
+    if need.is_due and (is_begun or not pushed):
         return True
     if not pushed and outlook.serving(model.id):
         others_s = model.slo.weight * num * (need.wait_s - least * option.ready_s)
@@ -346,7 +358,7 @@ def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option:
             else need.wait_s + need.coming_s > (1 + EMPTY_MARGIN * policy.margin) * option.ready_s
         )
     others = pushed or _expected(outlook, option)
-    back_s = max([outlook.usual.seconds(each) for each in others], default=0.0)
+    back_s = max([_way_back_s(model, each, worker) for each in others], default=0.0)
     away_s = option.lost_s + num * model.service_s / worker.speed + back_s
     by_switch = model.slo.weight * num / max(away_s, 1e-9)
     if not pushed:
@@ -359,6 +371,13 @@ def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option:
         late_s = away_s + option.ready_s - option.lost_s
         return all(each.slack_s > late_s + each.service_s for each in pushed)
     return by_switch > least * max([each.slo.weight * worker.speed / each.service_s for each in pushed])
+
+
+def _way_back_s(model: ModelState, gone: ModelState, worker: WorkerState) -> float:
+    """Return the seconds of the worker's switch from the model back to one that went: what both share stays."""
+    here = model.components.sizes
+    missing = sum([nbytes for key, nbytes in gone.components.sizes.items() if key not in here])
+    return worker.fixed_switch_s + missing / worker.attach_bytes_per_s
 
 
 def _expected(outlook: Outlook, option: Option) -> list[ModelState]:

@@ -3,7 +3,8 @@
 A case is drawn by its seed: models whose requests come together, over time, in bursts over a steady flow or in waves;
 asked for alike or not; 1 to 8 slots; switches of 0.1 to 60 s; models with parts in common or without. What can be
 searched exactly is (`oracle.py`); all of them are run without a controller and by `serve.multiplexed`'s rule, too.
-"Known only" plans exactly, and anew at each moment, those requests that have come by then.
+"Known only" plans exactly, and anew at each moment, those requests that have come by then. "Known law" also draws those
+that may come by the law that drew the case (`foresight.py`), on one worker: what he misses, only the future would tell.
 Larger cases, too large to be searched, stand beside a lower bound, which no schedule reaches.
 """
 
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 from cluster.placement.state import Components, SloClass
 from deployments.console.output import Column, print_line, print_table
+from infra.bench.foresight import NUM_FUTURES, Future, expecting_latencies
 from infra.bench.oracle import (
     best_over_time,
     best_together,
@@ -28,6 +30,7 @@ from infra.bench.oracle import (
     late_cost,
     latency_cost,
     least_mean_s,
+    switches_s,
 )
 from infra.simulator.multiplexed import policies_and_multiplexed
 from infra.simulator.running import simulate
@@ -35,10 +38,14 @@ from infra.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 PART: Final = 10**9
 KINDS: Final = ("together", "steady", "bursts", "waves", "workers")
+ONE_OVER_TIME: Final = ("steady", "bursts", "waves")  # one worker, and requests that come over time
 RIVALS: Final = ("latency-first", "no-controller", "serve.multiplexed")
 KNOWN_ONLY: Final = "known only"
+KNOWN_LAW: Final = "known law"
 PATIENCE: Final = 1e5
 NUM_WORST: Final = 10
+MAX_DRAWS: Final = 100  # of a time after a moment; beyond them none is likely there
+LATER: Final = 0.05  # of the time that the work takes: by then such a request has come
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +59,38 @@ class Outcome:
     mean_s: dict[str, float]
     in_time: dict[str, float]
 
+    def note_latencies(self, rival: str, latencies: list[tuple[SimModel, float]]) -> None:
+        """Note who has served the requests of the case with these latencies."""
+        self.mean_s[rival] = statistics.mean(latency_s for _, latency_s in latencies)
+        self.in_time[rival] = 1 - statistics.mean(late_cost(*each) for each in latencies)
+
     def ratio(self, rival: str) -> float:
         """Return how many times as long the mean latency is as the optimum's."""
         return self.mean_s[rival] / self.mean_s["optimum"]
 
 
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The law of a case's requests: their kind, the weight of each model, and about how long the work takes."""
+
+    kind: str
+    weights: tuple[float, ...]
+    busy_s: float
+
+    def draw_request(self, rng: random.Random, after_s: float = -math.inf) -> tuple[float, int]:
+        """Return when a request comes, and for which model, of those after a moment; soon after the last that do."""
+        [model] = rng.choices(range(len(self.weights)), self.weights)
+        times = (_arrival_s(self.kind, rng, self.busy_s) for _ in range(MAX_DRAWS))
+        return next((at_s for at_s in times if at_s > after_s), after_s + LATER * self.busy_s * rng.random()), model
+
+
 def draw_case(seed: int) -> tuple[str, Scenario]:
     """Return the kind and the scenario of a case."""
+    law, scenario = _draw(seed)
+    return law.kind, scenario
+
+
+def _draw(seed: int) -> tuple[Law, Scenario]:
     rng = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     num_workers = rng.randint(2, 3) if kind == "workers" else 1
@@ -81,7 +113,8 @@ def draw_case(seed: int) -> tuple[str, Scenario]:
     chosen = rng.choices([model.id for model in models], weights, k=rng.randint(min(6, most), most))
     busy_s = sum(next(m.service_s for m in models if m.id == id_) for id_ in chosen) + num_models * switch_s
     times = sorted(_arrival_s(kind, rng, busy_s / num_workers) for _ in chosen)
-    return kind, Scenario(tuple(models), workers, tuple(map(SimRequest, times, chosen)))
+    law = Law(kind, tuple(weights), busy_s / num_workers)
+    return law, Scenario(tuple(models), workers, tuple(map(SimRequest, times, chosen)))
 
 
 def draw_large(seed: int) -> Scenario:
@@ -120,19 +153,34 @@ def _arrival_s(kind: str, rng: random.Random, busy_s: float) -> float:
 
 def measure_case(seed: int) -> Outcome:
     """Return a case's figures."""
-    kind, scenario = draw_case(seed)
+    law, scenario = _draw(seed)
 
     def best(cost: Callable[[SimModel, float], float]) -> float:
-        return best_together(scenario, cost) if kind == "together" else best_over_time(scenario, False, cost)
+        return best_together(scenario, cost) if law.kind == "together" else best_over_time(scenario, False, cost)
 
-    outcome = _outcome(seed, kind, scenario, best(latency_cost), 1 - best(late_cost))
-    if kind == "together":  # all is known at once
+    outcome = _outcome(seed, law.kind, scenario, best(latency_cost), 1 - best(late_cost))
+    if law.kind == "together":  # all is known at once
         outcome.mean_s[KNOWN_ONLY], outcome.in_time[KNOWN_ONLY] = outcome.mean_s["optimum"], outcome.in_time["optimum"]
     else:
-        known = known_only_latencies(scenario)
-        outcome.mean_s[KNOWN_ONLY] = statistics.mean(latency_s for _, latency_s in known)
-        outcome.in_time[KNOWN_ONLY] = 1 - statistics.mean(late_cost(*each) for each in known)
+        outcome.note_latencies(KNOWN_ONLY, known_only_latencies(scenario))
+    if law.kind in ONE_OVER_TIME:
+        outcome.note_latencies(KNOWN_LAW, _known_law_latencies(law, scenario, seed))
     return outcome
+
+
+def _known_law_latencies(law: Law, scenario: Scenario, seed: int) -> list[tuple[SimModel, float]]:
+    models, [worker] = scenario.models, scenario.workers
+    index = {model.id: number for number, model in enumerate(models)}
+    coming = [(request.at_s, index[request.model]) for request in scenario.requests]
+
+    def futures_of(now_s: float, num_come: int) -> list[Future]:
+        rng = random.Random(f"{seed} {now_s}")
+        left = range(len(coming) - num_come)
+        return [sorted(law.draw_request(rng, now_s) for _ in left) for _ in range(NUM_FUTURES)]
+
+    service_s = [model.service_s / worker.speed for model in models]
+    found = expecting_latencies(coming, switches_s(models, worker), service_s, futures_of)
+    return [(models[model], latency_s) for model, latency_s in found]
 
 
 def measure_large(seed: int) -> Outcome:
@@ -162,7 +210,9 @@ def summary_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     """Return, for each rival, the ratios to the optimum and how many cases are worse than without a controller."""
     outcomes = list(outcomes)
     rows: dict[str, Any] = {}
-    for rival in (*RIVALS, KNOWN_ONLY) if all(KNOWN_ONLY in one.mean_s for one in outcomes) else RIVALS:
+    for rival in (*RIVALS, KNOWN_ONLY, KNOWN_LAW):
+        if not all(rival in one.mean_s for one in outcomes):
+            continue
         ratios = sorted(one.ratio(rival) for one in outcomes)
         rows[rival] = {
             "median": statistics.median(ratios),
@@ -185,12 +235,17 @@ def print_optimum_figures(outcomes: list[Outcome], as_json: bool) -> None:
     large = [one for one in outcomes if one.kind == "large"]
     outcomes = [one for one in outcomes if one.kind != "large"]
     if as_json:
-        found = {"summary": summary_of(outcomes), "worst": [asdict(one) for one in worst_of(outcomes)]}
+        kinds = {kind: summary_of(those) for kind in KINDS if (those := [one for one in outcomes if one.kind == kind])}
+        found = {"summary": summary_of(outcomes), "kinds": kinds, "worst": [asdict(one) for one in worst_of(outcomes)]}
         print(json.dumps(found | ({"large": summary_of(large)} if large else {})))
         return
     best = statistics.mean(one.in_time["optimum"] for one in outcomes)
     print_line(f"{len(outcomes)} cases from seed {outcomes[0].seed}; in time at best {best:.1%}")
     _print_ratios(outcomes)
+    for kind in KINDS:
+        if those := [one for one in outcomes if one.kind == kind]:
+            print_line(f"{len(those)} of them are {kind}")
+            _print_ratios(those)
     for one in worst_of(outcomes):
         ratios = ", ".join(f"{rival} {one.ratio(rival):.2f}" for rival in RIVALS)
         print_line(f"seed {one.seed}: {one.kind}, {one.requests} requests, switch {one.switch_s:.1f} s: {ratios}")

@@ -69,7 +69,7 @@ def best_over_time(scenario: Scenario, ahead: bool, cost_of: Cost) -> float:
     num_states = math.prod(len(queue) + 1 for queue in arrivals) * len(models)
     if len(scenario.requests) > MAX_REQUESTS and (len(workers) > 1 or num_states > MAX_STATES):
         raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
-    switch_s = _switches_s(models, workers[0])
+    switch_s = switches_s(models, workers[0])
     service_s = [model.service_s / workers[0].speed for model in models]
     start = [(-1, 0.0)] * len(workers)
     costs = [partial(cost_of, model) for model in models]
@@ -85,7 +85,7 @@ def known_only_latencies(scenario: Scenario) -> list[tuple[SimModel, float]]:
     _check_one_slot(scenario)
     models, queues = scenario.models, [list[float]() for _ in scenario.models]
     index = {model.id: number for number, model in enumerate(models)}
-    switch_s = _switches_s(models, scenario.workers[0])
+    switch_s = switches_s(models, scenario.workers[0])
     service_s = [model.service_s / scenario.workers[0].speed for model in models]
     workers = [(-1, 0.0)] * len(scenario.workers)
     coming = deque(sorted(scenario.requests, key=lambda request: request.at_s))
@@ -159,7 +159,7 @@ def best_together(scenario: Scenario, cost_of: Cost) -> float:
     if len(scenario.workers) != 1 or scenario.duration_s - begin_s > 1.0 or len(models) > MAX_ORDERED:
         raise ValueError(f"expected one worker, requests that come at once, and at most {MAX_ORDERED} models")
     worker = scenario.workers[0]
-    switch_s = _switches_s(models, worker)
+    switch_s = switches_s(models, worker)
     latencies = [batch_latencies_s(model, counts[model.id], worker) for model in models]
     best = math.inf
     for order in itertools.permutations(range(len(models))):
@@ -257,7 +257,7 @@ def _check_there_is_work(scenario: Scenario) -> None:
         raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
 
 
-def _switches_s(models: list[SimModel] | tuple[SimModel, ...], worker: SimWorker) -> list[list[float]]:
+def switches_s(models: list[SimModel] | tuple[SimModel, ...], worker: SimWorker) -> list[list[float]]:
     """Return the seconds of a switch from each model to each; the last row is from nothing. Shared parts stay."""
 
     def way_s(there: set[str], model: SimModel) -> float:

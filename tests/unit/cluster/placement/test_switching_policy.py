@@ -131,6 +131,16 @@ def test_a_queue_is_interrupted_where_another_one_ends_more_waiting_the_way_ther
     assert plan_of([slow, quick], [back]).decisions == ()
 
 
+def test_the_way_back_brings_only_what_differs() -> None:
+    """It once counted all of the model's bytes on the way back, though the shared ones had never gone."""
+    slow = model("slow", 9, 1.0, service_s=4.0, family="flux")
+    quick = model("quick", 4, 1.0, service_s=0.5, family="flux")
+    home = worker("w0", slow, budget=30, running={"slow": 1})
+    assert only(plan_of([slow, quick], [home])).model == "quick"  # 4 in 5 + 2 + 5 s, against one in 4 s and the margin
+    apart = model("quick", 4, 1.0, service_s=0.5, family="xl")
+    assert plan_of([slow, apart], [home]).decisions == ()
+
+
 def test_what_has_got_ready_serves_before_it_goes() -> None:
     """Otherwise two models that starve would take a worker from each other for ever, and nothing would be served."""
     ready, other = (model(name, 50, 150.0, unstarted_s=150.0) for name in ("ready", "other"))
@@ -183,10 +193,18 @@ def test_a_model_without_a_start_for_twice_its_target_is_due_whatever_waits_and_
     assert "none of 900 has started for 122.0 s" in only(plan_of([busy, worse], [home])).reason
 
 
-def test_a_worker_that_drained_for_a_model_switches_although_it_is_not_due_any_more() -> None:
-    busy, other = model("busy", 10, 30.0), model("other", 1, 1.0)  # those that had waited so long have left
-    assert plan_of([busy, other], [worker("w0", busy, running={"busy": 1})]).decisions == ()
-    order = only(plan_of([busy, other], [worker("w0", busy, reserved_for="other")]))
+def test_a_worker_that_drained_goes_on_with_those_that_have_come_meanwhile() -> None:
+    """It once switched all the same: two that came for the loaded model waited for the way there and back."""
+    busy, other = model("busy", 2, 0.5), model("other", 1, 1.0, service_s=0.05)
+    drained = worker("w0", busy, reserved_for="other")
+    gone_on = plan_of([busy, other], [drained])
+    assert gone_on.decisions == ()
+    assert gone_on.planned["busy"] == ("w0",)
+    assert only(plan_of([busy, replace(other, waiting=90)], [drained])).action == "switch"
+    assert only(plan_of([replace(busy, waiting=0), other], [drained])).action == "switch"
+    near = replace(other, waiting=9)  # 0.86 a second against 1: too little for a drain, and enough to end one
+    assert plan_of([busy, near], [worker("w0", busy, running={"busy": 1})]).decisions == ()
+    order = only(plan_of([busy, near], [drained]))
     assert (order.action, order.model, order.evict) == ("switch", "other", ("busy",))
 
 
