@@ -138,8 +138,8 @@ def bench_peers(
     as_json: Json = False,
 ) -> None:
     """Measure the work between two switches beside vLLM, llama.cpp, OpenVINO, onnxruntime, diffusers, transformers."""
-    from infra.bench.peers import PARTS, measure_peers, print_part
-    from infra.bench.peers_settings import PeersSettings
+    from infra.bench.peers.parts import PARTS, measure_peers, print_part
+    from infra.bench.peers.settings import PeersSettings
 
     found = measure_peers(PeersSettings(rounds=rounds), seed, _chosen(part, PARTS))
     _print_parts("two to five minutes a part", found, print_part, as_json)

@@ -15,16 +15,16 @@ from kit.seeding import seeded_random
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from infra.bench import peers
 from infra.bench.__main__ import app
 from infra.bench.door_load import Outcome
 from infra.bench.llm_files import write_model
-from infra.bench.peers import PARTS, measure_peers, print_part
-from infra.bench.peers_decoders import write_w8a8
-from infra.bench.peers_lookups import compare_answers, lookup_sides
-from infra.bench.peers_served import MODEL, cluster_config, served_figures
-from infra.bench.peers_settings import OURS, PeersSettings, Took, rows_of
-from infra.bench.peers_texts import OurTexts, StockTexts, Texts
+from infra.bench.peers import parts
+from infra.bench.peers.decoders import write_w8a8
+from infra.bench.peers.lookups import compare_answers, lookup_sides
+from infra.bench.peers.parts import PARTS, measure_peers, print_part
+from infra.bench.peers.served import MODEL, cluster_config, served_figures
+from infra.bench.peers.settings import OURS, PeersSettings, Took, rows_of
+from infra.bench.peers.texts import OurTexts, StockTexts, Texts
 
 TINY = {
     "hidden_size": 64,
@@ -171,7 +171,7 @@ def test_our_server_has_the_model_and_all_cores(tmp_path: Path) -> None:
 
 def test_parts_are_named_and_printed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"case": "a case", "side": OURS, "cpu_ms": 1.5, "wall_ms": 1.6, "ratio": 1.0, "beside": ""}]
-    monkeypatch.setattr(peers, "measure_peers", lambda settings, seed, parts: ((name, rows) for name in parts))
+    monkeypatch.setattr(parts, "measure_peers", lambda settings, seed, parts: ((name, rows) for name in parts))
     run = CliRunner().invoke
     assert json.loads(run(app, ["peers", "--json"]).stdout) == dict.fromkeys(PARTS, rows)
     assert json.loads(run(app, ["peers", "--part", "prefix", "--json"]).stdout) == {"prefix": rows}

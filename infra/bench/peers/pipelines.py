@@ -24,9 +24,9 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipel
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.records.protocol import LAST, DiffusionRequest
 from deployments.engines.text.forwards import clip_layer_name, encoder_family_of
-from infra.bench.peers_denoisers import GUIDANCE, SCHEDULER, UNET, PlainUNet
-from infra.bench.peers_openvino import ONE_THREAD, openvino_module
-from infra.bench.peers_settings import OURS, PeersSettings, Took, clocked, rows_of
+from infra.bench.peers.denoisers import GUIDANCE, SCHEDULER, UNET, PlainUNet
+from infra.bench.peers.openvino import ONE_THREAD, openvino_module
+from infra.bench.peers.settings import OURS, PeersSettings, Took, clocked, rows_of
 
 _TEXT_ENCODER: Final[Mapping[str, Any]] = {
     "vocab_size": 49408,

@@ -25,8 +25,8 @@ from deployments.console.running import cluster_up
 from infra.bench.command.figures import percentile
 from infra.bench.command.peers import llama_cpp_python
 from infra.bench.door_load import Ask, LoadGenerator, Outcome
-from infra.bench.peers_decoders import DecoderFiles
-from infra.bench.peers_settings import OURS, PeersSettings
+from infra.bench.peers.decoders import DecoderFiles
+from infra.bench.peers.settings import OURS, PeersSettings
 from infra.ports import free_port
 
 MODEL: Final = "decoder"

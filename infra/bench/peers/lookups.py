@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.bench.peers_settings import OURS, PeersSettings, Took, rows_of
-from infra.bench.peers_texts import OurTexts, StockTexts, TextSide
+from infra.bench.peers.settings import OURS, PeersSettings, Took, rows_of
+from infra.bench.peers.texts import OurTexts, StockTexts, TextSide
 
 _PROPOSED: Final = 10  # tokens at most, of transformers
 _OTHER: Final = 300  # the first token of the first round's prompts

@@ -24,10 +24,10 @@ from configs.options import Acceleration
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.records.protocol import DiffusionRequest
-from infra.bench.peers_openvino import compiled_model
-from infra.bench.peers_settings import OURS, PeersSettings, Took, clocked, rows_of
+from infra.bench.peers.openvino import compiled_model
+from infra.bench.peers.settings import OURS, PeersSettings, Took, clocked, rows_of
 
-MODELS: Final = Path(__file__).parents[1] / "demo/models"
+MODELS: Final = Path(__file__).parents[2] / "demo/models"
 UNET: Final[Mapping[str, Any]] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 SCHEDULER: Final[Mapping[str, Any]] = {
     "beta_start": 0.00085,

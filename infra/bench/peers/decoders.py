@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.bench.llm_files import write_model
-from infra.bench.peers_settings import OURS, PeersSettings, Took, rows_of
-from infra.bench.peers_texts import (
+from infra.bench.peers.settings import OURS, PeersSettings, Took, rows_of
+from infra.bench.peers.texts import (
     OurTexts,
     Prompts,
     StockTexts,

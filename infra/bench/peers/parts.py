@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from infra.bench.peers_decoders import DecoderFiles, measure_bfloat16, measure_int8, measure_prefix, measure_streams
-from infra.bench.peers_denoisers import measure_steps, measure_unet
-from infra.bench.peers_encoders import measure_embedding, measure_half
-from infra.bench.peers_lookups import measure_lookup
-from infra.bench.peers_pipelines import measure_image
-from infra.bench.peers_served import measure_served
-from infra.bench.peers_settings import PeersSettings
+from infra.bench.peers.decoders import DecoderFiles, measure_bfloat16, measure_int8, measure_prefix, measure_streams
+from infra.bench.peers.denoisers import measure_steps, measure_unet
+from infra.bench.peers.encoders import measure_embedding, measure_half
+from infra.bench.peers.lookups import measure_lookup
+from infra.bench.peers.pipelines import measure_image
+from infra.bench.peers.served import measure_served
+from infra.bench.peers.settings import PeersSettings
 
 Rows = list[dict[str, Any]]
 

@@ -13,8 +13,8 @@ from transformers import BertConfig, BertModel
 
 from deployments.engines.text.forwards import token_vectors
 from infra.bench.onnx_bert import INPUTS, OUTPUTS, onnx_bytes
-from infra.bench.peers_openvino import compiled_model
-from infra.bench.peers_settings import OURS, PeersSettings, Took, clocked, rows_of
+from infra.bench.peers.openvino import compiled_model
+from infra.bench.peers.settings import OURS, PeersSettings, Took, clocked, rows_of
 
 Way = Callable[[], torch.Tensor]
 Run = Callable[..., torch.Tensor]  # of ids and a mask

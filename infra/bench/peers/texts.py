@@ -23,7 +23,7 @@ from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.records.protocol import SamplingParams, TextDelta, TextRequest
 from infra.bench.command.peers import LlamaCpp, OrderedProcess, llama_cpp_python
-from infra.bench.peers_settings import Took, clocked
+from infra.bench.peers.settings import Took, clocked
 from weights.loading.views import mapped_tensors
 
 STEP_TOKENS: Final = 2048  # of all sides
