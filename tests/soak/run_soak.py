@@ -57,7 +57,7 @@ ENVIRONMENT: Final = {
     "RAY_TMPDIR": str(TMP),
     "TMPDIR": str(TMP),
     "XDG_RUNTIME_DIR": str(TMP),
-    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # or a process writes a thousand lines at once, in one calm or another
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # or a process writes a thousand lines at once, in any calm
 }
 IN_MOUNTS: Final = "--in-namespaces"
 
