@@ -87,7 +87,7 @@ def print_workflows(found: dict[str, Any], as_json: bool) -> None:
 
 
 async def _measured(url: str, settings: WorkflowSettings, chance: random.Random) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=_BOUND_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=_BOUND_S, trust_env=False) as client:
         return await compare(client, settings, chance)
 
 

@@ -103,7 +103,7 @@ async def test_bodies_of_http_bring_the_image(tmp_path: Path) -> None:
     replicas = Replicas()
     entry = AdapterConfig.model_validate({"id": "style", "path": "/s", "base": ["flux"]})
     replicas.states["flux"] = replace(STATUSES["flux"], class_name="StableDiffusionXLPipeline")
-    replicas.states["other-flux"] = replace(STATUSES["other-flux"], class_name="StableDiffusion3Pipeline")
+    replicas.states["other-flux"] = replace(STATUSES["other-flux"], class_name="QwenImagePipeline")
     replicas.states["style"] = ModelRecord("style", "ready", "ip_adapter", 1, "version of style", entry=entry)
     watch, handle = RegistrySnapshot(NamedActor(lambda: replicas)), FakeHandle(replicas)
     app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
@@ -128,7 +128,7 @@ async def test_bodies_of_http_bring_the_image(tmp_path: Path) -> None:
             ({"ip_adapter": [use | {"image": "eA=="}]}, "ip_adapter.0.image"),
             ({"ip_adapter": [use] * 99}, "at most"),
             ({"lora": [{"name": "style"}]}, "no adapter 'style'"),
-            ({"model": "other-flux", "ip_adapter": [use]}, "no IP-Adapters are served with StableDiffusion3Pipeline"),
+            ({"model": "other-flux", "ip_adapter": [use]}, "no IP-Adapters are served with QwenImagePipeline"),
         ):
             refused = await ask(**more)
             assert refused.status_code in (400, 404)

@@ -276,11 +276,11 @@ def test_a_family_says_whether_its_controls_may_be_encoded() -> None:
     for family in KNOWN.values():
         encoded = list[torch.Tensor]()
 
-        def encode(images: torch.Tensor, *, shifts: bool = True, encoded: list[Any] = encoded) -> torch.Tensor:
+        def encode(images: torch.Tensor, *, encoded: list[Any] = encoded, **_: bool) -> torch.Tensor:
             encoded.append(images)
             return torch.zeros(1, 4, 8, 8)
 
-        config = SimpleNamespace(force_zeros_for_pooled_projection=False)
+        config = SimpleNamespace(force_zeros_for_pooled_projection=False, control_in_dim=4)
         net = SimpleNamespace(input_hint_block=None, config=config)
         family.adapters.control_inputs(net, torch.zeros(1, 3, 16, 16), encode)
         assert family.adapters.encodes_controls == bool(encoded), family.class_name

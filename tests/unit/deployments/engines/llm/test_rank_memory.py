@@ -18,7 +18,7 @@ NUM_RANKS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["plain", "gguf-q8_0"])
+@pytest.mark.parametrize("form", [pytest.param("plain", marks=pytest.mark.long), "gguf-q8_0"])
 def test_four_ranks_have_the_memory_of_one_copy(form: Any, tiny: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "num_attention_heads": 8}
     model = tiny("llama", 2, **sizes, num_key_value_heads=4)

@@ -35,7 +35,7 @@ def request_of(class_name: str, sampler: Sampler, scale: float, **changes: Any) 
     return replace(StockRequest("r", 3, PROMPT, sampler=sampler, fields=fields, extra=options["extra"]), **changes)
 
 
-@pytest.mark.parametrize("class_name", FLOWS)
+@pytest.mark.parametrize("class_name", [FLOWS[0], pytest.param(FLOWS[1], marks=pytest.mark.long)])
 def test_a_sampler_over_a_schedulers_levels_makes_diffusers_image(class_name: str, tmp_path: Path) -> None:
     case = ALL[class_name]
     stock = saved(lambda: assembled(class_name, **case.parts()), tmp_path)
