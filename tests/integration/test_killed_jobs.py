@@ -1,17 +1,20 @@
 """kill -9 of registry, ingress and workers, at random moments, while jobs and batches run: each has its result, once.
 
-`make faults` runs it: a hundred kills, or as many as two minutes have.
+`make faults` runs it: a hundred kills. Each kind of process is killed by a thread of its own, as soon as it is up again
+and a drawn pause is over: one after the other, the kills would wait for the slowest to come back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -26,10 +29,11 @@ from kit.waiting import wait_until
 from cluster.records.actor_names import NAMESPACE, registry_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.timeout(900)]
-NUM_KILLS, KILLING_S = 100, 120.0  # whichever comes first
-NUM_LINES, NUM_JOBS = 200, 8
+NUM_KILLS, MOST_S = 100, 480.0
+NUM_LINES, NUM_JOBS = 200, 12  # a batch and a job begin whenever a twelfth of the kills is done
 CHATS, IMAGES, EMBEDDINGS = "/v1/chat/completions", "/v1/images/generations", "/v1/embeddings"
-LONGEST_PAUSE_S = 1.5
+# The longest drawn pause before each kind dies again: the registry is back at once, and would have all the kills.
+PAUSES_S = {"registry": 3.0, "ingress": 0.5, "worker": 0.5}
 ENDED_S = 240.0  # from the last kill until everything is done
 
 
@@ -67,25 +71,39 @@ def text_of(answer: Any) -> str:
 
 
 class Killer:
-    """It kills processes of a cluster, whichever are there, at moments that it draws."""
+    """It kills processes of a cluster, whichever are up, at moments that it draws, in a thread for each kind."""
 
     def __init__(self, cluster: Cluster, draws: random.Random) -> None:
         self._cluster = cluster
         self._draws = draws
+        self._is_over = threading.Event()
         self.kills: list[str] = []
 
-    def strike(self) -> None:
-        """Wait for a while, and kill some processes at once; each that is there has been up before."""
-        threading.Event().wait(self._draws.uniform(0, LONGEST_PAUSE_S))
+    @contextmanager
+    def killing(self) -> Iterator[None]:
+        """Kill until the block ends, or there were enough."""
         victims = {"registry": self._registry, "ingress": self._ingress, "worker": self._workers}
-        chosen = [name for name in victims if self._draws.random() < 0.6]
-        processes = [(name, id_) for name in chosen for id_ in victims[name]()]
-        for name, id_ in processes:
-            try:
-                os.kill(id_, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            self.kills.append(name)
+        threads = [
+            threading.Thread(target=self._kill_on, args=(name, find, random.Random(self._draws.random())))
+            for name, find in victims.items()
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            for thread in threads:
+                thread.join()
+
+    def _kill_on(self, name: str, find: Callable[[], list[int]], draws: random.Random) -> None:
+        while not self._is_over.wait(draws.uniform(0, PAUSES_S[name])):
+            for id_ in find():
+                if len(self.kills) == NUM_KILLS:
+                    return
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(id_, signal.SIGKILL)
+                    self.kills.append(name)
 
     def _registry(self) -> list[int]:
         try:
@@ -132,13 +150,18 @@ def test_nothing_is_lost_and_nothing_is_given_twice(cluster: Cluster, http: http
         found: dict[str, Any] = answered(http, "POST", "/v1/batches", json=asked, headers=headers).json()
         return found
 
-    while not killer.kills or (len(killer.kills) < NUM_KILLS and time.monotonic() - start_s < KILLING_S):
-        killer.strike()
-        if (number := len(jobs)) < NUM_JOBS:
+    with killer.killing():
+        while (len(killer.kills) < NUM_KILLS or len(jobs) < NUM_JOBS) and time.monotonic() - start_s < MOST_S:
+            number = len(jobs)
+            if number == NUM_JOBS or len(killer.kills) * NUM_JOBS < number * NUM_KILLS:
+                time.sleep(0.05)
+                continue
             batches.append(begun_batch(number)["id"])
             job = {"endpoint": IMAGES, "body": image_of(number), "idempotency_key": f"killed-{number}"}
             jobs.append(answered(http, "POST", "/v1/jobs", json=job).json()["id"])
-    record_property("kills", len(killer.kills))
+    record_property("kills", {name: killer.kills.count(name) for name in sorted(set(killer.kills))})
+    record_property("killing_s", round(time.monotonic() - start_s))
+    assert (len(killer.kills), len(jobs)) == (NUM_KILLS, NUM_JOBS), "as many kills as the time is for"
 
     def are_done() -> bool:
         states = [answered(http, "GET", f"/v1/jobs/{id_}").json()["status"] for id_ in (*batches, *jobs)]
