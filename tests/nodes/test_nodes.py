@@ -228,6 +228,41 @@ def test_a_node_is_cut_off_for_20_s(cluster: ThreeNodes) -> None:
         back(cluster, "another node in its place", name)
 
 
+def test_a_rank_on_another_node_is_cut_off(cluster: ThreeNodes) -> None:
+    """The ranks of a worker find room on two nodes only. One is cut off: an exchange meets its bound, and all goes on
+    once there is a worker again.
+    """
+    http = {"host": "0.0.0.0", "port": PORT, "route_prefix": "/split", "haproxy": {"replica_host": "0.0.0.0"}}
+    ranks = {"tensor": 2, "strategy": "PACK", "timeout_s": 5}
+    cluster.up("split", http=http, ingress=SMALL, text_encoder=SMALL, worker={"num_cpus": 0.5, "ranks": ranks})
+    url = f"{cluster.url()}/split"
+    expected = cluster.answers(url)
+    (first,) = places_of(cluster, "ray::ServeReplica:split:worker")
+    (second,) = places_of(cluster, "ray::RankFollower")
+    assert first != second
+    victim = cluster.nodes[first if second == cluster.head.name else second]
+    with Load(cluster.network.switch, [url], expected) as load:
+        load.more()
+        cluster.network.cut(victim)
+        time.sleep(PARTITION_S)
+        cluster.network.heal(victim)
+        load.more(40)
+    seen = load.figures
+    print(f"| rank cut off for 20 s | {seen.requests} | {len(seen.lost)} | {len(seen.wrong)} | {seen.gap_s:.1f} |")
+    assert (seen.lost, seen.wrong) == ([], [])
+    assert cluster.down("split") == "cluster 'split' is down\n"
+    wait_until(
+        lambda: not cluster.runs_ray(victim.name) or cluster.is_whole(), "a node that is back or gave up", WHOLE_S
+    )
+    if not cluster.runs_ray(victim.name):
+        back(cluster, "another node in its place", victim.name)
+
+
+def places_of(cluster: ThreeNodes, title: str) -> set[str]:
+    """Return the nodes on which processes of a title run."""
+    return {name for name in NAMES if cluster.nodes[name].processes(title)}
+
+
 def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
     """Values of each kind at once, and some back; a node that joins has the room for successors, and drains after."""
     first = pids_of_replicas(cluster)
