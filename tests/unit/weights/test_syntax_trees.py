@@ -22,12 +22,14 @@ def collections_that_let_others_run() -> Iterator[None]:
     def let_others_run(phase: str, _: dict[str, int]) -> None:
         time.sleep(0)
 
-    interval = sys.getswitchinterval()
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
+    gc.set_threshold(100)
     gc.callbacks.append(let_others_run)
     yield
     gc.callbacks.remove(let_others_run)
     sys.setswitchinterval(interval)
+    gc.set_threshold(*thresholds)
 
 
 @pytest.mark.usefixtures("collections_that_let_others_run")
@@ -36,13 +38,13 @@ def test_threads_that_parse_at_once_have_their_trees() -> None:
     whole, found = len(ast.parse(SOURCE).body), list[int | str]()
 
     def parse() -> None:
-        for _ in range(8):
+        for _ in range(6):
             try:
                 found.append(len(parsed_module(SOURCE).body))
             except SystemError as error:
                 found.append(str(error))
 
-    threads = [threading.Thread(target=parse) for _ in range(3)]
+    threads = [threading.Thread(target=parse) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
