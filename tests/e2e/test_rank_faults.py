@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.timeout(600)]
 
 KILLING_S = 30.0
 BOUND_S = 4.0
+NOTICED_S = 10.0  # Serve looks this often whether a replica lives
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -27,7 +28,7 @@ def test_nothing_is_lost_when_ranks_are_killed(layout: str, tmp_path: Path, reco
     print(f"{layout}: {kills}")
     assert (kills.lost, kills.wrong) == ([], [])
     assert {rank for rank, _ in kills.back_s} == {0, 1}
-    assert max(took for _, took in kills.back_s) < kills.start_s
+    assert max(took for _, took in kills.back_s) < NOTICED_S + kills.start_s
 
 
 def test_a_follower_that_stands_still_is_given_up_within_the_bound(tmp_path: Path) -> None:
