@@ -34,7 +34,7 @@ def collections_that_let_others_run() -> Iterator[None]:
 
 @pytest.mark.usefixtures("collections_that_let_others_run")
 def test_threads_that_parse_at_once_have_their_trees() -> None:
-    """Of `ast.parse` alone, some of these calls end with SystemError in Python 3.11."""
+    """Calls of `ast.parse` alone sometimes end with SystemError in Python 3.11."""
     whole, found = len(ast.parse(SOURCE).body), list[int | str]()
 
     def parse() -> None:
