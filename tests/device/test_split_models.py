@@ -190,7 +190,7 @@ async def test_the_hosts_kernels_compute_its_layers_and_a_text_is_the_same_in_an
             torch.testing.assert_close(rows[first], expected[first], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("model", ["plain", "tied"])
 async def test_a_token_moves_its_activations_over_the_link_and_nothing_else(

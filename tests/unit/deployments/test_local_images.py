@@ -199,7 +199,7 @@ def test_a_lora_of_denoiser_and_text_encoders_equals_stock(models, style):
     assert np.abs(images[0.0].astype(int) - images[0.8]).max() > 4
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("scheduler", "options", "steps", "guidance"),
     [

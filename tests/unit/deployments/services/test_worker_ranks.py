@@ -318,6 +318,7 @@ TWO_DEVICES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.drawn(over="model")
 @TWO_DEVICES
 @pytest.mark.parametrize("model", [MODEL, *PACKED])
 async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore, model: str) -> None:

@@ -48,7 +48,7 @@ def check_resumed(pair, load_pipeline, job, stops):
         assert torch.equal(run_to_end(elsewhere, other), whole)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, load_pipeline, solver):
     pair = make_sdxl_pair(solver)
@@ -57,6 +57,7 @@ def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, 
     check_resumed(pair, load_pipeline, (request, pair.conditioning(3, negative=True)), {1, chance.randrange(2, 7)})
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("solver", list(SOLVERS_OF_OUR_OWN))
 def test_a_solver_of_our_own_goes_on_in_the_middle_of_a_step(sdxl, make_request, load_pipeline, solver):
     request = make_request(num_inference_steps=4, guidance_scale=3.0, seed=random.randrange(2**32), scheduler=solver)

@@ -159,6 +159,7 @@ XS_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(over="kind")
 @pytest.mark.parametrize("kind", list(XS_KINDS))
 @pytest.mark.parametrize("family", list(XS_PIPELINES))
 def test_a_controlnet_xs_equals_stock(

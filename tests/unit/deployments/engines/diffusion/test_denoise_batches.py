@@ -261,7 +261,7 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
     guided = {"guidance_scale": 3.0, "num_inference_steps": 2}
     jobs = [
         (make_request(seed=seed, request_id=str(seed), **guided), sdxl.conditioning(seed, negative=True))
-        for seed in range(60)
+        for seed in range(20)
     ]
     sizes, decoded = count_forwards(ours), []
     decode = ours._codec.decode
@@ -271,9 +271,9 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
     loop = EngineLoop(DeviceThread(), DiffusionEngine(ours))
     found = await asyncio.gather(*(last_output(loop, ConditionedRequest(*job)) for job in jobs))
     assert max(sizes) <= 8
-    assert sum(sizes) == 60 * 2 * 2
+    assert sum(sizes) == 20 * 2 * 2
     assert max(decoded) <= 4
-    assert sum(decoded) == 60
+    assert sum(decoded) == 20
     for output, job in list(zip(found, jobs, strict=True))[::7]:
         assert np.abs(output.images.astype(int) - sdxl.ours.generate(*job).astype(int)).max() <= 1
 
@@ -301,7 +301,7 @@ def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, loa
 
 @pytest.mark.drawn
 def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pipeline, monkeypatch):
-    """16 requests of 20 steps where 8 fit."""
+    """16 requests of 6 steps where 8 fit."""
     ours = bounded(pair, load_pipeline, BatchBounds())
     calls = {"fits": 0, "fails": 0}
 
@@ -316,11 +316,11 @@ def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
         return run
 
     monkeypatch.setattr(ours, "_forward", limited(ours._forward))
-    states = start(pair, make_request, 16, num_inference_steps=20)
-    expected = pair.ours.generate(make_request(seed=15, num_inference_steps=20), pair.conditioning(15))
+    states = start(pair, make_request, 16, num_inference_steps=6)
+    expected = pair.ours.generate(make_request(seed=15, num_inference_steps=6), pair.conditioning(15))
     images = asyncio.run(outcomes(ours, states))
     assert calls["fails"] == 1
-    assert 2 * 20 <= calls["fits"] <= 2 * 20 + 4, "the last batches need not be full"
+    assert 2 * 6 <= calls["fits"] <= 2 * 6 + 4, "the last batches need not be full"
     assert np.abs(images[15].astype(int) - expected.astype(int)).max() <= 1
     monkeypatch.setattr(ours._codec, "decode", limited(ours._codec.decode))
     calls |= {"fits": 0, "fails": 0}

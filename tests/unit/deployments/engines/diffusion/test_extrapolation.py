@@ -152,7 +152,7 @@ def test_a_checkpoint_between_extrapolated_steps_goes_on_bit_for_bit(
         assert torch.equal(latents, whole)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_requests_with_and_without_it_share_forwards_and_keep_their_bits(pair, make_request, monkeypatch):
     rules = [THIRDS, None, Acceleration(interval=2, order=2, warmup=1), Acceleration(max_error=0.3, interval=5)]
     jobs = [
@@ -211,6 +211,7 @@ def test_requests_with_and_without_it_share_forwards_and_keep_their_bits(pair, m
         assert (pair.ours.decode([state])[0] == alone[state.request.request_id]).all()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("what", ["note", "predict"])
 def test_where_an_output_cannot_be_had_no_state_has_moved(pair, make_request, monkeypatch, what):
     """A step that memory ends is taken again: whoever had moved would move twice."""

@@ -142,7 +142,7 @@ def test_a_request_finds_what_was_merged_ahead(bold, make_request, monkeypatch):
     assert again.merged is pair.ours._loras._merged[adapter] is not merged
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_the_private_weights_go_with_the_adapter(pair, make_request, tmp_path):
     save_random_lora(pair, tmp_path)
     adapter = load_adapter(tmp_path)

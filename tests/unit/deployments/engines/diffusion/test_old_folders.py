@@ -55,7 +55,7 @@ def our_latents(pipeline, job, conditioning):
     return state.latents
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("solver", "config"),
     [

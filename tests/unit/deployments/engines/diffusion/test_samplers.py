@@ -356,6 +356,7 @@ def test_a_sampler_equals_its_formula(request, make_request, name, model):
         assert_near(found, expected_latents(pair, conditioning, sampler, latents, seed))
 
 
+@pytest.mark.drawn(over="model")
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux"])
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 def test_guidance_is_bounded_by_the_length_of_what_the_prompt_finds(request, make_request, model, cfg):
@@ -369,6 +370,7 @@ def test_guidance_is_bounded_by_the_length_of_what_the_prompt_finds(request, mak
     assert not torch.allclose(found, sampled(pair, conditioning, with_sampler(make_request, free)), atol=1e-3)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux", "sdxl"])
 def test_the_vectors_of_a_negative_prompt_may_be_zeros(request, make_request, model):
     pair = request.getfixturevalue(model)
@@ -381,6 +383,7 @@ def test_the_vectors_of_a_negative_prompt_may_be_zeros(request, make_request, mo
     assert not torch.allclose(found, sampled(pair, conditioning, with_sampler(make_request, sampler)), atol=1e-4)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux", "sdxl"])
 def test_noise_left_over_is_removed_by_a_second_request(request, make_request, model):
     """As KSamplerAdvanced hands latents on: the second request adds no noise, and both together are one."""

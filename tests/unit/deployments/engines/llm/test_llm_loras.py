@@ -262,6 +262,7 @@ def merged_experts(model, family: str, lora: TextLora):
     return stock
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", EXPERT_PATHS)
 def test_loras_of_single_experts(family, tiny, run_all, prompt_of, tmp_path):
     """Each row has its experts and its adapters: beside others it gets what merged weights give it, bit for bit."""

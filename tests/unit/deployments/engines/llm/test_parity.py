@@ -58,7 +58,7 @@ JOIN_AT = (0, 0, 2, 2, 5, 9)
 NUM_TOKENS = (20, 8, 12, 16, 6, 9)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_equal_transformers_in_a_ragged_batch(case, tiny, run_all, prompt_of, request_of):
     family, seed, overrides = CASES[case]

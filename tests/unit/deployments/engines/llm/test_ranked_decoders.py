@@ -94,6 +94,7 @@ def requests(prompt_of: Any) -> list[TextRequest]:
     ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_are_those_of_one_rank(name: str, tiny: Any, prompt_of: Any) -> None:
     family, size, overrides = MODELS[name]
@@ -362,6 +363,7 @@ def drawn_lora(model: Any, name: str, layers: list[str], *, is_dora: bool = Fals
     return TextLora(name, LoraAdapter(Path(name), {"model": pairs}), float(rng.uniform(0.5, 1.0)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "size", "overrides", "layers"),
     [

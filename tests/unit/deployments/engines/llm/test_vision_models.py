@@ -69,7 +69,7 @@ class Seer:
         return deltas[-1].num_cached_tokens
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_tokens_equal_generate_beside_others(class_name):
     assert difference(class_name, seeded_rng(), 16) < MAX_ERROR

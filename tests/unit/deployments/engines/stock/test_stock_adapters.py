@@ -117,7 +117,7 @@ def stock_pixels(pipeline: Any, options: Mapping[str, Any], seed: int) -> np.nda
     return (np.asarray(found) * 255).round().astype(np.uint8)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", list(MADE))
 def test_a_lora_makes_what_diffusers_makes_of_it(class_name: str, tmp_path: Path) -> None:
     build, options = MADE[class_name]
@@ -380,7 +380,7 @@ def test_outputs_may_be_turned_and_inputs_mixed(class_name: str, tmp_path: Path)
 WORDS = ["LatentConsistencyModelPipeline", "StableDiffusionPAGPipeline"]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("class_name", WORDS)
 def test_a_learned_word_is_read_as_diffusers_reads_it(class_name: str, count: int, tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ async def waits_of(class_name: str, folder: Path, counted: Counted) -> list[int]
     return [began - ended for began, ended in zip(chat.began[1:], chat.ended, strict=False)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", [PAG, "WanPipeline", "QwenImagePipeline"])
 async def test_a_chat_waits_no_longer_than_two_of_its_steps(class_name: str, tmp_path: Path, counted: Counted) -> None:
     waits = await waits_of(class_name, tmp_path, counted)
