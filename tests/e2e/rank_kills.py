@@ -217,11 +217,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="kills for each layout")
     parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS], choices=LAYOUTS)
+    parser.add_argument("--seed", type=int, default=None, help="of all draws; default: another one each time")
     options = parser.parse_args()
+    seed = random.randrange(2**31) if options.seed is None else options.seed
+    print(f"SEED={seed} draws it again", flush=True)
+    random.seed(seed)
     is_right = True
     for layout in options.layouts:
         with tempfile.TemporaryDirectory(prefix="rank-kills-") as folder:
-            kills = kill_ranks(Path(folder), layout, options.kills, float("inf"), random.Random())
+            kills = kill_ranks(Path(folder), layout, options.kills, float("inf"), seeded_random())
         print(f"{layout}: {kills}", *kills.lost, *kills.wrong, sep="\n  ", flush=True)
         is_right = is_right and not kills.lost and not kills.wrong and len(kills.back_s) == options.kills
     return 0 if is_right else 1

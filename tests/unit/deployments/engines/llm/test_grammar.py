@@ -111,6 +111,8 @@ def test_a_token_that_the_grammar_does_not_go_on_with_is_told(engine: LLMEngine)
     begun.advance(first)
     with pytest.raises(ComputationFailed, match="the grammar ends"):
         begun.advance(second)
+    with pytest.raises(ComputationFailed, match="the grammar ends"):
+        begun.fill_mask(np.zeros(len(engine.tokenizer) // 32 + 1, np.int32))
     other.advance(first)  # where it was forked from went on without it
 
 

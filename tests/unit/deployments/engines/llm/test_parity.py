@@ -136,6 +136,7 @@ def runner_logits(model, prompts, budget=2048):
             if chunk.is_last:
                 found[chunk.sequence.request_id] = next(rows)
                 scheduler.finish(chunk.sequence)
+        assert next(rows, None) is None, "a row for each token that has logits"
     return torch.stack([found[str(i)] for i in range(len(prompts))])
 
 
