@@ -69,6 +69,7 @@ def test_every_family_goes_on(pair, make_request, load_pipeline):
     check_resumed(pair, load_pipeline, (make_request(num_inference_steps=5), pair.conditioning(2)), {3})
 
 
+@pytest.mark.drawn(2)
 def test_the_engine_saves_every_few_steps_and_resumes(pair, make_request):
     request, text = make_request(num_inference_steps=7), pair.conditioning(5)
     first, second = DiffusionEngine(pair.ours), DiffusionEngine(pair.ours)

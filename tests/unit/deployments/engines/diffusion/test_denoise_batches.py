@@ -46,7 +46,7 @@ def run_together(pipeline, jobs, join_every: int = 1):
     return pipeline.decode(states)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_a_mixed_batch_is_the_same_as_alone(pair, make_request):
     jobs = [
         (
@@ -329,6 +329,7 @@ def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
     assert calls == {"fits": 6, "fails": 1}
 
 
+@pytest.mark.drawn(2)
 async def test_what_does_not_fit_even_alone_fails_alone(pair, make_request, load_pipeline, monkeypatch):
     ours = bounded(pair, load_pipeline, BatchBounds())
     forward = ours._forward

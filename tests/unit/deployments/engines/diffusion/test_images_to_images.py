@@ -190,7 +190,7 @@ def test_a_schedule_by_request_begins_where_stock_does(
             pair.ours.start_request(replace(job, strength=0.4), pair.conditioning())
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("solver", ["DDIMScheduler", "EulerAncestralDiscreteScheduler"])
 def test_unet_that_reads_the_mask(make_stable_diffusion_pair, make_request, strength, solver):

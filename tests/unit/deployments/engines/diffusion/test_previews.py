@@ -149,6 +149,7 @@ def test_a_small_vae_may_be_the_decoder_and_its_images_change_by_no_company(pair
     assert np.array_equal(ours.decode(states)[1], alone)
 
 
+@pytest.mark.drawn(2)
 def test_each_request_gets_as_many_previews_as_it_asked_for(pair, make_request, monkeypatch):
     engine, sizes = DiffusionEngine(pair.ours), []
     decode = pair.ours._codec.decode

@@ -103,7 +103,7 @@ def test_an_image_to_begin_at(pair: ReaderPair) -> None:
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("pair", UNDER_NOISE, indirect=True)
 def test_a_part_of_an_image_painted_anew(pair: ReaderPair, strength: float) -> None:
@@ -121,7 +121,7 @@ def test_a_part_of_an_image_painted_anew(pair: ReaderPair, strength: float) -> N
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
 def test_a_solver_of_noise_by_name(pair: ReaderPair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A UI names Euler whatever the model is."""

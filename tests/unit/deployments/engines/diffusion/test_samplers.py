@@ -434,6 +434,7 @@ def test_the_last_step_tells_what_was_clean(stable_diffusion, make_request):
     assert_near(both[2:], pair.ours.family.latents.unscale(clean, vae))
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 def test_a_sampler_goes_on_from_a_checkpoint(request, make_request, name):
     pair = request.getfixturevalue(FLOW)

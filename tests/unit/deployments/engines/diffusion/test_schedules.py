@@ -38,7 +38,7 @@ def test_timesteps_and_another_solver(request, make_request, name):
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "solver", "options"),
     [
