@@ -236,7 +236,7 @@ def expected_of(written: Written, image: np.ndarray, options: dict[str, Any]) ->
     return np.asarray((found * 255).round())
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", list(WRITERS))
 def test_what_is_registered_answers_as_diffusers_does(tmp_path: Path, name: str) -> None:
     written = WRITERS[name](tmp_path / "source")

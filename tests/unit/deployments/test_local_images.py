@@ -16,7 +16,8 @@ from deployments.records.errors import InvalidRequest, ModelUnavailable, Unknown
 from infra.bench.original_names import unet_of_ldm, vae_of_ldm
 from weights.storage.store import WeightStore
 
-pytestmark = pytest.mark.slow  # imports diffusers
+# slow: imports diffusers. Engines have a test of each feature; here each goes the whole way, through a store.
+pytestmark = [pytest.mark.slow, pytest.mark.drawn(5, of="file")]
 
 MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 SDXL = "digits-sdxl"

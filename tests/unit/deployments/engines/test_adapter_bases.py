@@ -214,7 +214,7 @@ KINDS: Mapping[str, Mapping[str, Sides]] = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_are_compared_without_their_values(base: Base, tmp_path: Path, kind: str) -> None:
     layer = "lora_unet_middle_block_1_proj_in"

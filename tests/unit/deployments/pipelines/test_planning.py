@@ -120,6 +120,7 @@ def chain(num_stages: int, first: dict[str, Any], further: Callable[[str], dict[
     return pipeline(*stages, out=f"$s{num_stages - 1}")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("first", "further"),
     [

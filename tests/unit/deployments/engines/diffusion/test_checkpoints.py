@@ -91,6 +91,7 @@ def test_the_engine_saves_every_few_steps_and_resumes(pair, make_request):
     assert (later[-1].images == outputs[-1].images).all()
 
 
+@pytest.mark.drawn(2)
 def test_the_engine_saves_whenever_so_much_time_has_passed_since_the_last(pair, make_request, monkeypatch):
     """Waiting is no work that could be lost; a step takes a second here."""
     now = 0.0

@@ -67,6 +67,7 @@ def test_a_mixed_batch_is_the_same_as_alone(pair, make_request):
         assert np.abs(one.astype(int) - other.astype(int)).max() <= 1
 
 
+@pytest.mark.drawn(2)
 def test_rows_that_fit_share_one_forward(pair, make_request, count_forwards):
     sizes = count_forwards(pair.ours)
     guided = {"guidance_scale": 2.0, "true_cfg_scale": 2.0}
@@ -284,6 +285,7 @@ def test_a_large_image_is_a_forward_of_its_own():
     assert [bounds.decode_rows(side * side) for side in (32, 512, 2048)] == [512, 2, 1]
 
 
+@pytest.mark.drawn(2)
 def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, load_pipeline):
     ours = bounded(pair, load_pipeline, BatchBounds(max_rows=16, max_pixels=8 * 64 * 64))
     small = ours.start_request(make_request(num_images=2), pair.conditioning())

@@ -76,6 +76,7 @@ def test_one_computation_serves_many_steps(modulated, make_request, count_calls)
     assert len(state.ahead) == 2
 
 
+@pytest.mark.drawn(2)
 def test_who_joins_later_is_computed_alone_and_a_crowd_step_by_step(modulated, make_request, count_calls):
     early, late = start(modulated, make_request, 2, num_inference_steps=20)
     modulated.ours.step([early])
@@ -199,6 +200,7 @@ def test_what_sees_the_text_alone_runs_once(modulated, make_request, count_text)
     assert rows == [1, 1]  # of the prompt and the negative one
 
 
+@pytest.mark.drawn(2)
 def test_a_large_text_is_computed_step_by_step(modulated, make_request, count_text, monkeypatch):
     changes = {"num_inference_steps": 3}
     expected = all_latents(modulated, start(modulated, make_request, 1, **changes))

@@ -171,6 +171,7 @@ def test_each_request_gets_as_many_previews_as_it_asked_for(pair, make_request, 
     assert sum(sizes) == 3 + 3  # previews and images
 
 
+@pytest.mark.drawn(2)
 def test_a_preview_that_fails_costs_the_request_nothing(pair, make_request, monkeypatch):
     request, text = make_request(num_inference_steps=4), pair.conditioning(3)
     expected = run(pair, request, text)[-1].images

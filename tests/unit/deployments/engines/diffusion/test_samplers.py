@@ -398,6 +398,7 @@ def test_noise_left_over_is_removed_by_a_second_request(request, make_request, m
     assert_near(ended, sampled(pair, conditioning, with_sampler(make_request, whole)))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux"])
 def test_a_soft_mask_keeps_a_part(request, make_request, model):
     pair, rng = request.getfixturevalue(model), seeded_rng()

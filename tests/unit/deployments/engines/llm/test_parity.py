@@ -73,6 +73,7 @@ def test_greedy_tokens_equal_transformers_in_a_ragged_batch(case, tiny, run_all,
         assert outcomes[request.request_id].token_ids == model.greedy(prompt, num_tokens)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", ["llama-0", "qwen2-0", "qwen3-0"])
 def test_greedy_tokens_equal_transformers_alone(case, tiny, run_all, prompt_of, request_of):
     family, seed, overrides = CASES[case]

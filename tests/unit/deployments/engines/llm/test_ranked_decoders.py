@@ -125,6 +125,7 @@ def step_logits(runner: ModelRunner, sequence: Sequence) -> torch.Tensor:
     return torch.cat([runner.run([part]) for part in parts])
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("inner", [80, 128])  # the kernels take parts of the second one alone
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_step_sends_what_the_formula_says(size: int, inner: int, tiny: Any) -> None:

@@ -108,6 +108,7 @@ class Memory:
             self.lent.remove(nbytes)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("room", [10, 20])
 def test_a_call_waits_for_memory_that_another_has_at_its_pause(tmp_path: Path, room: int) -> None:
     stock, seed = make(PAG, tmp_path), int(seeded_rng().integers(2**32))
