@@ -28,7 +28,7 @@ from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.modules.parts import Merging
-from deployments.modules.ranked_building import LeadingBuilder
+from deployments.modules.ranked_building import ROWS, LeadingBuilder
 from deployments.records import (
     CacheUse,
     ClipRequest,
@@ -102,7 +102,7 @@ class ImageService:
         self._device = device
         self._builder = builder
         self._sequential = SequentialPhases(module_cache, settings, device)
-        self._stock = StockService(module_cache, device)
+        self._stock = StockService(module_cache, device, builder)
         self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = RememberedCosts()
@@ -325,7 +325,7 @@ class ImageService:
         """Return the way to the other ranks' denoisers; None where this process computes alone."""
         if not isinstance(self._builder, LeadingBuilder):
             return None
-        return self._builder.channel_of(lease.modules[family_of(lease.manifest.class_name or "").denoiser_name])
+        return self._builder.channel_of(lease.modules[family_of(lease.manifest.class_name or "").denoiser_name], ROWS)
 
     def _replays(self) -> Replays | None:
         asked = self._settings.replay
