@@ -1,7 +1,7 @@
 """Builders of a replica of several ranks: rank 0 builds what requests want, and the others their parts of it, by order.
 
-A language model's matrices are divided among the ranks; of a denoiser each has all. What they compute of it are rows of
-a family's forwards, or the calls of a pipeline that diffusers' own code runs.
+A language model's matrices are divided among the ranks; of a denoiser and a VAE each has all. What they compute of them
+are rows of a family's forwards and tiles of its images, or the calls of a pipeline that diffusers' own code runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from deployments.engines.building.build import IMPORT_LOCK
 from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.pipeline import create_pipeline
+from deployments.engines.diffusion.ranked_tiles import TILED_CLASSES, TilesFollower
 from deployments.engines.llm.engine import step_follower
 from deployments.engines.llm.models.stored_slices import stored_slices
+from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.forwards import make_quick
 from deployments.engines.ranks.following import Follower, RankChannel
 from deployments.engines.ranks.group import RankGroup
 from deployments.engines.ranks.layout import RankLayout
@@ -33,7 +36,7 @@ from deployments.modules.loading import ComponentBuilder, batch_bounds, is_langu
 from weights.records.manifest import Component
 from weights.residency.recent import Recent
 
-ROWS, CALLS, STEPS = "rows", "calls", "steps"  # what ranks compute of a part
+ROWS, CALLS, STEPS, TILES = "rows", "calls", "steps", "tiles"  # what ranks compute of a part
 MAX_PARTS: Final = 64  # components whose slices are known: of 1,000 tensors each has about 2 MB
 
 
@@ -153,13 +156,15 @@ class LeadingBuilder(RankBuilder):
         return found.channel if found is not None and found.kind == kind else None
 
     def _kind_of(self, order: BuildOrder) -> str | None:
-        """Return what all ranks compute of a component; None for one that rank 0 has alone."""
+        """Return the work on a component that all ranks share; None for one that rank 0 has alone."""
         component, class_name = order.component, order.class_name
         if is_language_model(component):
             return STEPS if self._is_divided(component) else None
         if not self._shares_rows:
             return None
         if class_name in FAMILIES:
+            if component.name == "vae":
+                return TILES if component.class_name in TILED_CLASSES else None
             is_denoiser = order.vae is not None and component.name == family_of(class_name).denoiser_name
             return ROWS if is_denoiser else None
         ranks = self._ranks
@@ -181,6 +186,11 @@ class FollowingBuilder(RankBuilder):
             config = replace(self.engine_config(component, skeleton), kv_cache_bytes=order.kv_cache_bytes)
             with IMPORT_LOCK:
                 return step_follower(skeleton / component.folder, tensors, config, self._group)
+        if component.name == "vae":
+            vae = self(component, skeleton, tensors)
+            make_batch_invariant(vae)  # as rank 0's
+            make_quick(vae)
+            return TilesFollower(self._group, vae)
         if is_stock_class(order.class_name):
             return CallsFollower(self._group, self(component, skeleton, tensors))
         assert order.vae is not None

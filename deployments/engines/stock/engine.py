@@ -334,7 +334,7 @@ class _Run:
         """Make this call's denoisers run on all ranks."""
         for name, channel in self._ranks.items():
             module: Any = self._model.modules[name]
-            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module, module.forward), module.forward)
+            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module), module.forward)
 
     def _ranked(self, calls: LeadingCalls, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)  # some callers inspect its parameters

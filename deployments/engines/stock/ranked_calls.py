@@ -25,6 +25,7 @@ from deployments.engines.ranks.group import Plan, RankGroup, RankLost, forms_of
 from deployments.engines.ranks.outcomes import gather_results
 
 Forward = Callable[..., Any]
+Shape = tuple[torch.Size, ...]  # of all tensors of a call
 DENOISERS: Final = ("transformer", "transformer_2", "unet")
 # Classes of diffusers whose calls give by rows what one rank gives (test_ranked_calls), and those that pipelines call
 # once for each branch of guidance, whose calls leave nothing for the next. Others have not been tried.
@@ -120,7 +121,7 @@ class Call(NamedTuple):
         return (tokens[0].shape[1], tokens[1].shape[1]) if is_of_tokens else None
 
     @property
-    def shape(self) -> tuple[torch.Size, ...]:
+    def shape(self) -> Shape:
         """Return the shapes of its tensors."""
         return tuple(one.shape for one in self.tensors)
 
@@ -150,19 +151,20 @@ class NextCalls:
             self._last = None
 
     def note_miss(self) -> None:
-        """Forget what guesses were made of: one was wrong."""
+        """Forget the calls of the last step: a guess by them was wrong."""
         self._others, self._misses = None, self._misses + 1
 
 
 class LeadingCalls:
     """The calls of one pipeline's denoiser, on rank 0: its own `forward`, to which calls of it within `run` come."""
 
-    def __init__(self, ranks: RankChannel, module: Any, forward: Forward) -> None:
-        self._ranks, self._module, self._forward = ranks, module, forward
+    def __init__(self, ranks: RankChannel, module: Any) -> None:
+        self._ranks, self._module = ranks, module
+        self._forward: Forward = module.forward
         self._processors = _processors_of(module)
         self._guesses = NextCalls()
         self._ahead: tuple[Call, torch.Tensor] | None = None  # a guessed call, and its result
-        self._unshared: set[tuple[torch.Size, ...]] = set()  # shapes whose tokens ranks cannot divide
+        self._unshared: set[Shape] = set()  # shapes whose tokens ranks cannot divide
         self._as_asked: Callable[[torch.Tensor], Any] = _as_tuple  # the last answer's form
 
     def run(self, *inputs: Any, **options: Any) -> Any:
@@ -191,7 +193,7 @@ class LeadingCalls:
         shares = group.size("sequence") > 1 and kind in SHARED_CLASSES and call.shape not in self._unshared
         if len(parts) == 1 and not shares:
             return self._forward(*inputs, **options)
-        found = self._compute(parts, shares=shares)
+        found = self._compute(call.shape, parts, shares=shares)
         if guess is None:
             return self._as_asked(torch.cat(found))
         self._ahead = guess, found[1]
@@ -211,18 +213,18 @@ class LeadingCalls:
         is_cast = any(torch.is_autocast_enabled(one.device.type) for one in call.tensors)
         return None if is_cast or not call.tensors else call
 
-    def _compute(self, parts: Sequence[Call], *, shares: bool) -> list[torch.Tensor]:
-        """Return the results of the parts, of which each is computed by one rank of `cfg`."""
+    def _compute(self, shape: Shape, parts: Sequence[Call], *, shares: bool) -> list[torch.Tensor]:
+        """Return the results of the parts of a call of that shape; each is computed by one rank of `cfg`."""
         tensors = list({id(one): one for part in parts for one in part.tensors}.values())
         places = {id(one): place for place, one in enumerate(tensors)}
         said = [[part.form, [places[id(one)] for one in part.tensors]] for part in parts]
         plan = {"forms": forms_of(tensors), "parts": said, "shares": shares, "threads": torch.get_num_threads()}
         self._ranks.say(plan)
         self._ranks.group.spread(tensors)
-        own = _Share(self._ranks, self._module, self._own_call, parts)
-        found = own.results(shares=shares)
+        own = _Share(self._ranks, self._module, parts)
+        found = own.results(self._own_call, shares=shares)
         if shares and not own.is_shared:
-            self._unshared.add(parts[0].shape)
+            self._unshared.add(shape)
         return found
 
     def _own_call(self, **options: Any) -> Any:
@@ -248,8 +250,8 @@ class CallsFollower:
         parts = [Call(form, tuple(tensors[place] for place in places)) for form, places in plan["parts"]]
         try:
             with torch.no_grad():
-                share = _Share(RankChannel(group, plan[TO]), self._module, self._module, parts)
-                share.results(shares=plan["shares"])
+                share = _Share(RankChannel(group, plan[TO]), self._module, parts)
+                share.results(self._module, shares=plan["shares"])
         except RankLost:
             raise
         except Exception as error:
@@ -259,29 +261,32 @@ class CallsFollower:
 class _Share:
     """One rank's share of a call, whose `parts` the ranks of `cfg` compute."""
 
-    def __init__(self, ranks: RankChannel, module: Any, run: Forward, parts: Sequence[Call]) -> None:
-        self._ranks, self._module, self._run, self._parts = ranks, module, run, parts
+    def __init__(self, ranks: RankChannel, module: Any, parts: Sequence[Call]) -> None:
+        self._ranks, self._module, self._parts = ranks, module, parts
         self._own = parts[ranks.group.place.cfg]
         self.is_shared = False  # its tokens, by the ranks of `sequence`
 
-    def results(self, *, shares: bool) -> list[torch.Tensor]:
-        """Return the results of all parts. Raises RankLost; RankFailed for another rank's error, which ends nothing."""
-        compute = self._computed_by_all if shares else self._computed
+    def results(self, run: Forward, *, shares: bool) -> list[torch.Tensor]:
+        """Return the results of all parts, of which `run` computes the own one.
+
+        Raises RankLost; RankFailed for another rank's error, which ends nothing.
+        """
+        compute = partial(self._computed_by_all if shares else self._computed, run)
         if len(self._parts) == 1:
             return [compute()]
         return gather_results(self._ranks.group, _AXIS, compute, is_out_of_memory)
 
-    def _computed_by_all(self) -> torch.Tensor:
+    def _computed_by_all(self, run: Forward) -> torch.Tensor:
         """Return the result of the own part, by all ranks that share its tokens; by each, where they cannot."""
         try:
-            found = run_shared(self._module, self._ranks, self._computed, self._own.lengths)
+            found = run_shared(self._module, self._ranks, partial(self._computed, run), self._own.lengths)
         except CannotShare:  # all of them find it at the same place
-            return self._computed()
+            return self._computed(run)
         self.is_shared = True
         return found
 
-    def _computed(self) -> torch.Tensor:
-        found = self._run(**self._own.arguments())
+    def _computed(self, run: Forward) -> torch.Tensor:
+        found = run(**self._own.arguments())
         if len(found) != 1 or not isinstance(found[0], torch.Tensor):
             raise TypeError(f"{type(found).__name__} of {len(found)} came, expected one tensor")
         output: torch.Tensor = found[0]

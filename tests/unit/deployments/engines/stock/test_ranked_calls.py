@@ -189,7 +189,7 @@ def led(lead: Callable[[LeadingCalls, RankGroup], Any], *kinds: frozenset[str]) 
         module = Doubled()
         if group.rank:
             return follow(group, {"tiny": CallsFollower(group, module)})
-        found = lead(LeadingCalls(RankChannel(group, "tiny"), module, module.forward), group)
+        found = lead(LeadingCalls(RankChannel(group, "tiny"), module), group)
         group.close()
         return found
 
