@@ -239,7 +239,7 @@ def test_generate_needs_no_cluster(run: Run, tmp_path: Path) -> None:
         "store": {"path": str(tmp_path / "store")},
         "models": [
             {"id": "adder", "path": str(models / "adder")},
-            {"id": "digits", "path": str(models / "digits-flux")},
+            {"id": "digits", "path": str(models / "digits-flux"), "defaults": {"width": 32, "height": 32}},
         ],
     }
     (tmp_path / "own.yaml").write_text(json.dumps(config))

@@ -253,6 +253,7 @@ async def test_a_text_of_two_ranks_is_that_of_one(node: Node, store: WeightStore
         assert two.ended == []
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("node", "model", "axis", "tolerance"),
     [
@@ -334,6 +335,7 @@ TWO_DEVICES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.drawn
 @TWO_DEVICES
 @pytest.mark.parametrize("model", [MODEL, *PACKED])
 async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore, model: str) -> None:
@@ -354,6 +356,7 @@ async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore, 
         assert sum(moved) == component.nbytes + whole
 
 
+@pytest.mark.drawn
 @TWO_DEVICES
 async def test_a_switch_moves_the_difference_of_each_ranks_slices(node: Node, store: WeightStore) -> None:
     """The models share all but two matrices and a norm: each rank moves half of the two, and the norm."""
