@@ -134,7 +134,7 @@ async def test_headers_that_serve_itself_obeys_are_not_for_clients(name: str, va
 ID = "job:7/a_b.c+d=e@f-0"
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("asked", "is_kept"),
     [

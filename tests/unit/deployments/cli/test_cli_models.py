@@ -259,7 +259,8 @@ def test_status_tells_of_programs_that_are_to_be_compiled(run: Run, server: Any)
 
 def test_status_shows_the_ranks_of_a_worker_and_which_do_not_answer(run: Run, server: Any) -> None:
     worker = {"name": "w1", "modules": [], "resident_bytes": 0, "denoising": 2}
-    processes = [{"rank": 0, "process": 7, "sent_bytes": 5}, {"rank": 1, "process": 8, "sent_bytes": 5}, {"rank": 2}]
+    first = {"rank": 0, "process": 7, "node": "cafe0123456789", "weights_bytes": 2**21, "sent_bytes": 5}
+    processes = [first, {**first, "rank": 1, "process": 8, "sent_bytes": 4096}, {"rank": 2}]
     ranks = {"cfg": 1, "sequence": 1, "tensor": 3}
     for found, told in (
         ({}, "worker-w1: 0 modules, 0 B; 2 requests denoising"),
@@ -268,6 +269,13 @@ def test_status_shows_the_ranks_of_a_worker_and_which_do_not_answer(run: Run, se
     ):
         server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"workers": [worker | found]})
         assert told in " ".join(run("status")[1].split())
+    server.answers["GET", "/admin/decisions"] = (200, {"enabled": False, "decisions": []})
+    for words in (("status",), ("status", "--why")):
+        rows = [line.split() for line in run(*words)[1].splitlines()]
+        assert ["w1", "1", "cafe0123", "8", "2.0", "MiB", "4.0", "KiB"] in rows
+        assert ["w1", "2", "no", "answer"] in rows
+    found = json.loads(run("status", "--json")[1])["workers"][0]["ranks"]["processes"]
+    assert found == processes
 
 
 def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:

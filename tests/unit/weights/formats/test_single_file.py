@@ -169,7 +169,7 @@ def _contiguous(tensors: Tensors) -> Tensors:
     return {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("make", "like"), [(sd15, "folder"), (sdxl, "model"), (partial(sdxl, width=32), "model"), (sd3_medium, "model")]
 )
@@ -225,7 +225,7 @@ def quantized(tensors: Tensors, form: str) -> tuple[Tensors, Tensors]:
     return found, tensors | values
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("make", "form"),
     [(sd15, form) for form in ("plain e5m2", "weight_scale", "rows", "int8", "nvfp4")]
