@@ -23,6 +23,7 @@ from cluster.registry.manifests import ModelSummary, SummaryFiles
 from cluster.registry.room import Room, rank_bytes
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.errors import Problem
+from configs.hub_names import hub_hint
 from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
 from configs.model import AdapterConfig, ModelConfig
 from deployments.engines.adapter_bases import check_base
@@ -131,12 +132,9 @@ def _entries(config: ClusterConfig) -> Iterator[tuple[tuple[str | int, ...], Ent
 def _hint(missing: Path, folder: Path) -> str:
     """Return a hint: a name on a model hub, or a neighbour of nearly that name."""
     parent = missing.parent
-    if not parent.exists() and parent.parent == folder.resolve():
-        name = f"{parent.name}/{missing.name}"
-        return (
-            f"; if {name} is a model's name on a hub, download it first (`hf download {name} --local-dir "
-            f"{missing.name}`) and name that folder"
-        )
+    is_bare = not parent.exists() and parent.parent == folder.resolve()
+    if is_bare and (url := hub_hint(f"{parent.name}/{missing.name}")):
+        return f"; a model of the hub is {url}"
     neighbours = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     nearest = difflib.get_close_matches(missing.name, neighbours, 1, 0.6)
     return f"; did you mean {str(parent / nearest[0])!r}?" if nearest else ""

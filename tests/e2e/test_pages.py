@@ -31,7 +31,7 @@ CONFIG = ROOT / "configs/clusters/demo.yaml"
 MODELS = ROOT / "infra/demo/models"
 SHOTS = ROOT / "out/pages"
 PATHS = {"create": "/", "chat": "/chat", "cluster": "/cluster", "pipelines": "/pipelines", "jobs": "/jobs"}
-SIZES = {360: 740, 1280: 800, 2560: 1300}
+SIZES = {360: 740, 1280: 800, 3840: 2000}
 FILL_GALLERY = """async (count) => {
   const asking = indexedDB.open("atelier");
   const database = await new Promise((resolve) => (asking.onsuccess = () => resolve(asking.result)));

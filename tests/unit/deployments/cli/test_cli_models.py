@@ -133,10 +133,33 @@ def test_a_path_outside_of_the_roots_is_one_line_that_names_them(run: Run, serve
     assert run("register", "/etc", "--id", "m") == (1, "", f"error: {why}\n")
 
 
+def test_a_bare_name_of_a_hub_is_understood(run: Run, server: Any) -> None:
+    message = "/work/Qwen/Qwen3-0.6B: no such folder or file"
+    server.answers["POST", "/admin/models"] = (422, {"error": {"message": message, "code": "unprocessable"}})
+    code, _, error = run("register", "Qwen/Qwen3-0.6B", "--id", "m")
+    assert (code, "a model of the hub is hf://Qwen/Qwen3-0.6B" in " ".join(error.split())) == (1, True)
+
+
 def test_register_needs_an_id(run: Run, server: Any) -> None:
     code, out, err = run("register", "models/m")
     assert (code, out, server.asked) == (2, "", [])
     assert "--id" in err
+
+
+def test_a_workflow_is_registered_by_its_file(run: Run, server: Any, tmp_path: Path) -> None:
+    file, nodes = tmp_path / "poster.json", {"1": {"class_type": "SaveImage", "inputs": {}}}
+    file.write_text(json.dumps(nodes))
+    server.answers["POST", "/admin/workflows"] = (201, {"id": "poster", "kind": "workflow", "state": "ready"})
+    code, out, _ = run("register", str(file), "--id", "poster", "--description", "Posters")
+    assert (code, "poster is ready" in out) == (0, True)
+    body = {"id": "poster", "workflow": nodes, "description": "Posters"}
+    assert server.asked == [("POST", "/admin/workflows", body)]
+    assert json.loads(run("register", str(file), "--id", "poster", "--json")[1])["kind"] == "workflow"
+    file.write_text("{")
+    code, _, error = run("register", str(file), "--id", "poster")
+    assert (code, "is no JSON" in error) == (1, True)
+    code, _, error = run("register", str(file), "--id", "poster", "--base", "m")
+    assert (code, "--base" in error) == (2, True)
 
 
 def test_unregister_names_the_adapters_that_lost_their_base(run: Run, server: Any) -> None:
