@@ -10,7 +10,8 @@ import numpy.typing as npt
 from pydantic import Field, PlainValidator
 
 from configs.model import LongText, TextPadding
-from configs.options import DiffusionOptions, PictureOptions
+from configs.options import DiffusionOptions, PictureOptions, Sampler
+from deployments.engines.records.clip_files import VideoFormat
 from deployments.engines.records.input_images import why_no_pixels
 from deployments.engines.records.protocol import DiffusionKind
 from deployments.engines.records.sounds import Sound, why_no_sound
@@ -35,7 +36,7 @@ MAX_NAMED_IMAGES = 8
 _MAX_FLOATS = 2**26  # of an array: an image of 4,096 x 4,096 pixels has fewer
 REFERENCES = "image"  # among `images`, those that a model changes
 
-VideoFormat = Literal["mp4", "webm"]
+ClipOutput = Literal["file", "frames"]
 
 
 def _as_pixels(value: Any, num_axes: int) -> npt.NDArray[np.uint8]:
@@ -285,11 +286,17 @@ class ClipRequest(ServedRequest, VideoOptions):
     """A request for a clip from a model that makes videos or audio. `images` go to the parameters of their names,
     and so do videos, as their frames, and `audio`.
 
-    `reports_steps` asks for a piece after every step. The ingress sets `model_version` and `adapter_versions`.
+    `reports_steps` asks for a piece after every step. A `sampler` is in place of the scheduler, and draws the first
+    noise by its own seed. Of a pipeline with two denoisers, the second one runs from the step `second_from` on; one
+    that has a single denoiser takes none below its number of steps. `output` "frames" is a video's pixels in place of
+    its file. The ingress sets `model_version` and `adapter_versions`.
     """
 
     images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
     audio: dict[Name, Audio] = Field({}, max_length=MAX_NAMED_IMAGES)
+    sampler: Sampler | None = None
+    second_from: int | None = Field(None, ge=0, le=MAX_INT32)
+    output: ClipOutput = "file"
     reports_steps: bool = False
     adapter_versions: dict[str, str] = Field({})
 
@@ -298,7 +305,8 @@ class ClipRequest(ServedRequest, VideoOptions):
 class ClipResult:
     """The answer to a ClipRequest: a file, and what is in it. `width` and `height` of audio are 0.
 
-    `rate` is frames or samples per second, `length` how many of them there are.
+    `rate` is frames or samples per second, `length` how many of them there are. A request for `frames` has those,
+    uint8 (number, height, width, 3), and an empty file.
     """
 
     model: str
@@ -313,6 +321,7 @@ class ClipResult:
     timings_ms: TimingsMs
     switch: SwitchReport
     warnings: tuple[str, ...] = ()
+    frames: npt.NDArray[np.uint8] | None = None
 
     @property
     def seconds(self) -> float:

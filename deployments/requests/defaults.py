@@ -200,7 +200,7 @@ def _with_class_defaults(
 def _with_schedule(request: _DiffusionT) -> _DiffusionT:
     """Return the request with as many steps as its schedule has. Raises InvalidRequest where it says another."""
     steps = len(request.sigmas or request.timesteps or ())
-    if isinstance(request, ImageRequest) and request.sampler is not None:
+    if request.sampler is not None:
         steps = request.sampler.num_steps
     if not steps:
         return request
@@ -227,8 +227,8 @@ def _out_of_place(request: ImageRequest | ClipRequest) -> set[str]:
     steps = {"num_inference_steps", "sigmas", "timesteps"}
     if isinstance(request, ImageRequest):
         steps |= {"sampler"}
-        if request.sampler is not None:
-            steps |= {"scheduler", "scheduler_options", "variation"}
+    if request.sampler is not None:
+        steps |= {"scheduler", "scheduler_options"} | ({"variation"} if isinstance(request, ImageRequest) else set())
     without = steps if any(getattr(request, name) is not None for name in steps) else set()
     has_image = isinstance(request, ImageRequest) and request.init_image is not None
     return without if has_image else without | {"strength"}

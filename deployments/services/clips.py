@@ -1,34 +1,15 @@
-"""Clips in the terms of the stock engine, and as files. Called in threads of a worker.
-
-Seconds and frame rates of a request become parameters of its class; frames -> MP4 or WebM, samples -> WAV.
-
-HAZARD: PyAV's wheels bring encoders under the GPL (x264, x265). Only libvpx is used here, which is under a BSD licence
-and makes VP9, which browsers play.
-"""
+"""Clips in the terms of the stock engine: seconds and frame rates of a request become parameters of its class."""
 
 from __future__ import annotations
 
-import io
-import wave
-from fractions import Fraction
 from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from cluster.ray_seam.request_ids import part_id
 from deployments.engines.records.protocol import AdapterUse, EngineError, StockRequest
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import PipelineSource
-from deployments.records import ClipRequest, VideoFormat
+from deployments.records import ClipRequest
 
-MEDIA_TYPES: Final[dict[VideoFormat, str]] = {"mp4": "video/mp4", "webm": "video/webm"}
-WAV: Final = "audio/wav"
-_ENCODER: Final = "libvpx-vp9"
-# Constant quality, nearly that of the frames; at this speed a video takes less time than one of its steps.
-_OPTIONS: Final = {"crf": "18", "b": "0", "cpu-used": "4", "row-mt": "1"}
-_MAX_DENOMINATOR: Final = 1001
-_INT16: Final = 32_767
 _FRAMES: Final = ("num_frames", "video_length")
 _RATES: Final = ("frame_rate", "fps")
 _SECONDS: Final = ("audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s", "duration")
@@ -42,17 +23,25 @@ def clip_request(request: ClipRequest, class_name: str, source: PipelineSource) 
     """
     return StockRequest(
         request_id=part_id(),
-        seed=request.seed or 0,
+        seed=_seed_of(request),
         prompt=request.prompt,
         fields={name: value for name in FIELDS if name != "prompt" and (value := getattr(request, name)) is not None},
         images=request.images,
         extra={**_timing(request, class_name, source), **request.extra},
         scheduler=request.scheduler,
         scheduler_options=request.scheduler_options,
+        sampler=request.sampler,
+        second_from=request.second_from,
         reports_steps=request.reports_steps,
         audio=request.audio,
         adapters=tuple(AdapterUse(use.name, use.scale, use.text_scale) for use in request.lora),
     )
+
+
+def _seed_of(request: ClipRequest) -> int:
+    """Return the seed of a request's noise."""
+    own = None if request.sampler is None else request.sampler.noise_seed
+    return (request.seed or 0) if own is None else own
 
 
 def frame_rate(request: ClipRequest, source: PipelineSource) -> float:
@@ -92,31 +81,3 @@ def _timing(request: ClipRequest, class_name: str, source: PipelineSource) -> di
     if both := found.keys() & request.extra.keys():
         raise EngineError(f"extra: {min(both)!r} is set by a field of the request, too")
     return found
-
-
-def encode_video(frames: npt.NDArray[np.uint8], fps: float, format_: VideoFormat) -> bytes:
-    """Return frames, uint8 (number, height, width, 3), as a file of VP9. Raises av.FFmpegError."""
-    import av  # an extra, not needed for images
-
-    file = io.BytesIO()
-    with av.open(file, "w", format=format_) as container:
-        rate = Fraction(fps).limit_denominator(_MAX_DENOMINATOR)
-        stream = container.add_stream(_ENCODER, rate=rate, options=_OPTIONS)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for pixels in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return file.getvalue()
-
-
-def encode_audio(samples: npt.NDArray[np.float32], rate: int) -> bytes:
-    """Return samples, float32 (channels, number) from -1 to 1, as a WAV file of 16 bits. Louder ones are cut off."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as target:
-        target.setnchannels(len(samples))
-        target.setsampwidth(2)
-        target.setframerate(rate)
-        whole = (np.clip(samples.T, -1.0, 1.0) * _INT16).round().astype("<i2")
-        target.writeframes(whole.tobytes())
-    return file.getvalue()

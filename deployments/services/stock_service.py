@@ -18,6 +18,7 @@ from torch import nn
 from cluster.ray_seam.request_ids import part_id
 from deployments.engines.graph.workspace import LendingMemory
 from deployments.engines.ranks.following import RankChannel
+from deployments.engines.records.clip_files import MEDIA_TYPES, WAV, encode_audio, encode_video
 from deployments.engines.records.protocol import (
     AdapterUse,
     ComputationFailed,
@@ -48,7 +49,7 @@ from deployments.records import (
 )
 from deployments.records.tasks import in_thread, shared_task
 from deployments.replicas.step_loop import DeviceThread, EngineLoop
-from deployments.services.clips import MEDIA_TYPES, WAV, clip_request, encode_audio, encode_video, frame_rate
+from deployments.services.clips import clip_request, frame_rate
 from deployments.services.image_requests import OnProgress, progress_of
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
 from weights.formats.lora import changes_text_encoders
@@ -366,7 +367,8 @@ def _clip_of(request: ClipRequest, made: _Made, warnings: tuple[str, ...], fps: 
     else:
         assert output.images is not None  # it is the last
         (length, height, width, _), rate = output.images.shape, fps
-        file, media_type = encode_video(output.images, fps, request.output_format), MEDIA_TYPES[request.output_format]
+        media_type, is_file = MEDIA_TYPES[request.output_format], request.output == "file"
+        file = encode_video(output.images, fps, request.output_format) if is_file else b""
     return ClipResult(
         model=request.model,
         file=file,
@@ -380,4 +382,5 @@ def _clip_of(request: ClipRequest, made: _Made, warnings: tuple[str, ...], fps: 
         timings_ms=made.timings_ms,
         switch=made.report,
         warnings=warnings,
+        frames=output.images if request.output == "frames" else None,
     )

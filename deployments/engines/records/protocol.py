@@ -300,7 +300,8 @@ class StockRequest:
     steps, if the class can show any. `forward_bytes` are what methods of modules take of the device at most, by names
     as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is. `loras` are those of its
     `adapters`, by name, and `prompters` the IP-Adapters of its `image_prompts`. A `sampler` is in place of the
-    scheduler; its `noise_seed` is `seed`.
+    scheduler; its `noise_seed` is `seed`. From its step `second_from` on, the second of two denoisers runs; None leaves
+    that to the model.
     """
 
     request_id: str
@@ -322,6 +323,7 @@ class StockRequest:
     loras: Mapping[str, LoraAdapter] = field(default_factory=dict)
     image_prompts: tuple[ImagePromptUse, ...] = ()
     prompters: Mapping[str, Any] = field(default_factory=dict)
+    second_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.prompted import reading_images
 from deployments.engines.stock.ranked_calls import LeadingCalls
-from deployments.engines.stock.sampled import check_sampled
+from deployments.engines.stock.sampled import check_sampled, set_boundary
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
 
@@ -269,6 +269,7 @@ class _Run:
         """Return a pipeline with the request's scheduler and texts."""
         options = self.request.scheduler, self.request.scheduler_options, self.request.sampler
         pipeline = self._model.create_pipeline(*options)
+        set_boundary(pipeline, self.request)
         if self.request.texts is not None:
             modules = [one for one in self._model.modules.values() if isinstance(one, nn.Module)]
             tell_texts(pipeline, self.request.texts, _device_of(modules) or torch.device("cpu"))

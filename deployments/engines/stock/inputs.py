@@ -32,7 +32,7 @@ _NUM_IMAGES: Final = ("num_images_per_prompt", "num_images", "batch_size")
 _OWN: Final = frozenset({"self", "generator", "output_type", "return_dict", "callback", "callback_steps"})
 _OUTPUT_TYPE: Final = "np"  # before rounding: numbers that are not finite can be seen
 # Images by name, where the annotation has only tensors: pipelines pass them to an image processor.
-_IMAGES: Final = ("image", "mask_image", "control_image", "control_mask")
+_IMAGES: Final = ("image", "last_image", "mask_image", "control_image", "control_mask")
 _VIDEO: Final = "video"  # the same for frames
 # The tensors of audio, with their axes: channels and samples, some in a batch. One of them comes with its rate.
 _AUDIO: Final[Mapping[str, int]] = {

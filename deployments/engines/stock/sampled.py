@@ -21,6 +21,8 @@ from deployments.engines.records.protocol import EngineError, StockRequest
 
 _IMAGE_AXES: Final = 4  # of latents that are no patches
 _BESIDE: Final = ("sigmas", "timesteps", "strength")
+_BOUNDARY: Final = "boundary_ratio"  # the level of a flow's noise below which the second of two denoisers runs
+_ABOVE_ALL: Final = 2.0
 _IS_NOISE: Final = 1e-4  # so near to 1, a flow's first level is noise alone
 
 
@@ -110,6 +112,25 @@ def check_sampled(request: StockRequest, *, has_strength: bool) -> None:
     given += ["images"] if request.images and has_strength else []
     if request.sampler is not None and given:
         raise EngineError(f"sampler: it is in place of {given[0]}; leave one of them out")
+    if request.sampler is None and request.second_from is not None:
+        raise EngineError("second_from: it is a step of a sampler, and the request has none")
+
+
+def set_boundary(pipeline: Any, request: StockRequest) -> None:
+    """Make the second of a pipeline's two denoisers run from the step of a request on.
+
+    Raises EngineError for a step of a pipeline with a single one.
+    """
+    sampler, step = request.sampler, request.second_from
+    if sampler is None or step is None:
+        return
+    if pipeline.config.get(_BOUNDARY) is None:
+        if step < sampler.num_steps:
+            raise EngineError(f"second_from: {step}, and a {type(pipeline).__name__} of this model has one denoiser")
+        return
+    levels = sampler.sigmas
+    between = (levels[step - 1] + levels[step]) / 2 if 0 < step < sampler.num_steps else 0.0
+    pipeline.register_to_config(**{_BOUNDARY: between if step else _ABOVE_ALL})
 
 
 def _why_not(sampler: Sampler) -> str | None:

@@ -206,10 +206,14 @@ class Service:
         return await self._preparing.clip(as_record(ClipRequest, request), makes)
 
     @counted("clip")
-    async def make_clip(self, request: ClipRequest) -> ClipResult:
-        """Return the clip of a checked request; a job learns of its steps. Raises the ServiceErrors."""
+    async def make_clip(self, request: ClipRequest, on_progress: OnProgress | None = None) -> ClipResult:
+        """Return the clip of a checked request; a job learns of its steps if nobody else does.
+
+        Raises the ServiceErrors.
+        """
         start, demand = time.perf_counter(), self._demands.demand(request, self._demands.terms(request))
-        on_progress = job.note_progress if (job := current_job.get()) else None
+        if on_progress is None and (job := current_job.get()):
+            on_progress = job.note_progress
         result = await self._worker.receive_stream(
             "stream_clip", request, on_piece=_on_progress(on_progress), demand=demand, resumption=ResumedImages()
         )

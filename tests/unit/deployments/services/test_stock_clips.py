@@ -23,6 +23,7 @@ from kit.tiny.videos_in import T5_SIZE, VIDEO_CASES
 from kit.waiting import until
 
 from configs.cluster import LimitsConfig, WorkerConfig
+from deployments.engines.records.clip_files import encode_audio, encode_video
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import PipelineSource, check_class
 from deployments.ingress.openai.uploads import decode_named
@@ -31,7 +32,7 @@ from deployments.modules.loading import ComponentBuilder
 from deployments.records import ClipRequest, ClipResult, ImageProgress
 from deployments.records.errors import InvalidRequest
 from deployments.replicas.step_loop import DeviceThread
-from deployments.services.clips import clip_request, encode_audio, encode_video, frame_rate
+from deployments.services.clips import clip_request, frame_rate
 from deployments.services.image_service import EncodeText, ImageService
 from deployments.text.fallback import FallbackEncoder
 

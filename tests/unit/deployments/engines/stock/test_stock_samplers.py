@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit.tiny.classes import CASES, assembled
+from kit.tiny.clips import wan
 from kit.tiny.further import FURTHER_CASES
 from kit.tiny.pipelines import PIPELINES, make, saved
 from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, load, one_thread, run, split
@@ -98,3 +99,49 @@ def test_a_model_whose_noise_is_added_takes_no_sampler(tmp_path: Path) -> None:
     request = StockRequest("r", 3, PROMPT, **options, sampler=Sampler(name="euler", sigmas=(14.6, 1.0, 0.0)))
     with pytest.raises(EngineError, match="no flow"):
         run(StockEngine(load(tmp_path)), request)
+
+
+def wan_of_two() -> Any:
+    """Return a tiny Wan 2.2: another denoiser for little noise."""
+    pipeline, second = wan(), wan().transformer
+    pipeline.register_modules(transformer_2=second)
+    pipeline.register_to_config(boundary_ratio=0.9)
+    return pipeline
+
+
+def test_the_second_of_two_denoisers_runs_from_a_step_on(tmp_path: Path) -> None:
+    stock = saved(wan_of_two, tmp_path)
+    engine, found = StockEngine(load(tmp_path)), {}
+    size: dict[str, Any] = {"height": 16, "width": 32, "max_sequence_length": 16}
+    for boundary, second_from in ((2.0, 0), (0.8, 2), (0.0, 4)):
+        stock.register_to_config(boundary_ratio=boundary)
+        generator = torch.Generator().manual_seed(3)
+        options: dict[str, Any] = {"guidance_scale": 3.0, "guidance_scale_2": 2.0, "num_frames": 5}
+        made = stock(PROMPT, num_inference_steps=4, generator=generator, output_type="np", **size, **options)
+        levels = tuple(float(sigma) for sigma in stock.scheduler.sigmas)
+        assert int((stock.scheduler.timesteps / 1000 >= boundary).sum()) == second_from
+        request = StockRequest(
+            f"r{second_from}",
+            3,
+            PROMPT,
+            fields={**size, "num_inference_steps": 4, "guidance_scale": 3.0},
+            extra={"num_frames": 5, "guidance_scale_2": 2.0},
+            sampler=Sampler(name="euler", sigmas=levels),
+            second_from=second_from,
+        )
+        found[second_from] = run(engine, request)[0].images
+        assert np.abs(found[second_from] - (made.frames[0] * 255).round()).max() <= 1
+    assert len(found) == 3
+    assert len({frames.tobytes() for frames in found.values()}) == 3
+    with pytest.raises(EngineError, match="a step of a sampler"):
+        run(engine, replace(request, sampler=None))
+
+
+def test_a_model_with_one_denoiser_has_no_step_of_a_second(tmp_path: Path) -> None:
+    saved(wan, tmp_path)
+    engine, sampler = StockEngine(load(tmp_path)), Sampler(name="euler", sigmas=(1.0, 0.5, 0.0))
+    fields = {"height": 16, "width": 32, "max_sequence_length": 16, "num_inference_steps": 2, "guidance_scale": 1.0}
+    request = StockRequest("r", 3, PROMPT, fields=fields, extra={"num_frames": 1}, sampler=sampler, second_from=2)
+    assert run(engine, request)[0].images.shape == (1, 16, 32, 3)
+    with pytest.raises(EngineError, match="has one denoiser"):
+        run(engine, replace(request, request_id="s", second_from=1))

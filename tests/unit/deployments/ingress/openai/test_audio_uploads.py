@@ -13,9 +13,9 @@ import pytest
 from kit.seeding import seeded_rng
 
 from configs.cluster import LimitsConfig
+from deployments.engines.records.clip_files import encode_audio
 from deployments.ingress.openai.uploads import AudioFile, decode_audio, split_extra
 from deployments.records.errors import InvalidRequest
-from deployments.services.clips import encode_audio
 
 LIMITS = LimitsConfig(max_audio_s=2.0)
 RATE = 8000

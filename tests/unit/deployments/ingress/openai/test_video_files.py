@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from configs.cluster import LimitsConfig
+from deployments.engines.records.clip_files import encode_video
 from deployments.ingress.openai.uploads import decode_image, decode_named
 from deployments.records.errors import InvalidRequest
-from deployments.services.clips import encode_video
 
 HEIGHT, WIDTH = 16, 24
 PIXELS = HEIGHT * WIDTH

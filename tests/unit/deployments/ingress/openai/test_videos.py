@@ -24,10 +24,10 @@ from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ingress_ov
 
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
+from deployments.engines.records.clip_files import encode_audio, encode_video
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.records import ClipRequest, ClipResult, ImageProgress
 from deployments.records.errors import GenerationFailed
-from deployments.services.clips import encode_audio, encode_video
 
 WAN: dict[str, Any] = {"model": "wan", "prompt": "a cat"}
 STEPS = 4
