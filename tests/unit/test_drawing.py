@@ -35,7 +35,21 @@ def test_busy():
 
 BEGUN = time.process_time()
 """
+WAYS = """
+import pytest
+pytestmark = pytest.mark.drawn(2, of="file")
+
+@pytest.mark.parametrize("number", range(2))
+def test_way(number): pass
+
+def test_way_of_its_own(): pass
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("number", range(4))
+def test_table(number): pass
+"""
 TABLES = {"test_three": 20, "test_one_of_a_kind": 6, "test_property": 100, "test_plain": 1, "test_busy": 1}
+TABLES |= {"test_way": 2, "test_way_of_its_own": 1, "test_table": 4}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawing")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    long: left for later\n    ray: a cluster\n")
     (folder / "test_drawn.py").write_text(SOURCE)
+    (folder / "test_ways.py").write_text(WAYS)
     return folder
 
 
 def run(folder: Path, *runs: tuple[int, tuple[str, ...]]) -> list[list[str]]:
     """Return the names of the tests that runs have chosen, each of a seed and of options."""
-    words = [*plugins("seeding", "drawing", "shares", "times"), "--verbose", "test_drawn.py"]
+    files = sorted(file.name for file in folder.glob("test_*.py"))
+    words = [*plugins("seeding", "drawing", "shares", "times"), "--verbose", *files]
     done = run_pytest(folder, *(Run([*words, *options], {seeding.VARIABLE: str(seed)}) for seed, options in runs))
     assert all(one.code in (0, pytest.ExitCode.NO_TESTS_COLLECTED) for one in done), done
     return [re.findall(r"::(test_\S+) PASSED", one.out) for one in done]
@@ -58,6 +74,8 @@ def run(folder: Path, *runs: tuple[int, tuple[str, ...]]) -> list[list[str]]:
 def test_few_cases_are_drawn_and_the_long_run_has_all_others(folder: Path) -> None:
     quick, long = run(folder, (7, ("-m", "not long", "--times", "times.tsv")), (7, ("-m", "long")))
     counts = {name: sum(test.partition("[")[0] == name for test in quick) for name in TABLES}
+    assert counts.pop("test_way") + counts.pop("test_way_of_its_own") == 2, "of all tests of the file"
+    assert counts.pop("test_table") == 1, "a table's own mark comes first"
     assert counts == {"test_three": 3, "test_one_of_a_kind": 2, "test_property": 2, "test_plain": 1, "test_busy": 1}
     assert {test[-4] for test in quick if "kind" in test} == {"a", "b"}
     assert {test[-2] for test in quick if "property" in test} == {"x", "y"}

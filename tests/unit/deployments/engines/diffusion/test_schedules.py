@@ -95,7 +95,7 @@ def test_every_solver_that_a_message_names_runs(sdxl, stable_diffusion_3, make_r
         assert len(known) >= 3
         assert sorted(solvers_for(pair.stock.scheduler.config)) == known
         for solver in known:
-            images = pair.ours.generate(make_request(scheduler=solver, num_inference_steps=2), pair.conditioning())
+            images = pair.ours.generate(make_request(scheduler=solver, num_inference_steps=4), pair.conditioning())
             assert images.shape[0] == 1, solver
 
 

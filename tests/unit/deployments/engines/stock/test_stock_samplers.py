@@ -81,14 +81,14 @@ def test_noise_of_steps_is_drawn_from_the_seed_that_follows(tmp_path: Path) -> N
     torch.manual_seed(4)  # its steps draw from the global stream
     made = stock(
         prompt=PROMPT,
-        **dict(case.options) | {"negative_prompt": "a dog", "guidance_scale": 3.0},
-        num_inference_steps=3,
+        **dict(case.options) | {"guidance_scale": 1.0},
+        num_inference_steps=2,
         generator=torch.Generator().manual_seed(3),
         output_type="np",
     ).images
     levels = tuple(float(sigma) for sigma in stock.scheduler.sigmas)
     sampler = Sampler(name="lcm", sigmas=levels, noise_seed=3)
-    found = run(engine, request_of("HiDreamImagePipeline", sampler, 3.0))[0].images
+    found = run(engine, request_of("HiDreamImagePipeline", sampler, 1.0))[0].images
     assert np.abs(found - (made * 255).round()).max() <= 1
 
 
