@@ -54,9 +54,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     a batch of one: before, of a part of a longer sequence, and behind, of what no batch has in C order.
     """
     if not x.is_contiguous() and x.device.type in HOSTS:
-        adds_behind = bias is not None and x.dim() > 2 and not x[:1].is_contiguous()
+        adds_behind = x.dim() > 2 and not x[:1].is_contiguous()
         x = x.contiguous()
-        if adds_behind:
+        if bias is not None and adds_behind:
             return linear(x, weight) + bias
     if (found := multiply_any(x, weight, bias)) is not None:
         return found
