@@ -53,7 +53,7 @@ async def asked_again(
     until_s: float = math.inf,
     note: Callable[[Exception], None] = lambda _: None,
 ) -> R:
-    """Return what `ask` returns, after further tries while it fails so; each failure is noted.
+    """Return the answer of `ask`, after further tries while it fails so; each failure is noted.
 
     It raises the failure after which the next try would be later than `until_s`, of the running loop's time.
     """
