@@ -149,6 +149,7 @@ def test_what_is_told_by_another_config_is_accepted_by_the_class(name: str, tmp_
                 assert is_accepted(net, changed, shapes, tmp_path), (key, changed.get(key))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", list(ODD))
 def test_of_other_unets_nothing_is_told(name: str) -> None:
     config = {**UNETS["sd"], **ODD[name]}

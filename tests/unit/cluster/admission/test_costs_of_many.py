@@ -52,6 +52,7 @@ class Crowded:
             self.running.append(event.ticket)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("own_models", [False, True], ids=["one model", "a model each"])
 @pytest.mark.parametrize("tenants", [1, 10**9], ids=["one tenant", "a tenant each"])
 def test_a_request_costs_the_same_whoever_else_waits(own_models: bool, tenants: int) -> None:

@@ -434,6 +434,7 @@ async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> 
         assert not haproxy.is_running() or haproxy.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("asked", [[], [STATS_PORT], [METRICS_PORT, STATS_PORT]])
 async def test_haproxys_own_pages_are_where_they_were_asked_for_and_not_outside(
     client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, asked: list[str]
