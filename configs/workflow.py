@@ -20,7 +20,7 @@ class WorkflowInput(StrictModel):
 
 
 class WorkflowOutput(StrictModel):
-    """What a node saves or shows."""
+    """An output: a node saves or shows it."""
 
     node: str
     type: Literal["text", "image"]

@@ -33,7 +33,7 @@ Ports: TypeAlias = tuple[dict[str, WorkflowInput], dict[str, WorkflowOutput]]
 
 
 def find_ports(workflow: Workflow) -> Ports:
-    """Return what the nodes of a checked workflow take and give, by name. Raises WorkflowError."""
+    """Return the inputs and outputs of a checked workflow, by name. Raises WorkflowError."""
     ends = output_nodes(workflow)
     reached = _reached(workflow, ends)
     errors = [*_unnamed_files(reached), *_other_ends(workflow, ends)]

@@ -79,7 +79,7 @@ PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
 
 
 class Workflows(Protocol):
-    """Who knows the nodes of registered workflows, and runs them by asking this service for images and texts."""
+    """The runner of registered workflows: it knows their nodes, and asks this service for images and texts."""
 
     async def run(self, workflow: str, inputs: Mapping[str, Any], /) -> WorkflowResult: ...
 
