@@ -30,6 +30,8 @@ struct HalfTiles {
         most = (all + count - 1) / count;
         full = all - count * (most - 1);
     }
+    int64_t rows(int64_t tile) const { return most - (tile >= full); }
+    int64_t first(int64_t tile) const { return tile * most - std::max<int64_t>(0, tile - full); }
 };
 
 // A row's place in its tile, which begins with row `first` and has `rows`.
@@ -63,23 +65,27 @@ inline void turn_group(const uint16_t* group, int64_t row, int64_t number, const
     turn_group(group, TilePlace(to, row), number, to);
 }
 
-// A row of `columns` elements, which 16 divides.
-inline void turn_row(const uint16_t* x, int64_t columns, int64_t row, const HalfRows& to) {
-    const TilePlace place(to, row);
-    int64_t group = 0;
-    for (; 32 * group + 32 <= columns; ++group) turn_group(x + 32 * group, place, group, to);
-    if (columns % 32) {
-        uint16_t half[32] = {};
-        std::memcpy(half, x + 32 * group, 32);
-        turn_group(half, place, group, to);
+#if defined(__AVX512VNNI__)
+
+// Rows of x [.., columns], whose columns 16 divides, become tile number `tile`.
+inline void turn_tile(const uint16_t* x, int64_t columns, int64_t tile, const HalfRows& to) {
+    const HalfTiles tiles(to.turned);
+    const int64_t first = tiles.first(tile), rows = tiles.rows(tile);
+    const PanelRows from(x, 2 * columns, first, first + rows);
+    const auto mask = static_cast<__mmask16>((1u << rows) - 1);
+    for (int64_t k = 0; k < to.stride; k += 16) {
+        const int64_t group = k / 32, stretch = group / kStretchGroups, step = 2 * groups_of(to, stretch) * rows;
+        uint16_t* at = tile_stretch(to, first, rows, stretch) + 2 * (group % kStretchGroups) * rows;
+        __m512i pairs[8] = {};
+        if (k < columns) turn_32(from, 2 * k, pairs);
+        for (int i = 0; i < 8; ++i) _mm512_mask_storeu_epi32(at + turn_of(k % 32 / 2 + i) * step, mask, pairs[i]);
     }
 }
-
-#if defined(__AVX512VNNI__)
 
 constexpr int kHalfPanels = 2;  // side by side
 constexpr int64_t kHalfColumns = kHalfPanels * kLanes;
 constexpr int kFolds = 4;  // of 16 sums
+constexpr int64_t kShortStretch = 768;  // columns, up to which two turns are computed at once
 
 // Of a turn. HAZARD: turns that lay a multiple of 4,096 bytes apart would all meet in one set of the first cache.
 constexpr int64_t kTurnFloats = (kStretchGroups * kHalfPanels + 1) * kLanes;
@@ -108,55 +114,83 @@ struct LinesAhead {
     }
 };
 
-// A tile of R rows of x times the panels in a stretch, which has `columns`, and turns of x so many `groups`. `sums` is
-// memory for those that wait to be folded.
-template <int R>
-__attribute__((target("avx512bf16"))) inline void multiply_half_tile(const float* turned, int64_t columns, const uint16_t* x,
+// N rows of x, of a tile whose rows are R, times the panels in one group of a turn.
+template <int N>
+__attribute__((target("avx512bf16"), always_inline)) inline void add_group(const float* w, const uint16_t* x,
+                                                                           Floats (&total)[N][kHalfPanels]) {
+    __m512bh ws[kHalfPanels];
+#pragma GCC unroll 2
+    for (int p = 0; p < kHalfPanels; ++p) ws[p] = (__m512bh)_mm512_loadu_ps(w + p * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < N; ++r) {
+        float both;
+        std::memcpy(&both, x + 2 * r, 4);
+        const __m512bh xs = (__m512bh)_mm512_set1_ps(both);
+#pragma GCC unroll 2
+        for (int p = 0; p < kHalfPanels; ++p) total[r][p] = _mm512_dpbf16_ps(total[r][p], ws[p], xs);
+    }
+}
+
+// N rows, from `x` on, of a tile that has R, times the panels in a stretch, which has `columns`, and turns of x so many
+// `groups`. T turns are computed at once. `sums` is memory for those that wait to be folded.
+template <int T, int N, int R>
+__attribute__((target("avx512bf16"))) inline void multiply_half_rows(const float* turned, int64_t columns, const uint16_t* x,
                                                                      int64_t groups, bool is_first, float* to, int64_t stride,
                                                                      float* sums, LinesAhead& ahead) {
-    constexpr int64_t kTile = R * kHalfPanels * kLanes;
-    for (int turn = 0; turn < 16; ++turn, turned += kTurnFloats, x += 2 * groups * R) {
-        const int64_t count = pair_of(turn) < 8 ? (columns + 16) / 32 : columns / 32;
+    constexpr int64_t kTile = N * kHalfPanels * kLanes;
+    const int64_t x_turn = 2 * groups * R, count = columns / 32;
+    for (int turn = 0; turn < 16; turn += T, turned += T * kTurnFloats, x += T * x_turn) {
         const uint16_t* at = x;
         const float* w = turned;
         ahead.fetch();
-        Floats total[R][kHalfPanels];
+        Floats total[T][N][kHalfPanels];
+#pragma GCC unroll 2
+        for (int t = 0; t < T; ++t)
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r)
+            for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2
-            for (int p = 0; p < kHalfPanels; ++p) total[r][p] = _mm512_setzero_ps();
-        for (int64_t g = 0; g < count; ++g, at += 2 * R, w += kHalfPanels * kLanes) {
-            __m512bh ws[kHalfPanels];
+                for (int p = 0; p < kHalfPanels; ++p) total[t][r][p] = _mm512_setzero_ps();
+        for (int64_t g = 0; g < count; ++g, at += 2 * R, w += kHalfPanels * kLanes)
 #pragma GCC unroll 2
-            for (int p = 0; p < kHalfPanels; ++p) ws[p] = (__m512bh)_mm512_loadu_ps(w + p * kLanes);
+            for (int t = 0; t < T; ++t) add_group<N>(w + t * kTurnFloats, at + t * x_turn, total[t]);
+        if (columns % 32 && pair_of(turn) < 8) add_group<N>(w, at, total[0]);  // half a group has the first 8 pairs
 #pragma GCC unroll 12
-            for (int r = 0; r < R; ++r) {
-                float both;
-                std::memcpy(&both, at + 2 * r, 4);
-                const __m512bh xs = (__m512bh)_mm512_set1_ps(both);
+        for (int r = 0; T == 2 && r < N; ++r)
 #pragma GCC unroll 2
-                for (int p = 0; p < kHalfPanels; ++p) total[r][p] = _mm512_dpbf16_ps(total[r][p], ws[p], xs);
-            }
-        }
-        const int folds = __builtin_ctz(~turn);  // as in a binary number that counts the sums
+            for (int p = 0; p < kHalfPanels; ++p) total[0][r][p] = total[0][r][p] + total[T - 1][r][p];
+        const int folds = __builtin_ctz(~(turn / T));  // as in a binary number that counts the sums
         for (int fold = 0; fold < folds; ++fold)
 #pragma GCC unroll 12
-            for (int r = 0; r < R; ++r)
+            for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2
                 for (int p = 0; p < kHalfPanels; ++p)
-                    total[r][p] = load(sums + fold * kTile + (r * kHalfPanels + p) * kLanes) + total[r][p];
-        const bool is_last = turn == 15;
+                    total[0][r][p] = load(sums + fold * kTile + (r * kHalfPanels + p) * kLanes) + total[0][r][p];
+        const bool is_last = turn + T == 16;
         float* const into = is_last ? to : sums + folds * kTile;
         const int64_t by = is_last ? stride : kHalfPanels * kLanes;
         const bool adds = is_last && !is_first;
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r)
+        for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2
             for (int p = 0; p < kHalfPanels; ++p) {
                 float* place = into + r * by + p * kLanes;
-                store(place, adds ? load(place) + total[r][p] : total[r][p]);
+                store(place, adds ? load(place) + total[0][r][p] : total[0][r][p]);
             }
     }
+}
+
+// A tile of R rows likewise. In a short stretch the sums that wait take much of the time: there it is two turns at once, of
+// one half of the rows after the other, which have as many sums.
+template <int R>
+void multiply_half_tile(const float* turned, int64_t columns, const uint16_t* x, int64_t groups, bool is_first, float* to,
+                        int64_t stride, float* sums, LinesAhead& ahead) {
+    constexpr int kFirst = (R + 1) / 2, kRest = R - kFirst;
+    if (columns > kShortStretch)
+        return multiply_half_rows<1, R, R>(turned, columns, x, groups, is_first, to, stride, sums, ahead);
+    multiply_half_rows<2, kFirst, R>(turned, columns, x, groups, is_first, to, stride, sums, ahead);
+    if constexpr (kRest > 0)
+        multiply_half_rows<2, kRest, R>(turned, columns, x + 2 * kFirst, groups, is_first, to + kFirst * stride, stride, sums,
+                                        ahead);
 }
 
 // All tiles of x times the panels in a stretch; R is the most rows of a tile.

@@ -73,7 +73,7 @@ int multiply_linear(const Matrix& matrix, const void* bias, const void* x, int64
                     const HalfRows from = rows;
                     rows = HalfRows{turned.values, turned.stride, count};
 #pragma omp for schedule(static)
-                    for (int64_t r = 0; r < count; ++r) turn_row(from.values + r * k, k, r, rows);
+                    for (int64_t tile = 0; tile < HalfTiles(count).count; ++tile) turn_tile(from.values, k, tile, rows);
                 }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < pieces; ++i) {

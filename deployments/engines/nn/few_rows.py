@@ -5,8 +5,8 @@ MKL packs all of a weight anew for each product, which for a short text takes as
 weight where it lies. MiniLM's forward, one thread of an AVX2 processor, ms with torch 2.13 and with the kernels: 12.6
 and 10.6 for 8 tokens, 17.7 and 16.0 for 22, 20.5 and 19.8 for 32, the same from 40 on. Of 24 shapes from 1 to 4,096
 rows and 256 to 10,240 inputs and outputs, on a Zen 5 their products take 0.47 to 0.58 of MKL's time, from 8 rows on.
-Those of bfloat16 take 0.42 to 0.81 of oneDNN's time up to 16 rows, from 64 on 0.94 to 1.03 where weights have 2,048
-columns and more, and 1.07 to 1.12 with 384.
+Those of bfloat16 take 0.39 to 0.71 of oneDNN's time up to 16 rows, and from 64 on 0.94 to 1.04, with 384 to 5,632
+columns.
 """
 
 from __future__ import annotations
