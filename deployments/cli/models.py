@@ -70,7 +70,9 @@ def models(
 def register(
     path: Annotated[str, typer.Argument(help="Checkpoint inside of the cluster's model_roots, or s3:// or hf:// URL.")],
     model: Annotated[str, typer.Option("--id", help="Under this name.")],
-    base: Annotated[list[str] | None, typer.Option(help="It is a LoRA for this model; may be repeated.")] = None,
+    base: Annotated[
+        list[str] | None, typer.Option(help="It is an adapter (LoRA, ControlNet, ...) for this model; may be repeated.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Cast floating tensors: float32, bfloat16, float16.")] = None,
     component: Annotated[str | None, typer.Option(help="Only this component of a pipeline.")] = None,
     like: Annotated[
@@ -83,7 +85,7 @@ def register(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Serve one more model or LoRA, or another version of one, without a restart. A file that ends with .json is a
+    """Serve one more model or adapter, or another version of one, without a restart. A file that ends with .json is a
     workflow of ComfyUI: it becomes a pipeline whose inputs are the nodes with a title of one word."""
     given = {"base": base or None, "dtype": dtype, "component": component, "description": description}
     if path.endswith(".json") and not path.endswith(".index.json") and "://" not in path:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from deployments.workflows.backend import Backend, Catalog, Report
-from deployments.workflows.kinds import MAX_SIDE, Input, Kind, Output, boolean, choice, integer, link, number, text
+from deployments.workflows.kinds import (
+    MAX_SIDE,
+    Input,
+    Kind,
+    Output,
+    boolean,
+    choice,
+    growing,
+    integer,
+    link,
+    number,
+    text,
+)
 from deployments.workflows.latents import encoded, grayed
+from deployments.workflows.resizing import resized, scaled_to_area
 from deployments.workflows.values import (
     PENDING,
     PENDING_LATENT,
@@ -25,6 +40,8 @@ from deployments.workflows.values import (
 )
 
 _METHODS: Final = ("offset", "index", "uxo/uno", "index_timestep_zero")
+_QWEN_CELL, _LATENT_CELL = 32, 16  # pixels of an image's cell, and of a latent's
+_QWEN_IMAGES: Final = tuple(f"image_{place}" for place in range(1, 17))
 _SIZES: Final = ("width", "height", "crop_w", "crop_h", "target_width", "target_height")
 
 
@@ -101,6 +118,38 @@ def _edit_prompt(clip: ClipValue, prompt: str, vae: VaeValue | None = None, **im
     """Return a prompt with the images that an editing model's encoder reads; with a VAE they are references too."""
     given = tuple(image for _, image in sorted(images.items()) if image is not None)
     return ((Prompt(clip, prompt, images=given, extra=(("edits", (vae is not None,)),)),),)
+
+
+def _qwen_21_prompt(
+    clip: ClipValue,
+    prompt: str,
+    negative_prompt: str,
+    images: Mapping[str, Image],
+    vae: VaeValue | None = None,
+    resolution: int = 1024,
+) -> tuple[Conditioning, Conditioning, Latent]:
+    """Return both prompts with the images scaled for the encoder and the VAE alike, and an empty latent."""
+    given = tuple(_whole_cells(images[name], resolution) for name in _QWEN_IMAGES if name in images)
+    width = height = resolution or 1024
+    latent = Latent(width=width // _LATENT_CELL * _LATENT_CELL, height=height // _LATENT_CELL * _LATENT_CELL)
+    if given:
+        latent = PENDING_LATENT
+        if isinstance(given[0], np.ndarray):
+            latent = Latent(width=given[0].shape[2], height=given[0].shape[1])
+    edits = (("edits", (vae is not None,)),) if given else ()
+    both = [(Prompt(clip, text, images=given, extra=edits),) for text in (prompt, negative_prompt)]
+    return both[0], both[1], latent
+
+
+def _whole_cells(image: Image, resolution: int) -> Image:
+    """Return the first of some images in the area of a square of this side, or in its own; in whole cells."""
+    if not isinstance(image, np.ndarray):
+        return image
+    _, height, width, _ = image.shape
+    size = max(1, round(width / _QWEN_CELL)) * _QWEN_CELL, max(1, round(height / _QWEN_CELL)) * _QWEN_CELL
+    if resolution:
+        size = scaled_to_area(width, height, resolution**2, _QWEN_CELL)
+    return image[:1] if size == (width, height) else resized(image[:1], *size, "lanczos")
 
 
 def _inpainting(
@@ -205,6 +254,17 @@ CONDITIONING: Final = (
         (_CLIP, _words("prompt"), link("vae", "VAE", required=False), *_IMAGES),
         _OUT,
         _edit_prompt,
+        is_opaque=True,
+    ),
+    Kind(
+        "TextEncodeQwenImage21",
+        (
+            *(_CLIP, _words("prompt"), _words("negative_prompt"), link("vae", "VAE", required=False)),
+            integer("resolution", 1024, 0, 4096, required=False),
+            growing("images", "IMAGE", _QWEN_IMAGES, 0),
+        ),
+        (*_BOTH, Output("LATENT", "latent")),
+        _qwen_21_prompt,
         is_opaque=True,
     ),
     Kind(

@@ -93,9 +93,9 @@ def _save(images: Image, filename_prefix: str = "ComfyUI") -> Later:
         raise Refused(f"a prefix of {len(filename_prefix)} characters: at most {_MAX_PREFIX}", "filename_prefix")
 
     async def act(backend: Backend, report: Report) -> Shown:
-        return Shown((), {"images": await saved(backend, images, filename_prefix)})
+        return Shown((images,), {"images": await saved(backend, images, filename_prefix)})
 
-    return Later(act, ())
+    return Later(act, (images,))
 
 
 def _save_as(images: Image, filename_prefix: str, format: Choice, embed_workflow: bool = True) -> Later:
@@ -107,9 +107,9 @@ def _save_as(images: Image, filename_prefix: str, format: Choice, embed_workflow
 
 def _preview(images: Image) -> Later:
     async def act(backend: Backend, report: Report) -> Shown:
-        return Shown((), {"images": await saved(backend, images, "ComfyUI_temp", "temp")})
+        return Shown((images,), {"images": await saved(backend, images, "ComfyUI_temp", "temp")})
 
-    return Later(act, ())
+    return Later(act, (images,))
 
 
 def _preview_mask(mask: Mask) -> Later:
@@ -143,21 +143,25 @@ _FILE: Final = Input("image", "COMBO")
 _IMAGES: Final = link("images", "IMAGE")
 
 
-def _output(name: str, inputs: tuple[Input, ...], function: Any) -> Kind:
-    return Kind(name, inputs, (), function, is_output=True, is_opaque=True, category="image")
+_HANDED_ON: Final = (Output("IMAGE", "images"),)
+
+
+def _output(name: str, inputs: tuple[Input, ...], function: Any, outputs: tuple[Output, ...] = ()) -> Kind:
+    return Kind(name, inputs, outputs, function, is_output=True, is_opaque=True, category="image")
 
 
 FILES: Final = (
     Kind("LoadImage", (_FILE,), (Output("IMAGE"), Output("MASK")), _load, category="image"),
     Kind("LoadImageOutput", (_FILE,), (Output("IMAGE"), Output("MASK")), _load, category="image"),
     Kind("LoadImageMask", (_FILE, choice("channel", _CHANNELS)), (Output("MASK"),), _load_mask, category="mask"),
-    _output("SaveImage", (_IMAGES, _PREFIX), _save),
+    _output("SaveImage", (_IMAGES, _PREFIX), _save, _HANDED_ON),
     _output(
         "SaveImageAdvanced",
         (_IMAGES, _PREFIX, dynamic("format", _FORMATS), boolean("embed_workflow", True, required=False)),
         _save_as,
+        _HANDED_ON,
     ),
-    _output("PreviewImage", (_IMAGES,), _preview),
+    _output("PreviewImage", (_IMAGES,), _preview, _HANDED_ON),
     _output("MaskPreview", (link("mask", "MASK"),), _preview_mask),
     _output(
         "ImageCompare",

@@ -11,6 +11,8 @@ from deployments.workflows.records import Refused
 from deployments.workflows.values import (
     ClipValue,
     ControlNetValue,
+    ControlUse,
+    Image,
     LoraUse,
     ModelValue,
     UpscalerValue,
@@ -88,8 +90,33 @@ def _noted(kind: str) -> Any:
     return noted
 
 
+def _cached(model: ModelValue, device: str, dtype: str) -> tuple[ModelValue]:
+    """Return the model: where its pipeline keeps keys and values of a prompt changes nothing, but for their dtype."""
+    if dtype != "default":
+        raise Refused(f"a cache in {dtype} changes the image: only `default` is honoured", "dtype")
+    return (model,)
+
+
 def _control_net(catalog: Catalog, control_net_name: str) -> tuple[ControlNetValue]:
     return (ControlNetValue(found_models(catalog, "controlnet", control_net_name, "control_net_name")[0]),)
+
+
+def _model_patch(catalog: Catalog, name: str) -> tuple[ControlNetValue]:
+    return (ControlNetValue(found_models(catalog, "model_patches", name, "name")[0]),)
+
+
+def _patched(
+    model: ModelValue, model_patch: ControlNetValue, vae: VaeValue, image: Image, strength: float, mask: Any = None
+) -> tuple[ModelValue]:
+    """Return a model with a ControlNet in its forwards, which reads the image by the model's own VAE."""
+    if mask is not None:
+        raise Refused("a mask of such a ControlNet is not honoured here", "mask")
+    if not set(model.models) & set(vae.models):
+        raise Refused("a ControlNet reads its image by the VAE of its model", "vae")
+    if strength == 0:
+        return (model,)
+    use = ControlUse(model_patch, image, strength, scaling="area")
+    return (replace(model, controls=(*model.controls, use)),)
 
 
 def _union_type(control_net: ControlNetValue, type: str) -> tuple[ControlNetValue]:
@@ -143,8 +170,25 @@ LOADERS: Final = (
     ),
     _loader("LoraLoaderModelOnly", (_MODEL, file("lora_name", "loras"), _STRENGTH), (Output("MODEL"),), _lora_model),
     Kind("CFGNorm", (_MODEL, number("strength", 1.0, 0.0, 100.0)), (Output("MODEL"),), _noted("CFGNorm")),
+    Kind(
+        "QwenImage21Cache",
+        (_MODEL, choice("device", ("auto", "gpu", "cpu", "off")), choice("dtype", ("default", "int8", "int4"))),
+        (Output("MODEL"),),
+        _cached,
+    ),
     Kind("CLIPSetLastLayer", (_CLIP, integer("stop_at_clip_layer", -1, -24, -1)), (Output("CLIP"),), _last_layer),
     _loader("ControlNetLoader", (file("control_net_name", "controlnet"),), (Output("CONTROL_NET"),), _control_net),
+    _loader("ModelPatchLoader", (file("name", "model_patches"),), (Output("MODEL_PATCH"),), _model_patch),
+    Kind(
+        "QwenImageDiffsynthControlnet",
+        (
+            *(_MODEL, link("model_patch", "MODEL_PATCH"), link("vae", "VAE"), link("image", "IMAGE")),
+            *(number("strength", 1.0, -10.0, 10.0), link("mask", "MASK", required=False)),
+        ),
+        (Output("MODEL"),),
+        _patched,
+        is_opaque=True,
+    ),
     Kind(
         "SetUnionControlNetType",
         (link("control_net", "CONTROL_NET"), choice("type", _UNION_TYPES)),

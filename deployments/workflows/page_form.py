@@ -139,6 +139,9 @@ class _Page:
             if slot.link is None:
                 continue
             source = self._source(place, slot.link, slot.type)
+            edge = place.graph.edges.get(_key(slot.link))
+            if source is None and not slot.is_widget and edge is not None and edge.origin == _FROM_HOST:
+                source = self._of_widget(place, edge.origin_slot)
             if isinstance(source, _Literal):
                 inputs[slot.name] = _sent(source.value)
             elif source is not None:
@@ -210,6 +213,19 @@ class _Page:
         promoted = [at for at in range(len(place.graph.inputs)) if self._feeds_widget(place.graph, at, 0)]
         if slot in promoted and promoted.index(slot) < len(place.host.values):
             return _Literal(place.host.values[promoted.index(slot)])
+        return None
+
+    def _of_widget(self, place: _Place, slot: int) -> _Literal | None:
+        """Return the value that an inner widget keeps, which other inputs behind the same slot read as the host's."""
+        for edge in place.graph.from_host.get(slot, ()):
+            target = place.graph.nodes.get(edge.target)
+            taken = next((one for one in target.inputs if _key(one.link) == edge.key), None) if target else None
+            kind = KINDS.get(target.type) if target is not None else None
+            if target is None or taken is None or kind is None or not taken.is_widget:
+                continue
+            found = next((value for name, _, value in widget_values(kind, target.values) if name == taken.name), None)
+            if found is not None:
+                return _Literal(found)
         return None
 
     def _feeds_widget(self, graph: _Graph, slot: int, depth: int) -> bool:

@@ -30,6 +30,13 @@ def bounded(number: int, height: int, width: int) -> tuple[int, int, int]:
     return number, height, width
 
 
+def scaled_to_area(width: int, height: int, area: int, cell: int) -> tuple[int, int]:
+    """Return the size of an image of this area with the same ratio, in whole cells."""
+    ratio = width / height
+    found = round(math.sqrt(area * ratio) / cell) * cell, round(math.sqrt(area / ratio) / cell) * cell
+    return max(cell, found[0]), max(cell, found[1])
+
+
 def resized(images: Array, width: int, height: int, method: str, crop: str = "disabled") -> Array:
     """Return images (number, height, width, channels) in another size; `center` crops them to its shape before."""
     number, old_height, old_width, _ = images.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, get_args
 
 from configs.options import SamplerName
@@ -35,48 +36,50 @@ def _planned_sigmas(levels: Levels, sampler: str, scheduler: str, steps: int, de
 
 
 def _ksampler(
-    catalog: Catalog,
-    model: ModelValue,
-    seed: int,
-    steps: int,
-    cfg: float,
-    sampler_name: str,
-    scheduler: str,
-    positive: Conditioning,
-    negative: Conditioning,
-    latent_image: Latent,
-    denoise: float,
+    catalog: Catalog, seed: int, steps: int, scheduler: str, denoise: float, **given: Any
 ) -> tuple[Latent, ...] | Later:
-    sigmas = _planned_sigmas(levels_of_model(catalog, model), sampler_name, scheduler, steps, denoise)
-    plan = Plan(model, positive, negative, cfg, Sampler(sampler_name), sigmas, seed, True, latent_image)
-    return sampled(catalog, plan)
+    sigmas = _scheduled(catalog, given, scheduler, steps, denoise)
+    return sampled(catalog, _plan(sigmas, seed, adds_noise=True, **given))
 
 
 def _ksampler_advanced(
     catalog: Catalog,
-    model: ModelValue,
     add_noise: str,
     noise_seed: int,
     steps: int,
-    cfg: float,
-    sampler_name: str,
     scheduler: str,
-    positive: Conditioning,
-    negative: Conditioning,
-    latent_image: Latent,
     start_at_step: int,
     end_at_step: int,
     return_with_leftover_noise: str,
+    **given: Any,
 ) -> tuple[Latent, ...] | Later:
-    sigmas = _planned_sigmas(levels_of_model(catalog, model), sampler_name, scheduler, steps, 1.0)
+    sigmas = _scheduled(catalog, given, scheduler, steps, 1.0)
     if end_at_step < len(sigmas) - 1:
         sigmas = sigmas[: end_at_step + 1]
         if return_with_leftover_noise == "disable":
             sigmas = (*sigmas[:-1], 0.0)
     sigmas = sigmas[start_at_step:] if start_at_step < len(sigmas) - 1 else ()
-    adds = add_noise == "enable"
-    plan = Plan(model, positive, negative, cfg, Sampler(sampler_name), sigmas, noise_seed, adds, latent_image)
-    return sampled(catalog, plan)
+    return sampled(catalog, _plan(sigmas, noise_seed, adds_noise=add_noise == "enable", **given))
+
+
+def _scheduled(catalog: Catalog, given: Mapping[str, Any], scheduler: str, steps: int, denoise: float) -> Sigmas:
+    return _planned_sigmas(levels_of_model(catalog, given["model"]), given["sampler_name"], scheduler, steps, denoise)
+
+
+def _plan(
+    sigmas: Sigmas,
+    seed: int,
+    *,
+    adds_noise: bool,
+    model: ModelValue,
+    cfg: float,
+    sampler_name: str,
+    positive: Conditioning,
+    negative: Conditioning,
+    latent_image: Latent,
+) -> Plan:
+    """Return the plan of what both kinds of KSampler are given."""
+    return Plan(model, positive, negative, cfg, Sampler(sampler_name), sigmas, seed, adds_noise, latent_image)
 
 
 def _custom(

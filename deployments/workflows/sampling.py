@@ -23,7 +23,14 @@ from deployments.workflows.records import Refused
 from deployments.workflows.references import READ, check_references, reference_latents, reference_pixels
 from deployments.workflows.resizing import resized
 from deployments.workflows.schedules import MAX_STEPS, Levels, levels_of
-from deployments.workflows.stock_models import STOCK_CLASSES, check_stock, drawn, stock_references
+from deployments.workflows.stock_models import (
+    STOCK_CLASSES,
+    check_stock,
+    drawn,
+    stock_images,
+    stock_references,
+    stock_text,
+)
 from deployments.workflows.values import (
     PENDING,
     PENDING_LATENT,
@@ -46,9 +53,16 @@ _OF_CLIPS: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # w
 # Languages models read these models' prompts, and brackets are characters of theirs.
 _UNWEIGHTED: Final = (
     *("Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "QwenImageEditPipeline"),
-    *("QwenImageEditPlusPipeline", "ZImagePipeline"),
+    *("QwenImageEditPlusPipeline", "ZImagePipeline", "QwenImage21Pipeline", "Krea2Pipeline", "ErnieImagePipeline"),
 )
-_T5_TOKENS: Final[Mapping[str, int]] = {"FluxPipeline": 256, "FluxKontextPipeline": 256, "StableDiffusion3Pipeline": 77}
+# As many as ComfyUI's T5 reads, or the most that a class reads.
+_MOST_TOKENS: Final[Mapping[str, int]] = {
+    "FluxPipeline": 256,
+    "FluxKontextPipeline": 256,
+    "StableDiffusion3Pipeline": 77,
+    "Lumina2Pipeline": 512,
+}
+_PATCHED: Final = ("ZImagePipeline",)  # whose ControlNets ComfyUI has as patches of models
 _GROWN_SIZES: Final = "sdxl_sizes"
 _NORMED: Final = "CFGNorm"
 
@@ -90,13 +104,13 @@ def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Lat
     for side, prompt in zip(("positive", "negative"), prompts, strict=False):
         _check_prompt(prompt, positive, side, facts, plan.latent)
     check_stock(plan, prompts, facts.class_name)
-    guidance: dict[str, Any] = {"guidance_scale": plan.cfg}
-    if STOCK_CLASSES[facts.class_name].reads_guidance:
-        guidance = {"guidance_scale": _guidance(positive), "true_cfg_scale": plan.cfg}
-    pictures = stock_references(positive)
+    rule = STOCK_CLASSES[facts.class_name]
+    pictures, sized = stock_images(positive, rule)
+    pictures = pictures or stock_references(positive)
+    text, options = stock_text(_words(positive, facts, "positive"), rule)
     request = ImageRequest(
         model=name,
-        prompt=_words(positive, facts, "positive"),
+        prompt=text,
         negative_prompt=None if negative is None else _words(negative, facts, "negative"),
         lora=_loras(plan.model, positive),
         n=plan.latent.batch,
@@ -104,9 +118,10 @@ def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Lat
         width=plan.latent.width or None,
         height=plan.latent.height or None,
         sampler=_sampler(replace(plan, cfg=1.0), plan.latent),
-        max_sequence_length=_T5_TOKENS.get(facts.class_name),
+        max_sequence_length=_MOST_TOKENS.get(facts.class_name),
         images={REFERENCES: pictures} if pictures else {},
-        **guidance,
+        extra=options | sized,
+        **rule.scales(plan.cfg, _guidance(positive)),
     )
     return drawn(request, count)
 
@@ -168,7 +183,7 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
         "noise_mask": None if mask is None else _for_batch(mask, batch),
         "output": output,
         "guidance_scale": _guidance(positive),
-        "max_sequence_length": _T5_TOKENS.get(facts.class_name),
+        "max_sequence_length": _MOST_TOKENS.get(facts.class_name),
         "prompt_syntax": "comfyui" if facts.class_name in _OF_CLIPS else "plain",
         "clip_skip": _clip_skip(positive, facts),
         "images": {REFERENCES: pictures} if pictures else {},
@@ -176,10 +191,11 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
     }
     if latent.samples is None:
         fields |= _sides(latent, facts)
-    parts = [_acting_part(use, plan, facts) for use in positive.controls]
+    controls = (*positive.controls, *plan.model.controls)
+    parts = [_acting_part(use, plan, facts) for use in controls]
     fields["control"] = tuple(
         _control(use, latent, part)
-        for use, part in zip(positive.controls, parts, strict=True)
+        for use, part in zip(controls, parts, strict=True)
         if use.image is not PENDING and part is not None
     )
     return ImageRequest(**fields)
@@ -201,6 +217,10 @@ def _check_model(plan: Plan, facts: ModelFacts) -> None:
     for kind, _ in plan.model.extra:
         if kind != _NORMED or len(plan.model.extra) > 1:
             raise Refused(f"{kind} changes the model in a way that this cluster does not", "model")
+    if plan.model.controls and facts.class_name not in _PATCHED:
+        raise Refused(
+            f"patches of a {facts.class_name} are not honoured here: apply a ControlNet to the prompts", "model"
+        )
     options = dict(plan.sampler.options)
     if unknown := options.keys() - {"eta", "s_noise"}:
         raise Refused(f"{min(unknown)} is no option of the sampler here", "sampler")
@@ -269,7 +289,7 @@ def _words(prompt: Prompt, facts: ModelFacts, side: str) -> str:
         if facts.class_name in _OF_CLIPS:
             return words or NO_PROMPT
         if "(" in words.replace("\\(", "").replace("\\)", ""):
-            raise Refused(f"weights in prompts are for CLIP, and a {facts.class_name} reads them with T5 too", side)
+            raise Refused(f"weights in prompts are for CLIP, and a {facts.class_name} has another text encoder", side)
         words = words.replace("\\(", "(").replace("\\)", ")")
     return words or NO_PROMPT
 
@@ -325,7 +345,7 @@ def _control(use: ControlUse, latent: Latent, part: tuple[float, float]) -> Cont
         raise Refused(f"{len(image)} images for a ControlNet: a request has one", "positive")
     width, height = latent.width, latent.height
     if width and height and image.shape[1:3] != (height, width):
-        image = resized(image, width, height, "nearest-exact", "center")
+        image = resized(image, width, height, use.scaling, "center")
     pixels = np.rint(np.clip(image[0, :, :, :3], 0, 1) * 255).astype(np.uint8)
     start, end = part
     return ControlNetUse(name=use.net.name, image=pixels, scale=use.strength, start=start, end=end)

@@ -41,6 +41,10 @@ _FLOWS: Final[Mapping[str, tuple[float, int]]] = {
     "QwenImagePipeline": (math.exp(1.15), _LONG_TABLE),
     "QwenImageEditPipeline": (math.exp(1.15), _LONG_TABLE),
     "QwenImageEditPlusPipeline": (math.exp(1.15), _LONG_TABLE),
+    "QwenImage21Pipeline": (math.exp(0.69), _LONG_TABLE),
+    "Krea2Pipeline": (math.exp(1.15), _LONG_TABLE),
+    "ErnieImagePipeline": (3.0, _TABLE),
+    "Lumina2Pipeline": (6.0, _TABLE),
 }
 _ADDED: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 _SHIFTED_BY_NODES: Final = ("HiDreamImagePipeline", "OvisImagePipeline")  # flows whose workflows say their shift

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from configs.options import DRAWING_SAMPLERS
-from deployments.records import ImageRequest
+from deployments.records import MAX_NAMED_IMAGES, ImageRequest
 from deployments.workflows.backend import Backend, Report
 from deployments.workflows.images import KONTEXT_SIZES
 from deployments.workflows.records import Refused
+from deployments.workflows.references import EDITS
+from deployments.workflows.resizing import scaled_to_area
 from deployments.workflows.values import PENDING, Latent, Later, Plan, Prompt
 
 _CELL: Final = 16  # pixels
+_QWEN_21_CELL: Final = 32
 _IS_NOISE: Final = 1e-4  # so near to 1, the first level is noise alone
+_COLORS: Final = 3
 _AREA: Final = 1024 * 1024  # of the images that some pipelines make, whatever is asked for
 
 
@@ -30,14 +34,29 @@ class StockRule:
     """A class whose guidance is the negative prompt's output and, times the scale, the difference of the prompt's.
 
     Its images have whole cells, and perhaps one area: the exact sides, `cut` or `rounded`, in whole cells. It may read
-    images beside its latents, and a guidance of FluxGuidance. One that `draws` has latents in the shape of images, in
-    which samplers draw the noise of their steps.
+    images beside its latents: latents of encoded images as `references`, or the `images` of its prompt's node, which
+    come in whole cells. One that `draws` has latents in the shape of images, in which samplers draw the noise of their
+    steps. `scale` is the parameter of the scale; `guidance_scale` may begin above one (`beyond_one`), and be beside it
+    that of FluxGuidance. `options` are further parameters, without which its pipeline would do more than its nodes say.
+    Where a text is `parted`, what stands before the part is the parameter `system_prompt`.
     """
 
     area: Literal["any", "cut", "rounded"] = "any"
     most_references: int = 0
+    most_images: int = 0
+    scale: Literal["guidance_scale", "true_cfg_scale", "beyond_one"] = "guidance_scale"
     reads_guidance: bool = False
     draws: bool = False
+    cell: int = _CELL
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parted: str = ""
+
+    def scales(self, cfg: float, guidance: float) -> dict[str, Any]:
+        """Return the parameters of guidance by `cfg`, and of what FluxGuidance said."""
+        if self.scale == "beyond_one":
+            return {"guidance_scale": cfg - 1}
+        found = {self.scale: cfg}
+        return found | {"guidance_scale": guidance} if self.reads_guidance else found
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return the size of the images that are made where this is asked for, as diffusers calculates it."""
@@ -47,13 +66,17 @@ class StockRule:
             sides = width * scale, height * scale
         if self.area == "rounded":
             sides = round(sides[0]), round(sides[1])
-        return int(sides[0] // _CELL * _CELL), int(sides[1] // _CELL * _CELL)
+        return int(sides[0] // self.cell * self.cell), int(sides[1] // self.cell * self.cell)
 
 
 STOCK_CLASSES: Final[Mapping[str, StockRule]] = {
     "HiDreamImagePipeline": StockRule("cut", draws=True),
     "OvisImagePipeline": StockRule(),
-    "FluxKontextPipeline": StockRule("rounded", most_references=1, reads_guidance=True),
+    "FluxKontextPipeline": StockRule("rounded", most_references=1, scale="true_cfg_scale", reads_guidance=True),
+    "Krea2Pipeline": StockRule(scale="beyond_one"),
+    "ErnieImagePipeline": StockRule(draws=True, options={"use_pe": False}),
+    "Lumina2Pipeline": StockRule(draws=True, options={"cfg_normalization": False}, parted=" <Prompt Start> "),
+    "QwenImage21Pipeline": StockRule(scale="true_cfg_scale", cell=_QWEN_21_CELL, most_images=MAX_NAMED_IMAGES),
 }
 
 
@@ -79,12 +102,49 @@ def check_stock(plan: Plan, prompts: Sequence[Prompt], class_name: str) -> None:
             raise Refused(f"a {class_name} reads a text as it is", side)
         if prompt.guidance is not None and not rule.reads_guidance:
             raise Refused(f"a {class_name} reads no guidance", side)
-        if prompt.controls or prompt.images or prompt.inpainting is not None:
+        if prompt.controls or prompt.inpainting is not None:
             raise Refused(f"a {class_name} reads no such image", side)
-        if len(prompt.references) > rule.most_references:
-            raise Refused(f"{len(prompt.references)} references: a {class_name} reads {rule.most_references}", side)
-        if [id(one) for one in prompt.references] != [id(one) for one in prompts[0].references]:
+        if prompt.images and (EDITS, (True,)) not in prompt.extra:
+            raise Refused("an editing model's VAE reads the images, too: link it to the prompt's node", side)
+        for what, count, most in (
+            ("references", len(prompt.references), rule.most_references),
+            ("images", len(prompt.images), rule.most_images),
+        ):
+            if count > most:
+                raise Refused(f"{count} {what}: a {class_name} reads {most}", side)
+        own, first = ([id(image) for image in (*one.images, *one.references)] for one in (prompt, prompts[0]))
+        if own != first:
             raise Refused("both prompts are read beside the same images", side)
+
+
+def stock_text(words: str, rule: StockRule) -> tuple[str, dict[str, Any]]:
+    """Return a prompt, and the parameters for a class that parts it from what stands before it. Raises Refused."""
+    if not rule.parted:
+        return words, dict(rule.options)
+    before, found, after = words.partition(rule.parted)
+    if not found or not before or not after:
+        raise Refused(f"the text has no {rule.parted.strip()!r} between the system's prompt and its own", "positive")
+    return after, dict(rule.options) | {"system_prompt": before}
+
+
+def stock_images(prompt: Prompt, rule: StockRule) -> tuple[tuple[npt.NDArray[np.uint8], ...], dict[str, Any]]:
+    """Return the images of a prompt's node, and the parameter that leaves their sizes; none while they are not there.
+
+    Raises Refused for those that no one resolution leaves as they are: the class scales all to one area.
+    """
+    arrays = [image for image in prompt.images if isinstance(image, np.ndarray)]
+    if not arrays:
+        return (), {}
+    sizes = [(one.shape[2], one.shape[1]) for one in arrays]
+    if any(one.shape[-1] != _COLORS for one in arrays):
+        raise Refused("an image with transparency beside a prompt: expected three colors", "positive")
+    side = round(math.sqrt(sizes[0][0] * sizes[0][1]))
+    for size in sizes:
+        if scaled_to_area(*size, side * side, rule.cell) != size:
+            shown = ", ".join("{}x{}".format(*one) for one in sizes)
+            raise Refused(f"images of {shown}: their model scales all to one area; say a resolution", "positive")
+    pixels = tuple(np.rint(np.clip(one[0], 0, 1) * 255).astype(np.uint8) for one in arrays)
+    return pixels, {"output_resolution": side}
 
 
 def stock_references(prompt: Prompt) -> tuple[npt.NDArray[np.uint8], ...]:

@@ -80,13 +80,15 @@ class LoraUse:
 class ModelValue:
     """MODEL. `models` are the registered ones that have the file; what else is linked to a sampler decides which.
 
-    `extra` has what further nodes say of it, by their kinds: a sampler refuses what it does not know.
+    `controls` act on its forwards, for either prompt. `extra` has what further nodes say of it, by their kinds: a
+    sampler refuses what it does not know.
     """
 
     models: tuple[str, ...]
     loras: tuple[LoraUse, ...] = ()
     shift: Shift | None = None
     extra: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    controls: tuple[ControlUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +151,15 @@ class UpscalerValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlUse:
-    """A ControlNet on a conditioning: the image that it reads, its strength, and from and to which percent it acts."""
+    """A ControlNet on a conditioning or a model: the image that it reads, and how that is scaled to the latent's size,
+    its strength, and from and to which percent it acts."""
 
     net: ControlNetValue
     image: Image
     strength: float
     start: float = 0.0
     end: float = 1.0
+    scaling: str = "nearest-exact"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,6 +256,7 @@ _CLASSES: Final[Mapping[str, type]] = {
     "CLIP": ClipValue,
     "VAE": VaeValue,
     "CONTROL_NET": ControlNetValue,
+    "MODEL_PATCH": ControlNetValue,
     "UPSCALE_MODEL": UpscalerValue,
     "CONDITIONING": tuple,
     "SIGMAS": tuple,

@@ -175,7 +175,7 @@ def _read_raw(adapter: LoraAdapter, family: AdaptedParts, component: str, module
     # diffusers' own names first, then other names of its layers: a file may have a layer fused and divided.
     for name in sorted(there, key=lambda name: (there[name].paths != (name,), len(there[name].paths))):
         if twice := [path for path in there[name].paths if path in pairs]:
-            _warn(adapter, f"{twice[0]} is there twice, and the other one", [name])
+            _warn(adapter, f"further tensors of {twice[0]} are under another name", [name])
             continue
         product = product_of(name, layers[name], config.alpha_of(name), use_rslora=config.use_rslora)
         pairs |= _placed(name, there[name], product, module, family)

@@ -513,7 +513,7 @@ def part_of(name: str, beside: Container[str] = ()) -> tuple[str, str]:
     plain = without_adapter(name)
     for end in _LONGEST_FIRST:
         if plain.endswith(end) and len(plain) > len(end):
-            return plain.removesuffix(end), _ENDS[end]
+            return plain.removesuffix(end).removesuffix("_"), _ENDS[end]  # some trainers end flat names so
     if name.endswith(_IA3) and name.removesuffix(_IA3) + ON_INPUT in beside:
         return name.removesuffix(_IA3), "ia3"
     kind = next((kind for part, kind in _FOREIGN.items() if part in name), None)

@@ -1,16 +1,16 @@
 """Layers whose result for a row does not depend on the rows beside it, bit for bit, on the CPU.
 
 Torch chooses its float32 kernels on a CPU by the number of rows (2.13). MKL multiplies one row, two or three, and four
-or more in three ways, with AVX-512 up to 16 rows in two more, by the size of the weight, with several threads the
-first dozen rows in yet others, and with less than a dozen outputs a row by its place among the others; a convolution
-goes to oneDNN or elsewhere by the size of the batch. Here few rows, and few outputs, are padded, and every convolution
-goes to oneDNN, whose fixed cost of about 60 us is felt by convolutions of less than a million multiplications only.
-HAZARD: on Intel's processors, with several threads, products of a thousand inputs and more differ even so where there
-are 70 rows or more, and with AVX2 alone every product does; MKL_CBWR=AUTO,STRICT in the environment of the processes
-is MKL's own way to have all of them alike (as fast from 16 rows on, and up to half as fast with one). A half precision
-product goes to oneDNN where the processor has its instructions, but for those of 16^3 multiplications and less
-(mkldnn_gemm_min_size), so that a row of a small layer alone goes elsewhere: it is padded beyond that. HAZARD: with
-AMX, products in half precision of some 500 inputs and more differ by their number of rows;
+or more in three ways, with AVX-512 up to 16 rows in two more, by the size of the weight, with several threads the first
+dozen rows in yet others, and with less than a dozen outputs a row by its place among the others; a convolution goes to
+oneDNN or elsewhere by the size of the batch. Here few rows, and few outputs, are padded, and every convolution goes to
+oneDNN, whose fixed cost of about 60 us is felt by convolutions of less than a million multiplications only. HAZARD: on
+Intel's processors, with several threads, products of a thousand inputs and more differ even so where there are 70 rows
+or more, and with AVX2 alone every product does; MKL_CBWR=AUTO,STRICT in the environment of the processes is MKL's own
+way to have all of them alike (as fast from 16 rows on, and up to half as fast with one). A half precision product goes
+to oneDNN where the processor has its instructions, but for those of 16^3 multiplications and less
+(mkldnn_gemm_min_size), so that a row of a small layer alone goes elsewhere: it is padded beyond that. HAZARD: with AMX,
+products in half precision of some 500 inputs and more differ by their number of rows;
 ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 is oneDNN's way to do without it. Other operations that diffusers' models use need
 nothing of this (tests/unit/deployments/engines/nn/test_batch_invariant.py looks at each), as long as a row has a
 multiple of 32 elements: what is left over after pairs of vectors, of 8 floats with AVX2 and of 16 with AVX-512, is

@@ -30,7 +30,7 @@ _FOLDERS_OF: Final[Mapping[str, tuple[Folder, ...]]] = {
     "diffusion": ("checkpoints", "diffusion_models", "text_encoders", "vae"),
     "llm": ("text_encoders",),
     "adapter": ("loras",),
-    "controlnet": ("controlnet",),
+    "controlnet": ("controlnet", "model_patches"),
     "upscaler": ("upscale_models",),
 }
 

@@ -226,6 +226,15 @@ def test_with_proxies_the_inner_values_hold() -> None:
     assert (inputs["width"], inputs["height"]) == (10, 20)
 
 
+@pytest.mark.parametrize(("properties", "expected"), [({"proxyWidgets": [["5", "width"]]}, 10), ({}, 100)])
+def test_an_input_beside_a_promoted_widget_reads_its_value(properties: dict[str, Any], expected: int) -> None:
+    """The host hands its value on to all inner inputs of the slot, of which only the first is a widget's."""
+    inner = scaler()
+    inner.add(6, "PreviewAny", [None], ("source:*",), ("STRING",)).link(-10, 1, 6, "source")
+    node = hosting([100, 200], properties=properties).read(inner).nodes["2:6"]
+    assert node.inputs["source"] == expected
+
+
 def test_two_instances_and_subgraphs_in_subgraphs() -> None:
     outer = Page("outer", ("image", "width"), ("out",))
     outer.add(7, "scaler", [1000, 2000], ("image:IMAGE", "width:INT:w", "height:INT:w"), ("IMAGE",))

@@ -45,6 +45,11 @@ CLASSES = {
     "pixart": ModelFacts("PixArtAlphaPipeline"),
     "kontext": ModelFacts("FluxKontextPipeline"),
     "hidream": ModelFacts("HiDreamImagePipeline"),
+    "z": ModelFacts("ZImagePipeline"),
+    "krea": ModelFacts("Krea2Pipeline"),
+    "ernie": ModelFacts("ErnieImagePipeline"),
+    "lumina": ModelFacts("Lumina2Pipeline"),
+    "qwen_21": ModelFacts("QwenImage21Pipeline"),
     "refiner": ModelFacts("StableDiffusionXLImg2ImgPipeline"),
 }
 SIZE = Latent(batch=2, width=64, height=96)
@@ -347,6 +352,116 @@ def test_what_diffusers_own_code_does_not_do_is_refused_before_anything_runs(cha
     with pytest.raises(Refused, match=shown) as caught:
         KINDS["KSampler"].function(Drawing(), **drawn_by_stock(**changes))
     assert caught.value.input == input
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        ("krea", {"guidance_scale": 4.0, "prompt": "s <Prompt Start> a cat", "extra": {}}),
+        ("ernie", {"guidance_scale": 5.0, "extra": {"use_pe": False}}),
+        (
+            "lumina",
+            {
+                **{"guidance_scale": 5.0, "prompt": "a cat", "negative_prompt": "a dog", "max_sequence_length": 512},
+                "extra": {"cfg_normalization": False, "system_prompt": "s"},
+            },
+        ),
+        ("qwen_21", {"true_cfg_scale": 5.0, "extra": {}}),
+    ],
+)
+async def test_classes_are_asked_for_plain_guidance_in_their_own_words(of: str, expected: dict[str, Any]) -> None:
+    backend, clip = Drawing(), ClipValue((of,))
+    said = {"positive": (Prompt(clip, "s <Prompt Start> a cat"),), "negative": (Prompt(clip, "a dog"),)}
+    given = ksampler(of=of, latent_image=Latent(width=1024, height=992), cfg=5.0) | said
+    later = KINDS["KSampler"].function(backend, **given)
+    await later.act(backend, lambda *_: None)
+    (request,) = backend.requests
+    assert {name: getattr(request, name) for name in expected} == expected
+
+
+def test_a_text_without_a_system_prompt_is_refused_where_the_class_puts_one_before_it():
+    given = ksampler(of="lumina", latent_image=Latent(width=1024, height=1024))
+    with pytest.raises(Refused, match="no '<Prompt Start>'"):
+        KINDS["KSampler"].function(Drawing(), **given)
+
+
+def prompts_of_qwen_21(**changes: Any) -> tuple[Any, ...]:
+    plain = {"clip": ClipValue(("qwen_21",)), "prompt": "a hat", "negative_prompt": "", "images": {}, "resolution": 0}
+    return KINDS["TextEncodeQwenImage21"].function(**plain | changes)
+
+
+@pytest.mark.parametrize("resolution", [0, 256, 1024])
+async def test_images_beside_a_prompt_of_qwen_image_2_1_keep_the_size_that_its_node_gives_them(resolution: int) -> None:
+    from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_dimensions
+
+    pixels = seeded_rng().integers(0, 256, (1, 200, 330, 3)).astype(np.float32) / 255
+    images, vae = {"image_1": pixels, "image_2": pixels[:, ::-1]}, VaeValue(("qwen_21",))
+    positive, negative, latent = prompts_of_qwen_21(images=images, vae=vae, resolution=resolution)
+    size = calculate_dimensions(resolution**2, 330 / 200)[:2] if resolution else (320, 192)
+    assert (latent.width, latent.height) == size
+    said = {"model": ModelValue(("qwen_21",)), "positive": positive, "negative": negative, "latent_image": latent}
+    backend = Drawing()
+    await KINDS["KSampler"].function(backend, **ksampler(cfg=3.0) | said).act(backend, lambda *_: None)
+    (request,) = backend.requests
+    assert [one.shape[1::-1] for one in request.references] == [size, size]
+    side = request.extra["output_resolution"]
+    assert calculate_dimensions(side**2, size[0] / size[1])[:2] == size
+    assert (request.width, request.height, request.true_cfg_scale) == (*size, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("images", "has_vae", "shown"),
+    [
+        ({"image_1": np.zeros((1, 64, 64, 3), np.float32)}, False, "link it"),
+        ({"image_1": np.zeros((1, 64, 64, 4), np.float32)}, True, "transparency"),
+        ({f"image_{at}": np.zeros((1, 64 * at, 64, 3), np.float32) for at in (1, 2)}, True, "64x64, 64x128"),
+    ],
+)
+def test_images_that_qwen_image_2_1_would_read_otherwise_are_refused(images, has_vae, shown):
+    vae = {"vae": VaeValue(("qwen_21",))} if has_vae else {}
+    positive, negative, _ = prompts_of_qwen_21(images=images, **vae)
+    said = {"model": ModelValue(("qwen_21",)), "positive": positive, "negative": negative}
+    with pytest.raises(Refused, match=shown):
+        KINDS["KSampler"].function(Drawing(), **ksampler(latent_image=Latent(width=64, height=64)) | said)
+
+
+def test_a_cache_of_qwen_image_2_1_that_rounds_is_refused():
+    model = ModelValue(("qwen_21",))
+    assert KINDS["QwenImage21Cache"].function(model, device="cpu", dtype="default") == (model,)
+    with pytest.raises(Refused, match="a cache in int8"):
+        KINDS["QwenImage21Cache"].function(model, device="cpu", dtype="int8")
+
+
+async def test_a_patch_of_z_image_is_a_control_of_all_forwards() -> None:
+    image, net = np.full((1, 96, 64, 3), 0.5, np.float32), ControlNetValue("union")
+    patch = {"model": ModelValue(("z",)), "vae": VaeValue(("z",)), "model_patch": net, "image": image, "strength": 0.7}
+    (model,) = KINDS["QwenImageDiffsynthControlnet"].function(**patch)
+    backend = Asked()
+    later = KINDS["KSampler"].function(backend, **ksampler(of="z", model=model, cfg=1.0))
+    await later.act(backend, lambda *_: None)
+    (use,) = backend.requests[0].control
+    assert (use.name, use.scale, use.start, use.end) == ("union", 0.7, 0.0, 1.0)
+    np.testing.assert_array_equal(use.image, np.full((96, 64, 3), 128))
+    for changes, shown in [({"mask": image[..., 0]}, "mask"), ({"vae": VaeValue(("flux",))}, "the VAE of its model")]:
+        with pytest.raises(Refused, match=shown):
+            KINDS["QwenImageDiffsynthControlnet"].function(**patch | changes)
+    (flux,) = KINDS["QwenImageDiffsynthControlnet"].function(
+        **patch | {"model": ModelValue(("flux",)), "vae": VaeValue(("flux",))}
+    )
+    with pytest.raises(Refused, match="patches of a FluxPipeline"):
+        KINDS["KSampler"].function(backend, **ksampler(of="flux", model=flux))
+
+
+async def test_what_is_saved_is_handed_on() -> None:
+    workflow = workflow_of(
+        empty=("EmptyImage", {"width": 16, "height": 16, "batch_size": 1, "color": 255}),
+        save=("SaveImage", {"images": ("empty", 0), "filename_prefix": "a"}),
+        show=("PreviewImage", {"images": ("save", 0)}),
+    )
+    backend = FakeBackend()
+    assert check(workflow, backend).errors == ()
+    shown = await run_workflow(workflow, backend, Told())
+    assert sorted(shown) == ["save", "show"]
 
 
 async def test_kontext_reads_an_encoded_image_of_its_sizes():

@@ -154,6 +154,25 @@ def test_what_has_no_effect_is_said(sdxl, tmp_path, caplog):
     assert f"1 of {len(pairs) + 1} modules are not in a UNet2DConditionModel and have no effect" in caplog.text
 
 
+def test_flat_names_may_end_with_an_underscore_and_further_names_of_a_layer_are_told(sdxl, tmp_path, caplog):
+    plain = kohya_with_a_module_more(sdxl)
+    ended = {"_.".join(name.split(".", 1)): tensor for name, tensor in plain.items()}
+    found = []
+    for file, tensors in (("plain", plain), ("ended", ended)):
+        save_file(tensors, tmp_path / f"{file}.safetensors")
+        found.append(sdxl.ours._loras.pairs_of(load_adapter(tmp_path / f"{file}.safetensors")))
+    assert found[0]
+    assert found[1].keys() == found[0].keys()
+    assert all(torch.equal(pair.up, found[0][layer].up) for layer, pair in found[1].items())
+    flat = "lora_unet_{}.alpha"
+    paths = [path for path, _ in sdxl.stock.unet.named_modules() if flat.format(path.replace(".", "_")) in plain]
+    path, pair = paths[0], found[0][sdxl.ours.denoiser.get_submodule(paths[0])]
+    both = {f"unet.{path}.lora_A.weight": pair.down.clone(), f"unet.{path}.lora_B.weight": pair.up.clone()}
+    save_file(plain | both, tmp_path / "both.safetensors")
+    assert sdxl.ours._loras.pairs_of(load_adapter(tmp_path / "both.safetensors")).keys() == found[0].keys()
+    assert f"further tensors of {path} are under another name and have no effect" in caplog.text
+
+
 def test_of_another_model_nothing_is_left_out(sdxl, make_request, tmp_path):
     name = "lora_unet_down_blocks_3_attentions_7_transformer_blocks_0_attn2_to_k"
     tensors = {f"{name}.lora_down.weight": torch.ones(2, 12), f"{name}.lora_up.weight": torch.ones(8, 2)}

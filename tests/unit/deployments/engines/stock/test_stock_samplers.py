@@ -14,11 +14,13 @@ from kit.tiny.classes import CASES, assembled
 from kit.tiny.clips import wan
 from kit.tiny.further import FURTHER_CASES
 from kit.tiny.pipelines import PIPELINES, make, saved
+from kit.tiny.seeing import SEEING_CASES
 from unit.deployments.engines.stock.test_stock_pipelines import PROMPT, load, one_thread, run, split
 
 from configs.options import Sampler
 from deployments.engines.records.protocol import EngineError, StockRequest
 from deployments.engines.stock.engine import StockEngine
+from deployments.workflows.stock_models import STOCK_CLASSES, stock_text
 
 __all__ = ["one_thread"]
 
@@ -71,6 +73,51 @@ def test_a_sampler_over_a_schedulers_levels_makes_diffusers_image(class_name: st
             run(engine, request_of(class_name, asked, 3.0))
     with pytest.raises(EngineError, match="in place of scheduler_options"):
         run(engine, replace(request, scheduler_options={"shift": 2.0}))
+
+
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        *("Krea2Pipeline", "Lumina2Pipeline"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("ErnieImagePipeline", "QwenImage21Pipeline")),
+    ],
+)
+def test_the_parameters_of_a_workflow_guide_plainly(class_name: str, tmp_path: Path) -> None:
+    """The judge is the formula over what the model gave in diffusers' own run, whose image is that of the engine."""
+    rule, cases = STOCK_CLASSES[class_name], ALL | SEEING_CASES
+    text, extra = stock_text(f"a painter{rule.parted}{PROMPT}" if rule.parted else PROMPT, rule)
+    if class_name in PIPELINES:
+        stock = make(class_name, tmp_path)
+        sizes = {"height": 32, "width": 32}
+    else:
+        stock = saved(lambda: assembled(class_name, **cases[class_name].parts()), tmp_path)
+        sizes = {name: cases[class_name].options[name] for name in ("height", "width")}
+    given: list[torch.Tensor] = []
+    guided: list[torch.Tensor] = []
+    stock.transformer.register_forward_hook(lambda module, args, output: given.append(output[0]))
+    step = stock.scheduler.step
+
+    def watched(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        guided.append(output.clone())
+        return step(output, *args, **kwargs)
+
+    stock.scheduler.step = watched
+    fields = sizes | {"negative_prompt": "a dog", "num_inference_steps": 2} | rule.scales(3.0, 0.0)
+    generator = torch.Generator().manual_seed(3)
+    made = stock(prompt=text, **fields, **extra, generator=generator, output_type="np").images
+    sign = -1 if class_name == "Lumina2Pipeline" else 1
+    for number, found in enumerate(guided):
+        if class_name == "ErnieImagePipeline":
+            without, with_prompt = given[number].chunk(2)
+        else:
+            with_prompt, without = (one[:, -found.shape[1] :] for one in given[2 * number : 2 * number + 2])
+        assert (with_prompt != without).any()
+        torch.testing.assert_close(sign * found, without + 3 * (with_prompt - without), rtol=1e-4, atol=1e-5)
+    levels = tuple(float(sigma) for sigma in stock.scheduler.sigmas)
+    sampler = Sampler(name="euler", sigmas=levels)
+    engine = StockEngine(load(tmp_path))
+    images = run(engine, StockRequest("r", 3, text, sampler=sampler, fields=fields, extra=extra))[0].images
+    assert np.abs(images - (made[..., :3] * 255).round()).max() <= 1  # without the transparency of Qwen-Image 2.1
 
 
 def test_noise_of_steps_is_drawn_from_the_seed_that_follows(tmp_path: Path) -> None:
