@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
 
 from configs.errors import shown
+from configs.hub_names import hub_hint
 from configs.options import PictureOptions, SamplingOptions
 
 # Ids become file names in the store and path segments in URLs, so they are kept to one plain word.
@@ -65,7 +66,8 @@ def _parse_source(value: Any) -> Any:
             )
         return value
     if scheme != "s3":
-        raise ValueError(f"unknown scheme {scheme}:// (known: s3://, hf://; a path needs none)")
+        hint = f"; a model of the hub is {meant}" if (meant := hub_hint(value)) else ""
+        raise ValueError(f"unknown scheme {scheme}:// (known: s3://, hf://; a path needs none){hint}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+(/[^?#]*)?", rest):
         raise ValueError("expected s3://bucket/prefix; credentials come from the environment only")
     return value

@@ -214,10 +214,6 @@ def _naming_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
         if stage.name in seen:
             yield PipelineProblem(("stages", index, "name"), f"{stage.name!r} is the name of an earlier stage already")
         seen.add(stage.name)
-    if all(is_optional(type_) for type_ in config.inputs.values()):
-        yield PipelineProblem(
-            ("inputs",), "all of them may be left out; at least one must say how many items a request has"
-        )
 
 
 def _reference_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:

@@ -12,10 +12,6 @@ _SPARE_BYTES: Final = 2**28  # of the object store: extents on their way, answer
 _LEAST_STORE_BYTES: Final = 2**29
 _LEAST_PRIVATE_BYTES: Final = 2**29
 _CARD_SHARE: Final = 0.85  # the rest is for activations that no budget counts, and for the card's libraries
-_HUBS: Final = re.compile(
-    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>[^/?#]+/[^/?#]+)(?P<rest>/[^?#]*)?(?:[?#].*)?"
-)
-_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SUFFIXES: Final = (".safetensors", ".gguf", ".onnx", ".pt2")
 
 
@@ -37,14 +33,6 @@ def model_id(source: str, taken: Collection[str] = ()) -> str:
     plain = re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")[:120] or "model"
     numbers = (plain if number == 1 else f"{plain}-{number}" for number in range(1, len(taken) + 2))
     return next(one for one in numbers if one not in taken)
-
-
-def hub_hint(source: str) -> str:
-    """Return the `hf://` URL that somebody meant by a page's address or a bare name; "" where it is neither."""
-    if page := _HUBS.fullmatch(source):
-        rest = re.sub(r"^/(resolve|blob|tree)/(?P<revision>[^/]+)", r"@\g<revision>", page["rest"] or "").rstrip("/")
-        return f"hf://{page['name']}{rest.removeprefix('@main') if rest.startswith('@main') else rest}"
-    return f"hf://{source}" if _HUB_NAME.fullmatch(source) else ""
 
 
 def fitted_config(

@@ -20,9 +20,10 @@ from cluster.records.errors import ModelUnservable
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
 from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, owned_program, vaes_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
-from cluster.registry.room import Room
+from cluster.registry.room import Room, rank_bytes
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.errors import Problem
+from configs.hub_names import hub_hint
 from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
 from configs.model import AdapterConfig, ModelConfig
 from deployments.engines.adapter_bases import check_base
@@ -131,12 +132,9 @@ def _entries(config: ClusterConfig) -> Iterator[tuple[tuple[str | int, ...], Ent
 def _hint(missing: Path, folder: Path) -> str:
     """Return a hint: a name on a model hub, or a neighbour of nearly that name."""
     parent = missing.parent
-    if not parent.exists() and parent.parent == folder.resolve():
-        name = f"{parent.name}/{missing.name}"
-        return (
-            f"; if {name} is a model's name on a hub, download it first (`hf download {name} --local-dir "
-            f"{missing.name}`) and name that folder"
-        )
+    is_bare = not parent.exists() and parent.parent == folder.resolve()
+    if is_bare and (url := hub_hint(f"{parent.name}/{missing.name}")):
+        return f"; a model of the hub is {url}"
     neighbours = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     nearest = difflib.get_close_matches(missing.name, neighbours, 1, 0.6)
     return f"; did you mean {str(parent / nearest[0])!r}?" if nearest else ""
@@ -342,6 +340,15 @@ def _rank_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> 
             yield (*keys, "path"), f"worker.ranks: {error}"
 
 
+def weights_of_ranks(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[tuple[str, int, int]]:
+    """Yield the models that ranks divide: the bytes of weights that each of them has, and those of all."""
+    for id_, source in sources.items():
+        decoder = source.record.needs.decoder
+        if decoder is not None and config.worker.ranks.tensor > 1:
+            whole = decoder.rest_bytes + sum(decoder.layers)
+            yield id_, rank_bytes(decoder, config.worker.ranks.tensor), whole
+
+
 def computed_by_rank_0(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[str]:
     """Yield image and video models that one rank of a worker computes alone, with the reason."""
     ranks = config.worker.ranks
@@ -349,17 +356,23 @@ def computed_by_rank_0(config: ClusterConfig, sources: Mapping[str, ReadSource])
         return
     from deployments.engines.diffusion.families import FAMILIES
     from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES  # it needs torch
+    from deployments.engines.stock.ranked_calls import DENOISERS, computes_calls
 
     for id_, source in sources.items():
         checkpoint = source.checkpoint
         if checkpoint is None or checkpoint.kind != "diffusion":
             continue
-        if (family := FAMILIES.get(checkpoint.class_name or "")) is None:
-            yield f"{id_} (diffusers runs a {checkpoint.class_name})"
-        elif ranks.cfg == 1:
-            classes = {one.class_name for one in checkpoint.components if one.name == family.denoiser_name}
-            if unshared := classes - SHARED_CLASSES:
-                yield f"{id_} (no plan divides the tokens of a {unshared.pop()})"
+        family = FAMILIES.get(checkpoint.class_name or "")
+        names = DENOISERS if family is None else (family.denoiser_name,)
+        classes = {one.class_name or "" for one in checkpoint.components if one.name in names}
+        if family is None:
+            alone = {name for name in classes if not computes_calls(name, ranks.cfg, ranks.sequence)}
+        else:
+            alone = classes - SHARED_CLASSES if ranks.cfg == 1 else set()
+        if not classes:
+            yield f"{id_} (a {checkpoint.class_name} has no denoiser that ranks know)"
+        elif alone:
+            yield f"{id_} (no plan divides the {'tokens' if ranks.cfg == 1 else 'calls'} of a {alone.pop()})"
 
 
 def _why_whole(config: ClusterConfig, source: ReadSource) -> str | None:

@@ -9,6 +9,7 @@ starts beyond that part. A replica without a name is the ingress's own.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -21,6 +22,7 @@ from cluster.admission.replicas import MAX_RECENT, ROUNDING, Replica, Replicas
 from cluster.admission.service_times import BatchLatency
 
 NO_PART: Final = ReplicaPart(0.0)
+PLAYED: Final = 64  # starts of a forecast, and free places that it looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,27 @@ class _RunningRequest:
         return max(0.0, 1 - part) * self.latency.seconds_at(num_sharing)
 
 
+class PlayedStarts:
+    """The times when requests start, one after the other, that each take `each_s` of a place.
+
+    `places` are free at these times, in order. The first `PLAYED` starts are played; the places take turns after them.
+    """
+
+    def __init__(self, places: list[float], each_s: float) -> None:
+        self._free_s = places  # sorted, so a heap
+        self._each_s = each_s
+        self._found: list[float] = []
+
+    def at_s(self, number: float) -> float:
+        """Return when the request starts before which so many start; of a part of one, in proportion."""
+        whole = min(int(number), PLAYED)
+        while len(self._found) < whole + 2:
+            self._found.append(self._free_s[0])
+            heapq.heapreplace(self._free_s, self._free_s[0] + self._each_s)
+        step_s = self._found[whole + 1] - self._found[whole] if whole < PLAYED else self._each_s / len(self._free_s)
+        return self._found[whole] + (number - whole) * step_s
+
+
 class ReplicaSlots:
     """The replicas of one pool. `is_shared`: nothing starts on those with names before `set_parts` allows it."""
 
@@ -62,6 +85,8 @@ class ReplicaSlots:
         self._runs: dict[int, _RunningRequest] = {}
         self._num_running: Counter[str] = Counter()  # by model
         self._ends: list[float] | None = None  # expected, sorted; None when they have to be sorted again
+        self._starts: PlayedStarts | None = None  # for requests of `_starts_of`: their share, and replica seconds
+        self._starts_of = (0.0, 0.0)
 
     @property
     def num_running(self) -> int:
@@ -79,6 +104,7 @@ class ReplicaSlots:
 
     def set_replicas(self, names: Collection[str], now_s: float) -> None:
         """Give work to these replicas from now on. Requests on others stay there until they end."""
+        self._starts = None
         for name, replica in list(self.replicas.items()):
             replica.is_gone = name not in names
             if replica.is_gone and not replica.models:
@@ -93,7 +119,7 @@ class ReplicaSlots:
 
         Models that others have begun to run are believed to be at hand.
         """
-        self._capacity, self._ends = capacity, None
+        self._capacity, self._ends, self._starts = capacity, None, None
         for name, replica in self.replicas.items():
             if not name:
                 continue
@@ -141,12 +167,12 @@ class ReplicaSlots:
         self._num_running[model] += 1
         self.replicas.believe(replica, [*(others if len(others) < MAX_RECENT else others[1:]), model])
         self._runs[waiting.ticket] = _RunningRequest(waiting, where.replica, now_s, replica.clock, latency)
-        self._ends = None
+        self._ends = self._starts = None
 
     def end(self, ticket: int, now_s: float) -> Ended:
         """Stop counting a request as running, however it ended."""
         run = self._runs.pop(ticket)
-        self._ends = None
+        self._ends = self._starts = None
         replica, waiting = self.replicas[run.replica], run.waiting
         replica.advance(now_s)
         self.has_overdrawn |= replica.used > replica.limit + ROUNDING
@@ -164,27 +190,26 @@ class ReplicaSlots:
             self.replicas.drop(run.replica)
         return Ended(waiting, run.replica, busy_s, now_s - run.started_s)
 
-    def start_in_s(self, share: float, ahead_s: float, now_s: float) -> float:
-        """Return the seconds until a request would start that has `ahead_s` replica seconds of work before it.
+    def start_in_s(self, share: float, ahead_s: float, each_s: float, now_s: float) -> float:
+        """Return the seconds until a request would start that has `ahead_s` replica seconds of work before it, in
+        requests of `each_s`.
 
-        Infinity: there is no replica, or no part of one. Slots become free in the order in which the running requests
-        are expected to end, round by round: requests that began together as a batch end together, too.
+        Infinity: there is no replica, or no part of one. Each of them starts in the place that is free first, and keeps
+        it for its time.
         """
         if not (capacity := self.capacity):
             return math.inf
         if not ahead_s and self.replicas.has_room(share):
             return 0.0
-        wait_s = ahead_s / capacity
         if not self._runs:
-            return wait_s
+            return ahead_s / capacity
         if self._ends is None:
             self._ends = sorted(now_s + run.left_s(self.replicas[run.replica], now_s) for run in self._runs.values())
-        round_s = sum(replica.load_s for replica in self.replicas) / capacity
-        has_rounds = round_s > ROUNDING  # less is what subtractions have left
-        num_rounds = int(wait_s / round_s) if has_rounds else 0
-        part = wait_s / round_s - num_rounds if has_rounds else 0.0
-        end_s = self._ends[min(int(part * len(self._ends) + ROUNDING), len(self._ends) - 1)]
-        return num_rounds * round_s + max(0.0, end_s - now_s)
+        if self._starts is None or self._starts_of != (share, each_s):
+            num_free = min(PLAYED, sum([replica.num_places(share, PLAYED) for replica in self.replicas]))
+            places = [now_s] * num_free + [max(now_s, end_s) for end_s in self._ends]
+            self._starts, self._starts_of = PlayedStarts(places, each_s * len(places) / capacity), (share, each_s)
+        return max(0.0, self._starts.at_s(ahead_s / each_s if each_s else 0.0) - now_s)
 
     def num_sharing(self, share: float, ahead_s: float) -> float:
         """Return how many requests of that share would run together on a replica, behind `ahead_s` seconds of work.

@@ -54,6 +54,10 @@ class Replica:
     def has_room(self, share: float) -> bool:
         return not self.is_gone and self.used + share <= self.limit + ROUNDING
 
+    def num_places(self, share: float, most: int) -> int:
+        """Return how many requests of that share it could start, at `most` so many."""
+        return 0 if self.is_gone else max(0, int(min(most, (self.limit - self.used) / share + ROUNDING)))
+
 
 class Replicas:
     """The replicas of one pool, by name; one that is gone stays as long as something runs on it."""

@@ -62,20 +62,23 @@ _SERVE_HEADER_RULES: Final = rf"""    http-request set-header {RECEIVED} CLOCK:%
 # change nothing by definition (RFC 9110, 9.2.1). All others are not repeated, POST /admin say, nor is a request that
 # begins a job (`_JOB_RULES`). A request that never
 # reached a replica is sent elsewhere in any case.
+# Of a request, without the prefix of its application, which the lines in place of PREFIXES take off.
+_OF_V2: Final = "{ var(txn.path) -m beg /v2 }"
 _PATH_RULES: Final = f"""    timeout http-request {_HEAD_TIMEOUT_S}s
     # Of the head alone: the body is waited for in the backends.
     no option http-buffer-request
     http-response del-header {UNREAD}
     # Also on HAProxy's own answers.
     http-after-response set-header {REQUEST_ID} %[var(txn.request_id)] if {{ var(txn.request_id) -m found }}
-    acl inference path_beg {" ".join(INFERENCE_PATHS)}
-    http-request set-header {CLIENT} %[src]:%[src_port] if {{ path_beg /v2 }}
+    http-request set-var(txn.path) path
+PREFIXES    acl inference var(txn.path) -m beg {" ".join(INFERENCE_PATHS)}
+    http-request set-header {CLIENT} %[src]:%[src_port] if {_OF_V2}
 """
 _FRONTEND_RULES: Final = r"""    acl reading method GET HEAD OPTIONS
     acl posting method POST
     http-request disable-l7-retry if !reading !posting
     http-request disable-l7-retry if posting !inference
-    acl open_inference_protocol path_beg /v2
+    acl open_inference_protocol var(txn.path) -m beg /v2
     http-request set-var-fmt(txn.error_head) "{\"error\":{\"message\":\""
     http-request set-var-fmt(txn.error_tail) "\",\"type\":\"server_error\",\"param\":null,\"code\":\"no_replica\"}}"
     http-request set-var-fmt(txn.refusal_tail) "\",\"type\":\"invalid_request_error\",\"param\":null,\"code\":null}}"
@@ -96,8 +99,8 @@ _DEFAULT_RULES: Final = f"""    timeout http-request {_REQUEST_TIMEOUT_S}s
 # has refused requests for have one, so that clients cannot fill the table; `proc.retry_at` is for those without.
 _RETRY_TABLE: Final = "retry_times"
 _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOUT_S}s
-    http-request set-var(txn.model) req.body,json_query('$.model') if !{{ path_beg /v2 }}
-    http-request set-var(txn.model) path,field(4,/),url_dec if {{ path_beg /v2 }}
+    http-request set-var(txn.model) req.body,json_query('$.model') if !{_OF_V2}
+    http-request set-var(txn.model) var(txn.path),field(4,/),url_dec if {_OF_V2}
     http-request set-var(txn.retry_after) int(1) if {{ be_conn_free le 0 }} {{ nbsrv gt 0 }}
     acl crowded var(txn.retry_after) -m found
     http-request set-var(txn.retry_at) var(proc.retry_at) if crowded
@@ -107,7 +110,7 @@ _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOU
     http-request set-var(txn.wait) var(txn.retry_at),sub(txn.now) if crowded
     http-request set-var(txn.retry_after) var(txn.wait) if crowded {{ var(txn.wait) -m int gt 1 }}
     http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
-'{{"error":"{_CROWDED}"}}' if crowded {{ path_beg /v2 }}
+'{{"error":"{_CROWDED}"}}' if crowded {_OF_V2}
     http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
 '{{"error":{{"message":"{_CROWDED}","type":"rate_limit_error","param":null,"code":"queue_full"}}}}' if crowded
     acl refused status 429
@@ -120,7 +123,7 @@ _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOU
     http-response del-header {CROWDED}
 """
 # A request that begins a job may have begun it before its replica died: only one with an idempotency key is sent again.
-_JOB_RULES: Final = f"""    acl begins_job path {" ".join(BEGINNING_PATHS)}
+_JOB_RULES: Final = f"""    acl begins_job var(txn.path) -m str {" ".join(BEGINNING_PATHS)}
     acl begins_job req.body,json_query('$.background') -m bool
     acl has_key req.hdr(idempotency-key) -m found
     acl has_key req.body,json_query('$.idempotency_key') -m found
@@ -207,6 +210,7 @@ def rewrite_config(
     """
     connection_rules = _CONNECTION_RULES.replace("MAX_PER_ADDRESS", str(max_per_address))
     header_rules = _SERVE_HEADER_RULES.replace("CLOCK", machine_clock())
+    path_rules = _PATH_RULES.replace("PREFIXES", _prefix_rules(text))
     public = "*" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host  # noqa: S104  # asked for
     changes = {
         "metrics": (r"^( +bind ):(\d+)\n", r"\g<1>127.0.0.1:\2\n"),
@@ -216,7 +220,7 @@ def rewrite_config(
             r"^(frontend http_frontend\n +bind ).*\n",
             # A socket for each thread: one would drop what comes beyond the kernel's 4,096 connections, probes as well.
             rf"\g<1>{public}:{port} shards by-thread\n"
-            + _literal(connection_rules + header_rules + _PATH_RULES + _FRONTEND_RULES),
+            + _literal(connection_rules + header_rules + path_rules + _FRONTEND_RULES),
         ),
         "defaults": (r"^defaults\n", "defaults\n" + _literal(_DEFAULT_RULES)),
         "errors": (r"^(?: +errorfile 50[234] .*\n)+", _literal(_ERROR_RULES)),
@@ -242,6 +246,15 @@ def rewrite_config(
         "".join(_bounded(section, routed, max_requests) for section in kept)
         + _RETRY_TABLE_SECTION
         + _CONNECTIONS_SECTION
+    )
+
+
+def _prefix_rules(text: str) -> str:
+    """Return the lines that take the prefixes of applications off `txn.path`: of one within another, the longer one."""
+    prefixes = set(re.findall(r"^ +acl is_\S+ path (/\S+)$", text, flags=re.MULTILINE))
+    return "".join(
+        f"    http-request set-var(txn.path) path,bytes({len(prefix)}) if {{ path_beg {prefix}/ }}\n"
+        for prefix in sorted(prefixes, key=len)
     )
 
 

@@ -95,16 +95,16 @@ class JobDisk:
 
     # files
 
-    def begin_file(self, key: str, now_s: float) -> ClientFile:
+    def begin_file(self, key: str, id_: str, now_s: float) -> ClientFile:
         """Begin an upload. Raises JobsFull."""
         self._files.remove(self.book.files.expire(now_s, self._is_needed))
-        return self.book.files.begin(key, now_s)
+        return self.book.files.begin(key, id_, now_s)
 
-    def begin_model(self, key: str, suffix: str, num_bytes: int, config: JobsConfig, now_s: float) -> ClientFile:
+    def begin_model(self, key: str, id_: str, num_bytes: int, config: JobsConfig, now_s: float) -> ClientFile:
         """Begin the upload of a model of so many bytes. Raises JobsFull."""
         self._files.remove(self.book.files.expire(now_s, self._is_needed))
         self.book.files.check_room(key, num_bytes, config, MODEL_PURPOSE)
-        return self.book.files.begin(key, now_s, MODEL_PURPOSE, suffix)
+        return self.book.files.begin(key, id_, now_s, MODEL_PURPOSE)
 
     def append_file(
         self, key: str, id_: str, offset: int, piece: bytes, config: JobsConfig, now_s: float

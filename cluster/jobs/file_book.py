@@ -65,9 +65,9 @@ _INPUTS: Final = """
 SELECT json_extract(facts, '$.input_file_id') FROM jobs WHERE ended_s IS NULL AND endpoint = '/v1/batches'"""
 
 
-def new_file_id() -> str:
-    """Return the id of a file."""
-    return f"file-{secrets.token_hex(16)}"
+def new_file_id(suffix: str = "") -> str:
+    """Return the id of a file, which is its name on the disk."""
+    return f"file-{secrets.token_hex(16)}{suffix}"
 
 
 class FileBook:
@@ -78,12 +78,13 @@ class FileBook:
 
     # files
 
-    def begin(self, key: str, now_s: float, purpose: str = "", suffix: str = "") -> ClientFile:
-        """Begin a file, which is empty, and no one's to read until it ends. Its id has the suffix. Raises JobsFull."""
+    def begin(self, key: str, id_: str, now_s: float, purpose: str = "") -> ClientFile:
+        """Begin a file, which is empty, and no one's to read until it ends. The same again is it. Raises JobsFull."""
+        if (begun := self.unfinished(key, id_)) is not None:
+            return begun
         ((count,),) = self._db.execute("SELECT COUNT(*) FROM files WHERE key = ? AND ended_s IS NULL", (key,))
         if count >= _MAX_UPLOADS:
             raise JobsFull(f"{count} files of this key are being uploaded, the maximum; end one of them")
-        id_ = new_file_id() + suffix
         with writing(self._db) as run:
             run(
                 "INSERT INTO files (id, key, name, purpose, num_bytes, created_s, expires_s)"

@@ -38,14 +38,14 @@ class FileOwner:
         """Return the body of an unfinished job's request; None for another job."""
         return await self._disk.run(lambda: self._disk.book.body(key, id_))
 
-    async def begin_file(self, key: str) -> ClientFile:
-        """Begin an upload. Raises JobsFull."""
-        return await self._disk.run(self._disk.begin_file, key, self._clocks.unix_s())
+    async def begin_file(self, key: str, id_: str) -> ClientFile:
+        """Begin an upload, of an id of `new_file_id`. The same again changes nothing. Raises JobsFull."""
+        return await self._disk.run(self._disk.begin_file, key, id_, self._clocks.unix_s())
 
-    async def begin_model(self, key: str, suffix: str, num_bytes: int) -> ClientFile:
-        """Begin the upload of a model of so many bytes, whose id has the suffix. Raises JobsFull."""
+    async def begin_model(self, key: str, id_: str, num_bytes: int) -> ClientFile:
+        """Begin the upload of a model of so many bytes; its id has a suffix. As `begin_file` otherwise."""
         now_s = self._clocks.unix_s()
-        return await self._disk.run(self._disk.begin_model, key, suffix, num_bytes, self.config, now_s)
+        return await self._disk.run(self._disk.begin_model, key, id_, num_bytes, self.config, now_s)
 
     async def append_file(self, key: str, id_: str, offset: int, piece: bytes) -> int | None:
         """Return the size of an upload with the piece, or without one that does not begin at its end.

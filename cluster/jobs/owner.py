@@ -194,8 +194,7 @@ class JobOwner:
         )
         self._leases.drop_starts(lost)
         for id_, _ in lost:
-            self.parts.note_change(id_, is_gone=True)
-            self._tell(id_)
+            self._tell(id_, is_gone=True)
         if lost:
             why = "has ended" if were_given_back else "is gone"
             logger.warning("%d jobs begin again: the ingress that ran them %s", len(lost), why)
@@ -207,16 +206,15 @@ class JobOwner:
     def _let_go(self, id_: str, *, is_gone: bool) -> None:
         """Drop the lease of a job, if it runs no more, and tell who watches it."""
         self._leases.drop([id_] if is_gone else [])
-        self.parts.note_change(id_, is_gone=is_gone)
-        self._tell(id_)
+        self._tell(id_, is_gone=is_gone)
         self.hooks.note_end()
 
     def _wake_runners(self) -> None:
         self._queued.set()
         self._queued = asyncio.Event()
 
-    def _tell(self, id_: str) -> None:
-        """Wake all watchers of a job."""
-        self.parts.note_change(id_)
+    def _tell(self, id_: str, *, is_gone: bool = False) -> None:
+        """Wake all watchers of a job, and the followers of its result, which runs no more if it `is_gone`."""
+        self.parts.note_change(id_, is_gone=is_gone)
         if changed := self._changed.pop(id_, None):
             changed.set()

@@ -1,4 +1,4 @@
-"""The number of workers, and the models that starting and leaving workers take over or hand over. Pure.
+"""The number of workers, and the models that starting workers take over. Pure.
 
 The target is the workers that the arriving work keeps busy at `target_utilization`, plus those that drain within
 `drain_s` the requests still waiting when they come, at most one worker per request. Work arrives at the mean rate over
@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -59,19 +59,12 @@ class ScalingMemory:
 
 @dataclass(frozen=True, slots=True)
 class ScalePlan:
-    """The number of workers, its reason, and the models and workers that it concerns.
-
-    `preloads` are the models that new workers should come up with, the most wanted first. `leaving` are the workers
-    that should go, least missed first; `hand_overs` are pairs of worker and wanted model that only such workers have.
-    Drain the workers (`WorkerState.is_draining`), and `plan_switches` gets those models ready elsewhere first.
-    """
+    """The number of workers, its reason, and the models that new workers should come up with, the most wanted first."""
 
     target: int
     reason: str
     memory: ScalingMemory
     preloads: tuple[str, ...] = ()
-    leaving: tuple[str, ...] = ()
-    hand_overs: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +107,7 @@ def target_replicas(
     target, memory, why_delayed = _apply_delay(bounded, policy, memory, current, now_s)
     target = min(max(target, policy.min_workers), policy.max_workers)
     preloads = _preloads(state, target - current) if target > current else ()
-    leaving = _leaving(state, current - target) if target < current else ()
-    reason = load.reason + why_wanted + why_delayed
-    return ScalePlan(target, reason, memory, preloads, leaving, _hand_overs(state, leaving))
+    return ScalePlan(target, load.reason + why_wanted + why_delayed, memory, preloads)
 
 
 def _window_s(model: ModelState) -> float:
@@ -193,8 +184,9 @@ def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
     """
     if any(worker.running.values()) or worker.leased:
         return False
-    stays = any(not other.is_draining and other.id != worker.id for other in state.workers.values())
-    return not (stays and _hand_overs(state, (worker.id,)))
+    staying = [other for other in state.workers.values() if not other.is_draining and other.id != worker.id]
+    sole = set(worker.models).difference(*(other.models for other in staying))
+    return not (staying and any(_is_wanted(state.models[id_]) for id_ in sole))
 
 
 def _switching_load(state: ClusterState) -> float:
@@ -241,52 +233,9 @@ def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _leaving(state: ClusterState, num_less: int) -> tuple[str, ...]:
-    """Return the workers that are missed least: draining ones, idle ones, then by the models that only they have."""
-    holders = _holders(state)
-
-    def missed(worker: WorkerState) -> tuple[bool, int, float, str]:
-        sole = (state.models[id_].rate_long for id_ in worker.models if holders[id_] <= 1)
-        return not worker.is_draining, sum(worker.running.values()), sum(sole), worker.id
-
-    free = [worker for worker in state.workers.values() if not worker.pinned and not worker.is_frozen]
-    order = [missed(worker) for worker in free] if num_less > 0 else []
-    heapq.heapify(order)
-    leaving: list[str] = []
-    while order and len(leaving) < num_less:
-        worker = state.workers[order[0][-1]]
-        if (now := missed(worker)) != order[0]:  # it became the last holder of a model meanwhile
-            heapq.heapreplace(order, now)
-            continue
-        heapq.heappop(order)
-        leaving.append(worker.id)
-        if not worker.is_draining:
-            holders.subtract(worker.models)
-    return tuple(leaving)
-
-
-def _hand_overs(state: ClusterState, leaving: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """Return (worker, model) for the wanted models that only leaving workers have ready."""
-    if not leaving:
-        return ()
-    staying = _holders(state, leaving)
-    return tuple(
-        (id_, model)
-        for id_ in leaving
-        for model in state.workers[id_].models
-        if not staying[model] and _is_wanted(state.models[model])
-    )
-
-
-def _holders(state: ClusterState, going: Collection[str] = ()) -> Counter[str]:
-    """Return the number of workers that have each model ready, without leaving or draining ones."""
-    holders: Counter[str] = Counter()
-    gone = set(going)
-    for worker in state.workers.values():
-        if not worker.is_draining and worker.id not in gone:
-            for id_ in worker.models:
-                holders[id_] += 1
-    return holders
+def _holders(state: ClusterState) -> Counter[str]:
+    """Return the number of workers that have each model ready, without draining ones."""
+    return Counter([id_ for worker in state.workers.values() if not worker.is_draining for id_ in worker.models])
 
 
 def _is_wanted(model: ModelState) -> bool:

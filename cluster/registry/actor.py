@@ -269,6 +269,7 @@ class WeightRegistry:
         """Return the model's record; wait while its first version is imported. Raises ModelUnknown with known names."""
         return await self._models.find_model(model)
 
+    register_workflow = _expose("_models", ServedModels.register_workflow)
     list_models = _expose("_models", ServedModels.list_models)
     manifest = _expose("_models", ServedModels.manifest)
     model_files = _expose("_models", ServedModels.model_files)

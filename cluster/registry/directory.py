@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 from cluster.records.errors import RegistrationConflict, RegistrationRefused
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from configs.workflow import WorkflowConfig
 from weights.formats.learned_words import WORDS_CLASS
 from weights.formats.lora import PEFT_CLASS
 from weights.formats.source import Checkpoint
@@ -90,7 +91,7 @@ class ModelRecord:
     file and the tensor. An unavailable model without `kind` never came into the store; one with `kind` did, but could
     not be attached. A ready one with `error` serves the version before an update that failed. `entry` is None when the
     registration file is damaged. `class_name` is the pipeline's, "" without one, and `variant` tells
-    pipelines of one class apart.
+    pipelines of one class apart. A registered `workflow` is no model: it has no entry, no kind and no bytes.
     """
 
     id: str
@@ -109,6 +110,7 @@ class ModelRecord:
     widened: tuple[str, ...] = ()  # as in its summary
     signature: ProgramSignature | None = None  # of a program
     needs: Needs = field(default_factory=Needs)
+    workflow: WorkflowConfig | None = None
 
     @property
     def base(self) -> tuple[str, ...]:
@@ -123,6 +125,8 @@ class ModelRecord:
     @property
     def description(self) -> str:
         """The config's description, "" without one."""
+        if self.workflow is not None:
+            return self.workflow.description
         return self.entry.description if isinstance(self.entry, ModelConfig) else ""
 
     @property
@@ -233,6 +237,8 @@ def check_entry(directory: Directory, entry: Entry) -> None:
         problem = f"{str(entry.path)!r} is relative; expected an absolute path, an s3:// or an hf:// URL"
         raise RegistrationRefused(problem, "path")
     record = directory.get(entry.id)
+    if record and record.workflow:
+        raise RegistrationConflict(f"{entry.id!r} is a workflow already; a model needs another id", "id")
     if record and record.entry and type(record.entry) is not type(entry):
         is_adapter = isinstance(record.entry, AdapterConfig)
         was, now = ("an adapter", "a model") if is_adapter else ("a model", "an adapter")
@@ -244,10 +250,14 @@ def check_entry(directory: Directory, entry: Entry) -> None:
             raise RegistrationRefused(f"{str(path)!r} is relative; expected an absolute path", name)
     if isinstance(entry, AdapterConfig):
         found = {id_: directory.get(id_) for id_ in entry.base}
-        unknown = sorted(id_ for id_, base in found.items() if not base or isinstance(base.entry, AdapterConfig))
+        unknown = sorted(id_ for id_, base in found.items() if not base or not _is_model(base))
         if unknown:
-            models = [record.id for record in directory if not isinstance(record.entry, AdapterConfig)]
+            models = [record.id for record in directory if _is_model(record)]
             raise RegistrationRefused(f"unknown {', '.join(unknown)} (models: {listed(models)})", "base")
+
+
+def _is_model(record: ModelRecord) -> bool:
+    return record.workflow is None and not isinstance(record.entry, AdapterConfig)
 
 
 def _check_like(directory: Directory, id_: str, like: Path | str) -> None:

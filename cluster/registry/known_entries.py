@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from cluster.records.errors import RegistrationRefused
 from cluster.registry.directory import Entry
 from cluster.registry.registrations import Registration, Registrations
+from configs.workflow import WorkflowConfig
 
 logger = logging.getLogger("atelier.registry")
 
@@ -21,7 +22,7 @@ class KnownEntries:
         self.writing = asyncio.Lock()
         self._registrations = registrations
 
-    async def read(self) -> dict[str, Entry | str]:
+    async def read(self) -> dict[str, Entry | WorkflowConfig | str]:
         """Return the entries to serve by id, or the reason why the registration of that id cannot be used.
 
         Registrations that the config has overruled since are removed.
@@ -34,10 +35,13 @@ class KnownEntries:
                     await self.forget(id_)
                 except RegistrationRefused as error:  # it will be passed over again
                     logger.warning("%s", error)
-        entries: dict[str, Entry] = {**self.configured, **{id_: found[id_].entry for id_ in sorted(found)}}
+        entries: dict[str, Entry | WorkflowConfig] = {
+            **self.configured,
+            **{id_: found[id_].entry for id_ in sorted(found)},
+        }
         return {id_: damaged.get(id_) or entries[id_] for id_ in [*entries, *sorted(damaged.keys() - entries.keys())]}
 
-    async def save(self, entry: Entry) -> None:
+    async def save(self, entry: Entry | WorkflowConfig) -> None:
         """Remember that the entry was registered; nothing for one of the config. Raises RegistrationRefused."""
         configured = self.configured.get(entry.id)
         if entry == configured:

@@ -18,6 +18,7 @@ from cluster.records.overrides import Overrides
 from cluster.registry.directory import Entry
 from configs.cluster import ClusterConfig
 from configs.model import ModelId, StrictModel
+from configs.workflow import WorkflowConfig
 from weights.platform.durable import make_folder, remove_path, replaced, sync
 
 logger = logging.getLogger("atelier.registry")
@@ -27,7 +28,7 @@ _IS_ID = TypeAdapter(ModelId)
 class Registration(StrictModel):
     """A registered entry. It overrules the config's entry `replaces`, for as long as the config has that entry."""
 
-    entry: Entry
+    entry: Entry | WorkflowConfig
     replaces: Entry | None = None
 
 

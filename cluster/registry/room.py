@@ -92,12 +92,17 @@ class Room:
                 )
 
 
+def rank_bytes(decoder: DecoderSizes, num_ranks: int) -> int:
+    """Return the bytes of weights of a language model that each of so many ranks has: its slices, and all else."""
+    return decoder.rest_bytes + -(-sum(decoder.layers) // num_ranks)
+
+
 def _layer_shortages(
     model: str, decoder: DecoderSizes, service: ServiceRoom, gpu_layers: GpuLayers
 ) -> Iterator[Shortage]:
     """Yield the reasons why the layers of a language model do not fit where they are wanted, without its KV cache."""
     if service.num_ranks > 1:
-        needed = decoder.rest_bytes + -(-sum(decoder.layers) // service.num_ranks)
+        needed = rank_bytes(decoder, service.num_ranks)
         if needed > service.budget_bytes:
             yield Shortage(
                 f"{service.key} is {shown_bytes(service.budget_bytes)}; each of {service.num_ranks} ranks needs "

@@ -16,6 +16,7 @@ from cluster.registry.publishing import ModelSources, Publishing
 from cluster.registry.registrations import Registrations
 from cluster.registry.room import Room
 from cluster.registry.watched_directory import WatchedDirectory
+from configs.workflow import WorkflowConfig
 from weights.formats.folder import read_json
 from weights.formats.language_models import LanguageModelDetails, language_model_details
 from weights.formats.pipeline_parts import SOLVER_CONFIG
@@ -54,6 +55,8 @@ class ServedModels:
         for id_, found in (await self._known.read()).items():
             if isinstance(found, str):
                 self.directory.apply(ModelRecord(id_, "unavailable", error=found))
+            elif isinstance(found, WorkflowConfig):
+                self.directory.apply(ModelRecord(id_, "ready", workflow=found))
             else:
                 self._publishing.begin(found)
 
@@ -76,6 +79,15 @@ class ServedModels:
         if record is None:
             raise RegistrationConflict(f"{entry.id!r} was removed while it was being registered")
         return record
+
+    async def register_workflow(self, workflow: WorkflowConfig) -> ModelRecord:
+        """Serve a workflow, or another version of one. Raises RegistrationConflict for a model's id, NotKept."""
+        async with self._known.writing:
+            known = self.directory.get(workflow.id)
+            if known is not None and known.workflow is None:
+                raise RegistrationConflict(f"{workflow.id!r} is a model already; a workflow needs another id", "id")
+            await self._known.save(workflow)
+            return self.directory.apply(ModelRecord(workflow.id, "ready", workflow=workflow))
 
     async def unregister(self, id_: str, purge: bool = False) -> tuple[str, ...]:
         """Remove a model from the directory; `purge` removes it from the store as well. Running requests finish.

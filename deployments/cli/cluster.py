@@ -159,8 +159,12 @@ def check(
     )
     if (each := loaded.worker.num_processes) > 1:
         _out.print(_ranks_line(loaded.worker, each), markup=False, soft_wrap=True)
-        from deployments.preflight import computed_by_rank_0
+        from deployments.preflight import computed_by_rank_0, weights_of_ranks
 
+        if shares := ", ".join(
+            f"{id_} {size(own)} of {size(whole)}" for id_, own, whole in weights_of_ranks(loaded, sources)
+        ):
+            _out.print(f"weights of each rank: {shares}", markup=False, soft_wrap=True)
         if alone := ", ".join(computed_by_rank_0(loaded, sources)):
             _out.print(f"computed by rank 0 alone: {alone}", markup=False, soft_wrap=True)
     if unseen:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 from rich.console import Console
 
-from deployments.console.client import Key, Url, find_client
-from deployments.console.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
+from configs.hub_names import hub_hint
+from deployments.console.client import Client, ClientError, Key, Url, find_client
+from deployments.console.output import SHORT_HASH, Column, Json, OptionError, Wide, print_json, print_table, size
 from deployments.console.progress import followed, progress_bar
 
 app = typer.Typer()
@@ -82,8 +83,15 @@ def register(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Serve one more model or LoRA, or another version of one, without a restart."""
+    """Serve one more model or LoRA, or another version of one, without a restart. A file that ends with .json is a
+    workflow of ComfyUI: it becomes a pipeline whose inputs are the nodes with a title of one word."""
     given = {"base": base or None, "dtype": dtype, "component": component, "description": description}
+    if path.endswith(".json") and not path.endswith(".index.json") and "://" not in path:
+        of_models = {name for name, value in (given | {"like": like, "vae": vae}).items() if value is not None}
+        if of_models := of_models - {"description"}:
+            raise OptionError(f"--{min(of_models)}: {path} is a workflow, which has none")
+        _register_workflow(Path(path), model, description, find_client(url, key), as_json)
+        return
     if like is not None:
         given["like"] = _located(like) if "/" in like else like
     if vae is not None:
@@ -94,8 +102,20 @@ def register(
         progress_bar(f"registering {model}", quiet=as_json) as on_progress,
         followed(lambda: client.import_progress(model), on_progress),
     ):
-        found = client.register(entry, wait=wait)
+        try:
+            found = client.register(entry, wait=wait)
+        except ClientError as error:
+            meant = "" if Path(path).expanduser().exists() else hub_hint(path)
+            raise ClientError(f"{error}; a model of the hub is {meant}" if meant else str(error)) from None
     _print_answer(found, f"{model} is {found['state']} ({found['kind'] or 'kind not known yet'})", as_json)
+
+
+def _register_workflow(file: Path, id_: str, description: str | None, client: Client, as_json: bool) -> None:
+    from deployments.console.workflows import read_document
+
+    about = {} if description is None else {"description": description}
+    found = client.register_workflow({"id": id_, "workflow": read_document(file)} | about)
+    _print_answer(found, f"{id_} is {found['state']} (pipeline; `GET /v1/pipelines` has its inputs)", as_json)
 
 
 @app.command()

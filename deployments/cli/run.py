@@ -15,10 +15,11 @@ import yaml
 from rich.console import Console
 
 from configs.errors import ConfigFileError
+from configs.hub_names import hub_hint
 from deployments.cli.cluster import Insecure, Port, start_attached
 from deployments.console.output import OptionError
 from deployments.console.progress import progress_bar
-from deployments.fitted_config import Machine, fitted_config, hub_hint, model_id, summary
+from deployments.fitted_config import Machine, fitted_config, model_id, summary
 from weights.platform.private_folder import private_folder, state_folder
 
 app = typer.Typer()

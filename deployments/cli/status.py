@@ -54,6 +54,14 @@ WORKER_COLUMNS: Final = (
     Column("in use", align="right"),
     Column("budget", align="right"),
 )
+RANK_COLUMNS: Final = (
+    Column("worker"),
+    Column("rank", align="right"),
+    Column("node"),
+    Column("process", align="right"),
+    Column("weights", align="right"),
+    Column("sent", align="right"),
+)
 DECISION_COLUMNS: Final = (
     Column("age", align="right"),
     Column("decision"),
@@ -73,6 +81,8 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
     if why:
         decisions = client.decisions(NUM_DECISIONS)
         print_json(decisions) if as_json else _print_decisions(decisions, wide=wide)
+        if not as_json:
+            _print_ranks(client.cluster()["workers"], wide)
         return
     cluster = client.cluster()
     if as_json:
@@ -96,6 +106,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
         _print_replica("encoder", encoder, f"{_cache_use(encoder)}{_programs(encoder)}")
     for worker in cluster["workers"]:
         _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising{_ranks(worker)}")
+    _print_ranks(cluster["workers"], wide)
     _print_templates(cluster.get("templates"))
 
 
@@ -227,6 +238,24 @@ def _ranks(worker: dict[str, Any]) -> str:
     axes = ", ".join(f"{axis} {ranks[axis]}" for axis in ("cfg", "sequence", "tensor") if ranks[axis] > 1)
     silent = [str(one["rank"]) for one in ranks["processes"] if "process" not in one]
     return f"; {len(ranks['processes'])} ranks ({axes})" + (f", no answer of {', '.join(silent)}" if silent else "")
+
+
+def _print_ranks(workers: list[dict[str, Any]], wide: bool) -> None:
+    """One row for each rank of workers with several: where it is, and the weights of its parts."""
+    rows = [
+        [
+            worker["name"],
+            str(one["rank"]),
+            _node(one.get("node", ""), wide),
+            str(one.get("process", "no answer")),
+            size(one["weights_bytes"]) if "weights_bytes" in one else "",
+            size(one["sent_bytes"]) if "sent_bytes" in one else "",
+        ]
+        for worker in workers
+        for one in worker.get("ranks", {}).get("processes", ())
+    ]
+    if rows:
+        print_table(RANK_COLUMNS, rows, wide=wide, title="ranks")
 
 
 def _print_templates(found: dict[str, Any] | None) -> None:

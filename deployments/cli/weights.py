@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
+from configs.ranks import MAX_RANKS
 from deployments.console.output import (
     SHORT_HASH,
     Column,
@@ -67,6 +68,7 @@ TENSOR_COLUMNS: Final = (
     Column("offset", align="right", only_wide=True),
     Column("sha256"),
 )
+RANK_COLUMNS: Final = (Column("rank", align="right"), Column("size", align="right"))
 DAMAGE_COLUMNS: Final = (
     Column("model", "name"),
     Column("file", "name"),
@@ -163,6 +165,7 @@ def inspect(
     model: Annotated[str | None, typer.Argument(help="Its tensors; default: all models.")] = None,
     store: StorePath = DEFAULT_STORE,
     plot: Annotated[Path | None, typer.Option(help="Draw the bytes by model and component, an SVG file.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Also the bytes of each of so many ranks.")] = 1,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
@@ -171,6 +174,8 @@ def inspect(
 
     check_plot(plot)
     weight_store = _open(store)
+    if ranks > 1 and model is None:
+        raise typer.BadParameter("name the model that ranks divide", param_hint="--ranks")
     if plot is not None:
         write_file(plot, _plot_of(weight_store, model))
     if model is None:
@@ -183,15 +188,40 @@ def inspect(
         print_line(_saved(whole))
         return
     weights = summarize(weight_store, model)
-    record = _model_record(weight_store, weight_store.manifest(model))
+    manifest = weight_store.manifest(model)
+    record = _model_record(weight_store, manifest)
+    shares = _bytes_of_ranks(weight_store, manifest, ranks) if ranks > 1 else []
     if as_json:
-        print_json({**record, "weights": [asdict(weight) | {"path": str(weight.path)} for weight in weights]})
+        shown = [asdict(weight) | {"path": str(weight.path)} for weight in weights]
+        print_json({**record, **({"rank_bytes": shares} if shares else {}), "weights": shown})
         return
     print_table(MODEL_COLUMNS, [_model_row(record)], wide=wide)
     for component in record["components"]:
         rows = [_tensor_row(weight, wide) for weight in weights if weight.component == component]
         print_table(TENSOR_COLUMNS, rows, wide=wide, title=component)
+    if shares:
+        rows = [[str(rank), decimal(nbytes)] for rank, nbytes in enumerate(shares)]
+        print_table(RANK_COLUMNS, rows, title=f"weights of {ranks} ranks (tensor {ranks})")
     print_line(_saved(record))
+
+
+def _bytes_of_ranks(store: WeightStore, manifest: Manifest, count: int) -> list[int]:
+    """Return the bytes of weights that each of so many ranks reads. Raises BadParameter for what they cannot divide."""
+    from deployments.engines.llm.models.registry import check_ranks, load_config
+    from deployments.engines.llm.models.stored_slices import stored_slices
+    from deployments.engines.ranks.layout import RankLayout
+    from deployments.engines.records.protocol import EngineError
+
+    component = manifest.components.get("model")
+    if manifest.kind != "llm" or component is None:
+        raise typer.BadParameter("ranks divide the weights of language models alone", param_hint="--ranks")
+    folder = store.skeleton(manifest) / component.folder
+    dtypes = {name: ref.dtype for name, ref in component.tensors.items()}
+    try:
+        check_ranks(load_config(folder), RankLayout(tensor=count))
+        return [component.sliced(stored_slices(folder, dtypes, rank, count)).nbytes for rank in range(count)]
+    except EngineError as error:
+        raise typer.BadParameter(str(error), param_hint="--ranks") from None
 
 
 def _plot_of(store: WeightStore, model: str | None) -> str:

@@ -6,21 +6,20 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from deployments.console.client import ClientError, Key, Url, find_client
 from deployments.console.output import Json, OptionError, print_json
-from deployments.console.workflows import WorkflowClient
+from deployments.console.workflows import WorkflowClient, read_document
 
 if TYPE_CHECKING:
     from deployments.workflows.records import Workflow
 
 app = typer.Typer(no_args_is_help=True, help="ComfyUI's workflows: check a file, run it in the cluster.")
 _out = Console()
-_MAX_BYTES: Final = 2**26  # of a file
 
 File = Annotated[Path, typer.Argument(help="A workflow: in the API's form, or as the page saves it.")]
 
@@ -77,7 +76,7 @@ def run(
     for text in images or []:
         name, picture = _parted(text, "--image", "NODE=FILE")
         prompt[_node(workflow, name, "--image")]["inputs"]["image"] = client.upload(Path(picture))
-    prompt_id, faults = client.begin(prompt, {"extra_pnginfo": {"workflow": _document(file)}})
+    prompt_id, faults = client.begin(prompt, {"extra_pnginfo": {"workflow": read_document(file)}})
     for line in faults:
         _out.print(f"left out: {line}", markup=False, soft_wrap=True)
     try:
@@ -97,23 +96,12 @@ def run(
         _out.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _document(file: Path) -> Any:
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ClientError(f"{file} has more than {_MAX_BYTES >> 20} MiB: no workflow is as large")
-        return json.loads(file.read_bytes())
-    except OSError as error:
-        raise ClientError(f"{file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ClientError(f"{file} is no JSON: {error}") from None
-
-
 def _read(file: Path) -> Workflow:
     from deployments.workflows.reading import read_workflow
     from deployments.workflows.records import WorkflowError
 
     try:
-        return read_workflow(_document(file), random.Random())
+        return read_workflow(read_document(file), random.Random())
     except WorkflowError as error:
         raise ClientError(f"{file}: {error}") from None
 

@@ -91,6 +91,10 @@ class Client:
         """Return the model as it is listed. `entry` has the fields of a model or adapter in a cluster config."""
         return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})
 
+    def register_workflow(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Serve a workflow as a pipeline. `body` has its id, its document and a description."""
+        return self._checked("POST", "/admin/workflows", "id", json=body)
+
     def import_progress(self, model: str) -> tuple[int, int] | None:
         """Return the imported bytes of a model and their total; None if no import runs, or it is unknown."""
         with contextlib.suppress(ClientError, KeyError, TypeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mimetypes
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,19 @@ from deployments.console.client import Client, ClientError
 
 _PAUSE_S: Final = 0.3  # from one look at the history to the next
 _SHOWN_ERRORS: Final = 20
+_MAX_BYTES: Final = 2**26  # of a file
+
+
+def read_document(file: Path) -> Any:
+    """Return the content of a workflow's file. Raises ClientError."""
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ClientError(f"{file} has more than {_MAX_BYTES >> 20} MiB: no workflow is as large")
+        return json.loads(file.read_bytes())
+    except OSError as error:
+        raise ClientError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ClientError(f"{file} is no JSON: {error}") from None
 
 
 class WorkflowClient(Client):

@@ -342,8 +342,7 @@ def _asks_a_model(scope: Scope) -> bool:
 
 def _looks_at_jobs(scope: Scope) -> bool:
     """Return whether a request begins or follows a job, which is in progress itself once it runs."""
-    path: str = scope["path"]
-    return path.startswith(JOB_PATHS) and not path.endswith("/events") and current_job.get() is None
+    return scope["path"].startswith(JOB_PATHS) and current_job.get() is None
 
 
 def put_gate_before_serve(

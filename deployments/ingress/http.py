@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.admission.fair_slots import ReadLimiter
+from cluster.admission.fair_slots import FairSlots, ReadLimiter
 from cluster.door.deadlines import ShowDeadline
 from cluster.door.places import HTTP_ADDRESS
 from cluster.placement.serving.actor import connect_controller
@@ -45,6 +45,12 @@ from deployments.ingress.admin.routes import ControllerCalls, create_admin_route
 from deployments.ingress.admin.uploads import create_uploads_router
 from deployments.ingress.comfy.files import WorkflowFiles
 from deployments.ingress.comfy.prompts import Prompts
+from deployments.ingress.comfy.registered import (
+    MAX_RUNNING,
+    MAX_WAITING,
+    RegisteredWorkflows,
+    create_workflows_router,
+)
 from deployments.ingress.comfy.routes import ComfyParts, create_comfy_files_router, create_comfy_router, features_of
 from deployments.ingress.comfy.socket_route import create_socket_router
 from deployments.ingress.comfy.sockets import Sockets
@@ -145,14 +151,17 @@ def create_http_app(
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
     controller = ControllerCalls(_controller_of(config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, controller)
+    workflow_slots = FairSlots(MAX_RUNNING, MAX_WAITING)
+    service.workflows = RegisteredWorkflows(service, workflow_slots)
     for router in (
-        *_client_routers(service, config, readers, images, view, desk),
+        *_client_routers(service, config, readers, images, view, desk, workflow_slots),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
         create_inference_router(inference, config.ingress.limits),
         create_shared_memory_router(inference.shared_memory),
         create_docs_router(app.title),
         create_admin_router(service),
         create_uploads_router(desk, config),
+        create_workflows_router(service),
         create_controller_router(controller),
     ):
         # Included, each router is matched before its routes, and the first request makes all of them a second time.
@@ -183,6 +192,7 @@ def _client_routers(
     images: ChatImages,
     view: ClusterView,
     desk: JobDesk,
+    slots: FairSlots,
 ) -> Iterator[APIRouter]:
     """Yield the routes for people, and for programs that call models. Routes are tried in turn, so what is called most
     often comes first."""
@@ -195,7 +205,7 @@ def _client_routers(
     yield from _openai_routers(service, config, readers, images, view, desk)
     yield from _compat_routers(service, config, readers, images)
     if config.http.compat.comfyui:
-        yield from _comfy_routers(service, config, readers, desk)
+        yield from _comfy_routers(service, config, readers, desk, slots)
     yield create_live_router(view)
 
 
@@ -257,13 +267,13 @@ def _compat_routers(
 
 
 def _comfy_routers(
-    service: Service, config: ClusterConfig, readers: ImageReaders, desk: JobDesk
+    service: Service, config: ClusterConfig, readers: ImageReaders, desk: JobDesk, slots: FairSlots
 ) -> Iterator[APIRouter]:
     """Yield ComfyUI's routes."""
     prompts = Prompts(desk)
     watches = Watches(prompts, Sockets(), is_alone=config.ingress.num_replicas == 1)
     files = WorkflowFiles(config.ingress.workflow_files, config.store.path, config.name)
-    parts = ComfyParts(service, config, prompts, watches, files, readers)
+    parts = ComfyParts(service, config, prompts, watches, files, readers, slots)
     yield create_comfy_router(parts)
     yield create_comfy_files_router(parts)
     yield create_socket_router(watches, features_of(config.ingress.limits))

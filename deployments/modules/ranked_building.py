@@ -1,6 +1,7 @@
 """Builders of a replica of several ranks: rank 0 builds what requests want, and the others their parts of it, by order.
 
-A language model's matrices are divided among the ranks; of a denoiser each has all.
+A language model's matrices are divided among the ranks; of a denoiser and a VAE each has all. What they compute of them
+are rows of a family's forwards and tiles of its images, or the calls of a pipeline that diffusers' own code runs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from deployments.engines.building.build import IMPORT_LOCK
 from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.pipeline import create_pipeline
+from deployments.engines.diffusion.ranked_tiles import TILED_CLASSES, TilesFollower
 from deployments.engines.llm.engine import step_follower
 from deployments.engines.llm.models.stored_slices import stored_slices
+from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.forwards import make_quick
 from deployments.engines.ranks.following import Follower, RankChannel
 from deployments.engines.ranks.group import RankGroup
 from deployments.engines.ranks.layout import RankLayout
 from deployments.engines.records.protocol import EngineError
+from deployments.engines.stock.known import is_stock_class
+from deployments.engines.stock.ranked_calls import DENOISERS, CallsFollower, computes_calls
 from deployments.modules.builder import BuildOrder
 from deployments.modules.loading import ComponentBuilder, batch_bounds, is_language_model
 from weights.records.manifest import Component
 from weights.residency.recent import Recent
 
+ROWS, CALLS, STEPS, TILES = "rows", "calls", "steps", "tiles"  # what ranks compute of a part
 MAX_PARTS: Final = 64  # components whose slices are known: of 1,000 tensors each has about 2 MB
 
 
@@ -101,6 +108,8 @@ class _Shared(NamedTuple):
     thing: Any  # kept, since it is found by its id
     number: int
     channel: RankChannel
+    kind: str
+    nbytes: int  # of rank 0's own part
 
 
 class LeadingBuilder(RankBuilder):
@@ -113,8 +122,8 @@ class LeadingBuilder(RankBuilder):
 
     def build(self, order: BuildOrder, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return the thing that runs, of which the other ranks build their parts where all compute with it."""
-        component = order.component
-        if not self._is_shared(order):
+        component, kind = order.component, self._kind_of(order)
+        if kind is None:
             return self(component, skeleton, tensors)
         if is_language_model(component):
             order = replace(order, kv_cache_bytes=self.kv_cache_bytes(component, skeleton))
@@ -124,7 +133,7 @@ class LeadingBuilder(RankBuilder):
                 thing: Any = self.build_engine(component, skeleton, tensors, channel)
             else:
                 thing = self(component, skeleton, tensors)
-        self._shared[id(thing)] = _Shared(thing, number, channel)
+        self._shared[id(thing)] = _Shared(thing, number, channel, kind, self.own_part(component, skeleton).nbytes)
         return thing
 
     def retire(self, thing: Any) -> None:
@@ -133,17 +142,34 @@ class LeadingBuilder(RankBuilder):
             self._peers.release(shared.number)
         super().retire(thing)
 
-    def channel_of(self, thing: Any) -> RankChannel | None:
-        """Return the way to the other ranks' parts of what was built here; None where they have none."""
-        found = self._shared.get(id(thing))
-        return found and found.channel
+    @property
+    def shared_bytes(self) -> int:
+        """Return the bytes of weights of rank 0's parts of what all ranks compute."""
+        return sum(shared.nbytes for shared in [*self._shared.values()])
 
-    def _is_shared(self, order: BuildOrder) -> bool:
-        """Return whether all ranks compute with a component: a language model's, or the denoiser of a family."""
-        if is_language_model(order.component):
-            return self._is_divided(order.component)
-        is_known = self._shares_rows and order.vae is not None and order.class_name in FAMILIES
-        return is_known and order.component.name == family_of(order.class_name).denoiser_name
+    def channel_of(self, thing: Any, kind: str) -> RankChannel | None:
+        """Return the way to the other ranks' parts of what was built here, where they compute that of it; else None.
+
+        Pipelines of a family and others may have a denoiser in common: the ranks know it as that of the first one.
+        """
+        found = self._shared.get(id(thing))
+        return found.channel if found is not None and found.kind == kind else None
+
+    def _kind_of(self, order: BuildOrder) -> str | None:
+        """Return the work on a component that all ranks share; None for one that rank 0 has alone."""
+        component, class_name = order.component, order.class_name
+        if is_language_model(component):
+            return STEPS if self._is_divided(component) else None
+        if not self._shares_rows:
+            return None
+        if class_name in FAMILIES:
+            if component.name == "vae":
+                return TILES if component.class_name in TILED_CLASSES else None
+            is_denoiser = order.vae is not None and component.name == family_of(class_name).denoiser_name
+            return ROWS if is_denoiser else None
+        ranks = self._ranks
+        is_known = computes_calls(component.class_name or "", ranks.cfg, ranks.sequence)
+        return CALLS if is_known and component.name in DENOISERS else None
 
 
 class FollowingBuilder(RankBuilder):
@@ -160,6 +186,13 @@ class FollowingBuilder(RankBuilder):
             config = replace(self.engine_config(component, skeleton), kv_cache_bytes=order.kv_cache_bytes)
             with IMPORT_LOCK:
                 return step_follower(skeleton / component.folder, tensors, config, self._group)
+        if component.name == "vae":
+            vae = self(component, skeleton, tensors)
+            make_batch_invariant(vae)  # as rank 0's
+            make_quick(vae)
+            return TilesFollower(self._group, vae)
+        if is_stock_class(order.class_name):
+            return CallsFollower(self._group, self(component, skeleton, tensors))
         assert order.vae is not None
         modules = {
             component.name: self(component, skeleton, tensors),

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import Argument, parse_tensor_type
+from configs.workflow import WorkflowConfig
 from deployments.pipelines.records import (
     NUMPY_DTYPES,
     Datatype,
@@ -250,3 +251,15 @@ def ports_of(model: ModelRecord) -> Ports | None:
             {one.name: EdgeType(one.datatype, one.shape) for one in specs.outputs},
         )
     return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER, "upscaler": _UPSCALER}.get(model.kind or "")
+
+
+def ports_of_workflow(workflow: WorkflowConfig) -> Ports:
+    """Return the ports of a registered workflow."""
+    types = {name: edge_type(one.type) for name, one in workflow.inputs.items()}
+    return Ports(
+        {
+            name: Parameter((type_, INT) if type_ == FLOAT else (type_,), workflow.inputs[name].required)
+            for name, type_ in types.items()
+        },
+        {name: edge_type(one.type) for name, one in workflow.outputs.items()},
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from cluster.registry.directory import ModelRecord
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, nearest_name
+from configs.workflow import WorkflowConfig
 from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
 from deployments.pipelines.planning import DEFAULT_MAX_BATCH_SIZE, PipelineUnusable, plan_pipeline
 from deployments.pipelines.plans import PipelinePlan
@@ -52,11 +53,17 @@ class Pipelines:
         self._plans: dict[str, tuple[dict[str, ModelRecord], PipelinePlan]] = {}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._configs
+        return name in self._configs or (isinstance(name, str) and self._workflow(name) is not None)
 
     def names(self) -> list[str]:
-        """Return the names in the order of the config, unusable pipelines included."""
-        return list(self._configs)
+        """Return the names in the order of the config, unusable pipelines included, then registered workflows."""
+        registered = [id_ for id_ in self._models.records if id_ not in self._configs and self._workflow(id_)]
+        return [*self._configs, *registered]
+
+    @property
+    def configured(self) -> Collection[str]:
+        """The names of the config's own pipelines."""
+        return self._configs.keys()
 
     def problem(self, name: str) -> str | None:
         """Return the reason why the pipeline cannot run now; None if it can."""
@@ -121,14 +128,21 @@ class Pipelines:
     def _most_items(self, plan: PipelinePlan) -> int:
         """Return the most items of one request: each is a request of its own for models that make images or text."""
         limits = self._limits
-        per_action = {"generate": limits.max_images, "upscale": limits.max_images, "write": limits.max_prompts}
+        per_action = dict.fromkeys(("generate", "upscale", "workflow"), limits.max_images)
+        per_action["write"] = limits.max_prompts
         return min(per_action.get(stage.action, limits.max_pipeline_items) for stage in plan.stages())
 
     def config(self, name: str) -> PipelineConfig:
         """Return the config of a pipeline. Raises UnknownModel."""
-        if name not in self._configs:
-            raise UnknownModel(f"unknown pipeline {name!r}{nearest_name(name, self._configs)}", "model")
-        return self._configs[name]
+        if name in self._configs:
+            return self._configs[name]
+        if (workflow := self._workflow(name)) is None:
+            raise UnknownModel(f"unknown pipeline {name!r}{nearest_name(name, self.names())}", "model")
+        return workflow.as_pipeline()
+
+    def _workflow(self, name: str) -> WorkflowConfig | None:
+        record = self._models.records.get(name)
+        return None if record is None else record.workflow
 
     def _inputs(self, plan: PipelinePlan, request: PipelineRequest) -> tuple[dict[str, Batch], int]:
         """Return batches of one length, and the length. An input of one item is repeated."""
@@ -141,11 +155,9 @@ class Pipelines:
             raise InvalidRequest(f"pipeline {plan.id!r} needs input {', '.join(missing)}", missing[0])
         batches = {name: batch_of(tensor, plan.inputs[name]) for name, tensor in request.inputs.items()}
         counts = {name: len(batch) for name, batch in batches.items()}
-        if not counts:
-            raise InvalidRequest(f"pipeline {plan.id!r} needs at least one of its inputs: {', '.join(plan.inputs)}")
-        num_items = max(counts.values())
+        num_items = max(counts.values(), default=1)
         wrong = {name: count for name, count in counts.items() if count not in (1, num_items)}
-        if min(counts.values()) == 0 or wrong:
+        if 0 in counts.values() or wrong:
             found = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise InvalidRequest(f"inputs must have as many items as each other, or one, and not none; got {found}")
         limit = self._most_items(plan)

@@ -24,7 +24,16 @@ from configs.pipeline import (
     nearest_name,
     plain_type,
 )
-from deployments.pipelines.edge_types import MODEL_KINDS, TOKENIZER, EdgeType, Parameter, Ports, edge_type, ports_of
+from deployments.pipelines.edge_types import (
+    MODEL_KINDS,
+    TOKENIZER,
+    EdgeType,
+    Parameter,
+    Ports,
+    edge_type,
+    ports_of,
+    ports_of_workflow,
+)
 from deployments.pipelines.functions import fill_template, missing_fields
 from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, SegmentPlan, StagePlan, form_units
 from deployments.pipelines.records import Signature
@@ -180,6 +189,8 @@ def _ports_of_stage(stage: StageConfig, models: Mapping[str, ModelRecord | None]
     model = models[id_] if models else None
     if model is None:
         return (TOKENIZER, "tokenize") if stage.tokenizer else (None, "generate")
+    if model.workflow is not None and stage.tokenizer is None:
+        return ports_of_workflow(model.workflow), "workflow"
     if model.kind is None:
         raise _Unknown(key, f"model {id_!r} is {model.state}{model.error and ': '}{model.error}")
     if stage.tokenizer is not None:

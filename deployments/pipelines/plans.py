@@ -19,7 +19,9 @@ from deployments.pipelines.edge_types import Batch, EdgeType
 from deployments.pipelines.records import NUMPY_DTYPES, Signature
 from weights.memory.lifetimes import Lifetime, MemoryPlan, place
 
-Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "score", "head", "program", "upscale", "function"]
+Action: TypeAlias = Literal[
+    "generate", "write", "tokenize", "embed", "score", "head", "program", "upscale", "workflow", "function"
+]
 WITH_TENSORS: Final = frozenset({"embed", "score", "head", "program"})  # actions that give tensors
 IN_ENCODER: Final = WITH_TENSORS | {"tokenize"}  # actions of the text-encoder service
 PIPELINE_INPUT: Final = ""

@@ -61,6 +61,8 @@ class ModelCalls(Protocol):
 
     async def complete(self, request: CompletionRequest, /) -> TextResult: ...
 
+    async def run_workflow(self, workflow: str, inputs: Mapping[str, Any], /) -> WorkflowResult: ...
+
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
         """Begin a segment and return at once.
 
@@ -69,6 +71,13 @@ class ModelCalls(Protocol):
 
 
 ResultT = TypeVar("ResultT")
+
+
+class WorkflowResult(NamedTuple):
+    """The outputs of a registered workflow for one item, by name: images and texts."""
+
+    outputs: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 class StageProgress(NamedTuple):
@@ -202,6 +211,8 @@ class PipelineRun:
     async def _ask_model(self, stage: StagePlan, batches: Mapping[str, Batch]) -> dict[str, Batch]:
         """Send one request per item, all at once: the engines batch them."""
         columns = {name: items_of(batch) for name, batch in batches.items()}
+        if stage.action == "workflow":
+            return await self._run_workflow(stage, columns)
         items = [
             {**stage.literals, **{name: column[index] for name, column in columns.items()}, "model": stage.target}
             for index in range(self._num_items)
@@ -219,6 +230,21 @@ class PipelineRun:
         self._note(stage, texts)
         return {"text": [text.text for text in texts]}
 
+    async def _run_workflow(self, stage: StagePlan, columns: Mapping[str, list[Any]]) -> dict[str, Batch]:
+        """Run a workflow for each item, one after the other: each may hold many images."""
+        results = []
+        for index in range(self._num_items):
+            given = {name: column[index] for name, column in columns.items()}
+            results.append(await self._ask.run_workflow(stage.target, {**stage.literals, **given}))
+        self._note(stage, results)
+        try:
+            return {
+                name: stacked([result.outputs[name] for result in results], type_)
+                for name, type_ in stage.outputs.items()
+            }
+        except ValueError as error:
+            raise InvalidRequest(f"images of one request have one size; {error}") from None
+
     async def _text(self, fields: dict[str, Any]) -> TextResult:
         if "prompt" in fields:
             return await self._ask.complete(as_record(CompletionRequest, fields))
@@ -226,7 +252,7 @@ class PipelineRun:
         messages = tuple({"role": role, "content": text} for role, text in turns if text is not None)
         return await self._ask.chat(as_record(ChatRequest, fields | {"messages": messages}))
 
-    def _note(self, stage: StagePlan, results: Sequence[ImageResult] | Sequence[TextResult]) -> None:
+    def _note(self, stage: StagePlan, results: Sequence[ImageResult | TextResult | WorkflowResult]) -> None:
         self._warnings += stage_warnings(stage.name, warnings_by_item([result.warnings for result in results]))
 
     def _remaining_s(self) -> float | None:

@@ -28,7 +28,7 @@ from deployments.engines.stock.known import is_stock_class
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import ComponentBuilder, batch_bounds, is_denoise_component
 from deployments.modules.parts import Merging
-from deployments.modules.ranked_building import LeadingBuilder
+from deployments.modules.ranked_building import ROWS, TILES, LeadingBuilder
 from deployments.records import (
     CacheUse,
     ClipRequest,
@@ -102,7 +102,7 @@ class ImageService:
         self._device = device
         self._builder = builder
         self._sequential = SequentialPhases(module_cache, settings, device)
-        self._stock = StockService(module_cache, device)
+        self._stock = StockService(module_cache, device, builder)
         self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = RememberedCosts()
@@ -318,14 +318,15 @@ class ImageService:
             bounds=batch_bounds(self._settings),
             replays=self._replays(),
             workspace=self._module_cache.forwards.workspace(lease.manifest),
-            ranks=self._channel_of(lease),
+            ranks=self._channel_of(lease, family_of(lease.manifest.class_name or "").denoiser_name, ROWS),
+            tiles=self._channel_of(lease, "vae", TILES),
         )
 
-    def _channel_of(self, lease: Lease) -> RankChannel | None:
-        """Return the way to the other ranks' denoisers; None where this process computes alone."""
-        if not isinstance(self._builder, LeadingBuilder):
-            return None
-        return self._builder.channel_of(lease.modules[family_of(lease.manifest.class_name or "").denoiser_name])
+    def _channel_of(self, lease: Lease, name: str, kind: str) -> RankChannel | None:
+        """Return the way to the other ranks' modules of that name; None where this process computes alone."""
+        return (
+            self._builder.channel_of(lease.modules[name], kind) if isinstance(self._builder, LeadingBuilder) else None
+        )
 
     def _replays(self) -> Replays | None:
         asked = self._settings.replay

@@ -51,6 +51,17 @@ def join_group(settings: WorkerConfig, rank: int, meeting: Meeting, listener: so
     )
 
 
+def described_rank(group: RankGroup, weights_bytes: int) -> dict[str, Any]:
+    """Return where this rank is, the weights of its parts of what all ranks compute, and what it has sent to others."""
+    return {
+        "rank": group.rank,
+        "process": os.getpid(),
+        "node": ray.get_runtime_context().get_node_id(),
+        "weights_bytes": weights_bytes,
+        "sent_bytes": sum(group.sent_bytes.values()),
+    }
+
+
 def _do_nothing(plan: Plan) -> None:
     """Compute nothing: the part is not built yet."""
 
@@ -140,5 +151,7 @@ class RankFollower(ModelReplica):
         """Follow no config: rank 0 does."""
 
     async def describe(self) -> dict[str, Any]:
-        """Return this rank's process, and what it has sent to the others."""
-        return {"process": os.getpid(), "sent_bytes": sum(self._group.sent_bytes.values())}
+        """Return this rank's process and node, the weights of its parts, and what it has sent to the others."""
+        built = [task for task in self._built.values() if task.done() and not task.cancelled() and not task.exception()]
+        nbytes = sum(task.result().component.nbytes for task in built)
+        return described_rank(self._group, nbytes)

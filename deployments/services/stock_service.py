@@ -17,6 +17,7 @@ from torch import nn
 
 from cluster.ray_seam.request_ids import part_id
 from deployments.engines.graph.workspace import LendingMemory
+from deployments.engines.ranks.following import RankChannel
 from deployments.engines.records.clip_files import MEDIA_TYPES, WAV, encode_audio, encode_video
 from deployments.engines.records.protocol import (
     AdapterUse,
@@ -33,8 +34,9 @@ from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.texts import NotApart, TextCall, TextPlanner, weightless_modules
 from deployments.engines.text.prompt_weights import plain_texts, weights_lost
 from deployments.modules.cache import Lease, ModuleCache
-from deployments.modules.loading import is_denoise_component, is_pipeline_component
+from deployments.modules.loading import ComponentBuilder, is_denoise_component, is_pipeline_component
 from deployments.modules.parts import Fitting
+from deployments.modules.ranked_building import CALLS, LeadingBuilder
 from deployments.modules.stock_parts import is_stock_text
 from deployments.records import (
     CacheUse,
@@ -110,9 +112,13 @@ class _Made:
 class StockService:
     """Runs stock pipelines on the device thread, the requests of a model one after the other. Of one event loop."""
 
-    def __init__(self, module_cache: ModuleCache, device: DeviceThread) -> None:
+    def __init__(
+        self, module_cache: ModuleCache, device: DeviceThread, builder: ComponentBuilder | None = None
+    ) -> None:
+        """`builder` has built the modules of the cache, perhaps with other ranks of the replica."""
         self._module_cache = module_cache
         self._device = device
+        self._builder = builder
         self._planners: Recent[str, asyncio.Task[TextPlanner]] = Recent(_MAX_PLANNERS)  # by fingerprint
         self.num_running = 0
 
@@ -201,7 +207,8 @@ class StockService:
             )
             async with lease_all as lease:
                 loaded: _LoadedModel = lease.bound(
-                    lambda: _LoadedModel(self._device, forwards.memory), f"stock {manifest.fingerprint}"
+                    lambda: _LoadedModel(self._device, forwards.memory, self._channels_of(lease)),
+                    f"stock {manifest.fingerprint}",
                 )
                 engine, loop = await loaded.engine_of(lease, planner)
                 encoded = await encoding
@@ -216,6 +223,13 @@ class StockService:
         finally:
             encoding.cancel()
         return _Made(output, lease.report, encoded, bool(previews)), (*encoded.warnings, *engine.inputs.ignored(stock))
+
+    def _channels_of(self, lease: Lease) -> dict[str, RankChannel]:
+        """Return the ways to the other ranks' denoisers, by name."""
+        if not isinstance(self._builder, LeadingBuilder):
+            return {}
+        found = {name: self._builder.channel_of(module, CALLS) for name, module in lease.modules.items()}
+        return {name: channel for name, channel in found.items() if channel is not None}
 
     async def _plan_text(self, manifest: Manifest, stock: StockRequest) -> tuple[TextPlanner | None, TextCall | None]:
         """Return the finder of a request's texts (None if the pipeline encodes them itself), and the first text.
@@ -282,9 +296,10 @@ async def _encode(
 class _LoadedModel:
     """The engine over one lease's modules. Its tokenizers and configs are read once, by the first request."""
 
-    def __init__(self, device: DeviceThread, memory: LendingMemory | None) -> None:
+    def __init__(self, device: DeviceThread, memory: LendingMemory | None, ranks: Mapping[str, RankChannel]) -> None:
         self._device = device
         self._memory = memory
+        self._ranks = ranks
         self._loading: asyncio.Task[tuple[StockEngine, _StockLoop]] | None = None
 
     async def engine_of(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
@@ -296,7 +311,7 @@ class _LoadedModel:
     async def _load(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
         # The lease's modules, not the lease: they stay as long as this object.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
-        engine = StockEngine(model, memory=self._memory)
+        engine = StockEngine(model, memory=self._memory, ranks=self._ranks)
         return engine, EngineLoop(self._device, engine, "stock")
 
 

@@ -225,5 +225,11 @@ class Worker(ModelReplica):
             "denoising": self._images.num_running,
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._fallback_encoder.num_requests,
-            **({"ranks": await self._ranks.describe()} if self._ranks is not None else {}),
+            **await self._described_ranks(),
         }
+
+    async def _described_ranks(self) -> dict[str, Any]:
+        if self._ranks is None:
+            return {}
+        assert isinstance(self._builder, LeadingBuilder)
+        return {"ranks": await self._ranks.describe(self._builder.shared_bytes)}

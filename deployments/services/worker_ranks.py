@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -26,7 +25,7 @@ from deployments.engines.ranks.layout import adjacent_places
 from deployments.engines.ranks.links import listening
 from deployments.modules.builder import BuildOrder
 from deployments.replicas.replica_end import ReplicaEnd
-from deployments.services.rank_follower import RankFollower, address_of, join_group
+from deployments.services.rank_follower import RankFollower, address_of, described_rank, join_group
 
 START_S: Final = 180.0  # for a follower's process and its imports
 BUILD_S: Final = 600.0  # for weights that come over a slow network; a follower that is lost is noticed at once
@@ -79,11 +78,14 @@ class WorkerRanks:
         async with asyncio.timeout(PING_S):
             await asyncio.gather(*(call_actor(actor, RankFollower.describe) for actor in self._followers))
 
-    async def describe(self) -> dict[str, Any]:
-        """Return a description of the ranks as JSON-able values; of one that does not answer, its number alone."""
+    async def describe(self, weights_bytes: int) -> dict[str, Any]:
+        """Return a description of the ranks as JSON-able values; of one that does not answer, its number alone.
+
+        `weights_bytes` are those of rank 0's parts of what all ranks compute.
+        """
         found = [self._describe(number, actor) for number, actor in enumerate(self._followers, 1)]
         layout = self.group.layout
-        own = {"rank": 0, "process": os.getpid(), "sent_bytes": sum(self.group.sent_bytes.values())}
+        own = described_rank(self.group, weights_bytes)
         return {
             "cfg": layout.cfg,
             "sequence": layout.sequence,
@@ -94,7 +96,8 @@ class WorkerRanks:
     async def _describe(self, number: int, actor: Any) -> dict[str, Any]:
         try:
             async with asyncio.timeout(PING_S):
-                return {"rank": number, **await call_actor(actor, RankFollower.describe)}
+                found: dict[str, Any] = await call_actor(actor, RankFollower.describe)
+                return found
         except (TimeoutError, ray.exceptions.RayError):
             return {"rank": number}
 

@@ -207,7 +207,8 @@ class Evaluation:
         values: dict[str, Any] = {}
         is_good = True
         for one in self._inputs(node, kind):
-            if one.name not in node.inputs or (node.inputs[one.name] is None and not one.is_widget):
+            may_be_none = one.is_widget or one.type == "*"
+            if one.name not in node.inputs or (node.inputs[one.name] is None and not may_be_none):
                 if one.required and (wanted is None or one.name in wanted or one.is_widget):
                     self._refuse(node, "required_input_missing", "Required input is missing", one.name, one.name)
                     is_good = False
@@ -223,7 +224,7 @@ class Evaluation:
                     is_good = False
                     continue
                 value = self._value(given)
-                if value is None:  # of a switch without this branch
+                if value is None and one.type != "*":  # of a switch without this branch
                     if one.required:
                         self._refuse(node, "required_input_missing", "Required input is missing", one.name, one.name)
                         is_good = False

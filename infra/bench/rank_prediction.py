@@ -71,7 +71,8 @@ class Published:
         ]
 
 
-# Half of NVLink's published bandwidth, which is that of both directions: 400 GB/s of an H800, 900 of an H100.
+# Half of NVLink's published bandwidth, which is that of both directions: 400 GB/s of an H800, 900 of an H100. Between
+# two H100, NVIDIA's own test found 380 of 450 one way (https://github.com/NVIDIA/nccl/issues/1264).
 PUBLISHED: Final = (
     Published(
         "Qwen-Image, 2,048 px, 50 steps with guidance: vLLM-Omni, H800",

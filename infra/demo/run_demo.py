@@ -272,9 +272,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--once", action="store_true", help="end after the table")
     parser.add_argument("--port", type=int, help="instead of the config's")
+    parser.add_argument("--url", help="ask a cluster of the demo's config that is up there, and end after the table")
     parser.add_argument("--device", choices=("cpu", "cuda", "sim"), default="cpu", help="where the models compute")
     options = parser.parse_args()
     OUT.mkdir(exist_ok=True)
+    if options.url:
+        return 0 if ask_for_everything(options.url) else 1
     config = on_device(load_cluster_config(CONFIG), options.device)
     if options.port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"port": options.port})})
@@ -285,15 +288,21 @@ def main() -> int:
     ):
         display.close()
         console.print(f"the cluster is up at {url} after {display.elapsed_s:.1f} s; open {url}/ in a browser")
-        demo = Demo(Client(url))
-        with console.status("asking it for everything once"):
-            right = demo.run()
-        print_rows(demo.rows)
-        console.print(f"images: {', '.join(sorted(str(p.relative_to(ROOT)) for p in OUT.glob('digits*.png')))}")
+        right = ask_for_everything(url)
         if not options.once:
             console.print(HOW_TO_TALK.format(url=url), markup=False, soft_wrap=True)
             stop.wait()
     return 0 if right else 1
+
+
+def ask_for_everything(url: str) -> bool:
+    """Print the answers of a cluster. Returns whether all are right."""
+    demo = Demo(Client(url))
+    with console.status("asking it for everything once"):
+        right = demo.run()
+    print_rows(demo.rows)
+    console.print(f"images: {', '.join(sorted(str(p.relative_to(ROOT)) for p in OUT.glob('digits*.png')))}")
+    return right
 
 
 HOW_TO_TALK = """

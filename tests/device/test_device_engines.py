@@ -84,6 +84,7 @@ def image_request(seed: int, side: int = 32, **options: Any) -> DiffusionRequest
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model", ["digits-flux", "digits-sdxl"])
 async def test_latents_are_those_of_the_host(store: WeightStore, device: torch.device, module: Any, model: str) -> None:
     seed = random.getrandbits(30)
@@ -237,6 +238,7 @@ def products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "load_kernels", lambda: None)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("model", "name"),
     [

@@ -265,6 +265,7 @@ def test_images_as_prompts(
         assert 1.0 <= found.bytes_of(sum(counts)) / measured <= most, (counts, measured, found)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("shape", SIZES)
 def test_vaes(
     pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
@@ -300,6 +301,7 @@ def test_what_a_pixel_takes_chooses_tiles(
     assert not ImageCodec(codec.vae, measured * 1.02)._is_large(codec.vae, height, width)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("tensors", [rrdb(), rrdb(ups=1), rrdb(num_read=12), compact()])
 def test_upscalers(device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
     module = torch.nn.Module.to(build_upscaler(Path("x"), tensors), device)
@@ -435,7 +437,7 @@ def small(name: str, width: int = 64) -> Any:
     return getattr(transformers, name)(config).eval().requires_grad_(False)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["T5EncoderModel", "CLIPTextModel", "BertModel", "LlamaForCausalLM"])
 def test_recordings_of_encoders_and_decoders(device: torch.device, name: str) -> None:
     """Never below what was counted, and a hundredth above at most."""

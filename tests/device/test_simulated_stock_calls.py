@@ -58,7 +58,7 @@ QUICK_STOCK = (
 )
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in QUICK_STOCK else pytest.mark.long) for one in STOCK]
 )

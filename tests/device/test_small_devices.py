@@ -32,7 +32,8 @@ from infra.offline.fp8_pipeline import export_fp8
 from weights.operations.externalize import externalize
 from weights.storage.store import WeightStore
 
-pytestmark = pytest.mark.usefixtures("learned_once")
+# Each test takes another kind of request through a device that is too small for it.
+pytestmark = [pytest.mark.usefixtures("learned_once"), pytest.mark.drawn(4, of="file")]
 REQUEST = ImageRequest(
     model="digits-sdxl",
     prompt="a handwritten seven",

@@ -169,28 +169,29 @@ async def test_each_choice_of_layers_computes_the_same(store: WeightStore, devic
     assert_same(logged(engine)[1], rows, device)
 
 
+@pytest.mark.drawn
+@pytest.mark.parametrize("model", ["plain", "tied", "packed"])
 async def test_the_hosts_kernels_compute_its_layers_and_a_text_is_the_same_in_any_company(
-    store: WeightStore, device: torch.device
+    store: WeightStore, device: torch.device, model: str
 ) -> None:
     """Kernels and torch round otherwise, so the host's logits are near, and those of the split model its own."""
-    for model in ("plain", "tied", "packed"):
-        engine = await engine_of(host_of(store, device, **{model: 3}), model)
-        if native_decoder.load_kernels() is not None:
-            assert engine._runner._split.has_kernels
-        together, rows = logged(engine)
-        alone: dict[str, Any] = {}
-        for question in QUESTIONS:
-            alone |= generated(engine, [question], 0.0)
-        if device.type == "sim":
-            assert alone == together
-        expected = logged(await engine_of(host_of(store, "cpu"), model))[1]
-        for question in QUESTIONS:  # behind the prompt: later tokens may follow others, where two are near
-            first = min(key for key in expected if key[0] == question)
-            tolerance = 1e-3 if model == "plain" else 0.1
-            torch.testing.assert_close(rows[first], expected[first], rtol=tolerance, atol=tolerance)
+    engine = await engine_of(host_of(store, device, **{model: 3}), model)
+    if native_decoder.load_kernels() is not None:
+        assert engine._runner._split.has_kernels
+    together, rows = logged(engine)
+    alone: dict[str, Any] = {}
+    for question in QUESTIONS:
+        alone |= generated(engine, [question], 0.0)
+    if device.type == "sim":
+        assert alone == together
+    expected = logged(await engine_of(host_of(store, "cpu"), model))[1]
+    for question in QUESTIONS:  # behind the prompt: later tokens may follow others, where two are near
+        first = min(key for key in expected if key[0] == question)
+        tolerance = 1e-3 if model == "plain" else 0.1
+        torch.testing.assert_close(rows[first], expected[first], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("model", ["plain", "tied"])
 async def test_a_token_moves_its_activations_over_the_link_and_nothing_else(

@@ -31,7 +31,8 @@ from weights.operations.externalize import externalize
 from weights.operations.intake import import_model
 from weights.storage.store import WeightStore
 
-pytestmark = pytest.mark.usefixtures("learned_once")
+# Each test takes another kind of request through a model that is streamed.
+pytestmark = [pytest.mark.usefixtures("learned_once"), pytest.mark.drawn(2, of="file")]
 FLUX, SDXL = "digits-flux", "digits-sdxl"
 DENOISERS = {FLUX: "transformer", SDXL: "unet", "fp8": "transformer"}
 PIXELS = np.random.default_rng(2).integers(0, 256, (32, 32, 3), np.uint8)

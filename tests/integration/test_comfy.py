@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import signal
 import uuid
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import ray
 import websockets
 from integration.harness import Cluster
+from kit.waiting import wait_until
 from PIL import Image
+
+from cluster.records.actor_names import NAMESPACE, registry_name
+from deployments.records import ImageRequest
 
 pytestmark = pytest.mark.ray
 STEPS = 4
@@ -103,3 +110,37 @@ def test_a_workflow_is_refused_before_it_runs(cluster: Cluster) -> None:
         answer = http.post("/prompt", json={"prompt": prompt})
     assert answer.status_code == 400
     assert "digits-flux.safetensors" in answer.json()["node_errors"]["4"]["errors"][0]["details"]
+
+
+def test_a_registered_workflow_is_a_pipeline(cluster: Cluster) -> None:
+    """Its image is that of the prompt with the same values, and it is there again when the registry is."""
+    nodes = workflow("a handwritten seven", 3)
+    nodes["6"]["_meta"], nodes["3"]["_meta"] = {"title": "prompt"}, {"title": "sampler"}
+    given = {"prompt": "a handwritten two", "sampler_seed": 5}
+    with httpx.Client(base_url=cluster.url, timeout=120) as http:
+        answer = http.post("/admin/workflows", json={"id": "posters", "workflow": nodes})
+        assert answer.status_code == 201, answer.text
+        nodes["6"]["inputs"]["text"], nodes["3"]["inputs"]["seed"] = given.values()
+        id_, _, _ = asyncio.run(followed(cluster.url, nodes))
+        (saved,) = http.get(f"/history/{id_}").json()[id_]["outputs"]["9"]["images"]
+        expected = np.asarray(image_of(http, saved))
+
+        registry = ray.get_actor(registry_name(cluster.config), namespace=NAMESPACE)
+        os.kill(ray.get(registry.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+
+        def is_back() -> bool:
+            shown = http.get("/admin/cluster").json()
+            return "registry" not in shown and shown["nodes"][0].get("num_extents", 0) > 0
+
+        wait_until(is_back, "the restarted registry")
+        wait_until(lambda: ray.get(registry.find_model.remote("posters")).workflow is not None, "its workflow")
+        tensors = [
+            {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": [given["prompt"]]},
+            {"name": "sampler_seed", "datatype": "INT64", "shape": [1], "data": [given["sampler_seed"]]},
+        ]
+        (output,) = http.post("/v2/models/posters/infer", json={"inputs": tensors}).json()["outputs"]
+        assert np.array_equal(np.array(output["data"]).reshape(output["shape"]), expected[None])
+        asked = ImageRequest(model="posters", prompt=given["prompt"])
+        made = cluster.handle.generate.remote(asked).result(timeout_s=120)
+        assert made.images[0].shape == (32, 32, 3)
+        assert http.delete("/admin/models/posters").json()["deleted"]

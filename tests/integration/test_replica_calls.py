@@ -357,7 +357,7 @@ async def encoders(encoder_app: tuple[Any, Any]) -> Encoders:
     return made
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("change", ["none", "one more", "one less", "its own dies"])
 async def test_a_thousand_equal_texts_are_encoded_once(encoders: Encoders, change: str) -> None:
     """Also while a replica is added or killed; of one that dies with them, they are the next one's."""

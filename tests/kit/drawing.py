@@ -2,7 +2,8 @@
 
 A pytest plugin. `@pytest.mark.drawn` on a parametrized test draws one of its cases, `drawn(3)` three,
 `drawn(by="kind")` one for each value of the parameter `kind`, and `drawn(over="size")` one size for each value of all
-other parameters. The others get the marker `long`. The seed of the tests
+other parameters. `pytestmark = pytest.mark.drawn(3, of="file")` draws three of a file's tests, each of which takes
+another feature the same long way. The others get the marker `long`. The seed of the tests
 draws, so that a run can be repeated and each change of a Python file draws anew; the case's id says which it was.
 Whoever names a test to pytest and does not exclude `long` runs all cases.
 """
@@ -29,7 +30,7 @@ def seeds(count: int) -> Callable[[Any], Any]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "drawn(count=1, by=None, over=None): `make test` draws so many cases (kit/drawing.py)"
+        "markers", "drawn(count=1, by=None, over=None, of=None): `make test` draws so many cases (kit/drawing.py)"
     )
 
 
@@ -44,7 +45,8 @@ def _not_drawn(items: list[pytest.Item]) -> list[pytest.Item]:
     tables: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if (mark := item.get_closest_marker("drawn")) and not item.get_closest_marker("long"):
-            tables[item.nodeid.partition("[")[0]][_value(item, *mark.args, **mark.kwargs)].append(item)
+            end = "::" if mark.kwargs.get("of") == "file" else "["
+            tables[item.nodeid.partition(end)[0]][_value(item, *mark.args, **mark.kwargs)].append(item)
     left = []
     for test, parts in tables.items():
         draws = random.Random(f"{seeding.SEED} {test}")
@@ -57,7 +59,9 @@ def _not_drawn(items: list[pytest.Item]) -> list[pytest.Item]:
     return left
 
 
-def _value(item: pytest.Item, count: int = 1, by: str | None = None, over: str | None = None) -> str:
+def _value(
+    item: pytest.Item, count: int = 1, by: str | None = None, over: str | None = None, of: str | None = None
+) -> str:
     """Return the case's values of the parameters for whose every value cases are drawn."""
     if by is None and over is None:
         return ""

@@ -1,8 +1,4 @@
-"""Processes that each build their part of a language model over one mapped file, and what of it is in memory.
-
-`python -m kit.rank_memory MODEL COUNT` prints, for each rank, the bytes of the file that are its share of the memory
-(a page that n processes have mapped counts a nth), and those of its tensors that lie elsewhere.
-"""
+"""Processes that each build their part of a language model over one mapped file, and what of it is in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,15 +66,18 @@ def build(model: Path, rank: int, count: int) -> torch.nn.Module:
     return create_model(load_config(folder), own, torch.device("cpu"), ranks=group).module
 
 
-def main() -> None:
-    model, count = Path(sys.argv[1]), int(sys.argv[2])
+def memory_of_ranks(model: Path, count: int) -> list[tuple[int, int]]:
+    """Return, for each rank, its share of the file's bytes in memory, and the bytes of its tensors that lie elsewhere.
+
+    A page that n processes have mapped counts a nth. The processes are copies of this one, so it imports for all.
+    """
     file = model if model.is_file() else next(model.glob("*.safetensors"))
-    os.setpgid(0, 0)
-    torch.set_num_threads(1)
     load_kernels()
     ready, go, end, results = os.pipe(), os.pipe(), os.pipe(), [os.pipe() for _ in range(count)]
+    children = []
     for rank in range(count):
-        if os.fork():
+        if child := os.fork():
+            children.append(child)
             continue
         try:
             module = build(model, rank, count)
@@ -93,17 +91,17 @@ def main() -> None:
             os.read(end[0], 1)
         except BaseException:
             traceback.print_exc()
-            os.killpg(0, signal.SIGTERM)  # or the others would wait for it
+            os.write(ready[1], b"0")
         os._exit(0)
-    for _ in range(count):
-        os.read(ready[0], 1)
-    os.write(go[1], b"1" * count)
-    found = [json.loads(os.read(reader, 4096)) for reader, _ in results]
-    os.write(end[1], b"1" * count)
-    for _ in range(count):
-        os.wait()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        marks = [os.read(ready[0], 1) for _ in range(count)]
+        assert marks == [b"1"] * count, "a rank failed"
+        os.write(go[1], b"1" * count)
+        return [tuple(json.loads(os.read(reader, 4096))) for reader, _ in results]
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for pipe in (ready, go, end, *results):
+            os.close(pipe[0])
+            os.close(pipe[1])

@@ -33,6 +33,10 @@ REST_S: Final = 60.0
 MOST_AT_REST: Final = {"head": (0.35, 2.5), "second": (0.15, 1.7), "third": (0.15, 1.7)}  # of a core, and GiB
 PARTITION_S = 20.0
 SMALL = {"num_cpus": 0.03}
+NOTICED_S: Final = 10.0  # Serve looks this often whether a replica lives
+# Of a node's 3 CPUs a worker has 2: two of these have no room there. All of the rest together take less than 1, so two
+# nodes have room for one.
+OVER_HALF: Final = 0.51
 SPARE: Final = "spare"
 LISTENING: Final = (sys.executable, "-c", f"import socket; socket.create_server(('0.0.0.0', {PORT})).accept()")
 DEADLINE_S: Final = 3.0
@@ -229,12 +233,15 @@ def test_a_node_is_cut_off_for_20_s(cluster: ThreeNodes) -> None:
 
 
 def test_a_rank_on_another_node_is_cut_off(cluster: ThreeNodes) -> None:
-    """The ranks of a worker find room on two nodes only. One is cut off: an exchange meets its bound, and all goes on
-    once there is a worker again.
+    """No node has room for two ranks of a worker. One is cut off: an exchange meets its bound, and all goes on once
+    there is a worker again.
     """
     http = {"host": "0.0.0.0", "port": PORT, "route_prefix": "/split", "haproxy": {"replica_host": "0.0.0.0"}}
+    few = {"num_replicas": len(NAMES), "num_cpus": 0.01}
     ranks = {"tensor": 2, "strategy": "PACK", "timeout_s": 5}
-    cluster.up("split", http=http, ingress=SMALL, text_encoder=SMALL, worker={"num_cpus": 0.5, "ranks": ranks})
+    begun_s = time.monotonic()
+    cluster.up("split", http=http, ingress=few, text_encoder=few, worker={"num_cpus": OVER_HALF, "ranks": ranks})
+    start_s = time.monotonic() - begun_s
     url = f"{cluster.url()}/split"
     expected = cluster.answers(url)
     (first,) = places_of(cluster, "ray::ServeReplica:split:worker")
@@ -250,6 +257,7 @@ def test_a_rank_on_another_node_is_cut_off(cluster: ThreeNodes) -> None:
     seen = load.figures
     print(f"| rank cut off for 20 s | {seen.requests} | {len(seen.lost)} | {len(seen.wrong)} | {seen.gap_s:.1f} |")
     assert (seen.lost, seen.wrong) == ([], [])
+    assert seen.gap_s < PARTITION_S + NOTICED_S + start_s
     assert cluster.down("split") == "cluster 'split' is down\n"
     wait_until(
         lambda: not cluster.runs_ray(victim.name) or cluster.is_whole(), "a node that is back or gave up", WHOLE_S

@@ -110,7 +110,7 @@ def test_the_first_figures_are_compared_with_the_last_ones() -> None:
         ((10.0, 10.0), (100.0, 106.5), "GREW"),
         ((10.0, 11.0), (100.0, 116.0), "holds"),  # 1.1 x 1.05 x 100 + 1
         ((10.0, 11.0), (100.0, 117.0), "GREW"),
-        ((11.0, 10.0), (100.0, 105.5), "holds"),  # a quicker machine asks for no more
+        ((11.0, 10.0), (100.0, 105.5), "holds"),  # a quicker machine is held to the same bound
     ],
 )
 def test_a_machine_that_became_slower_is_no_growth(

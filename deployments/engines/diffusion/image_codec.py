@@ -20,6 +20,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.diffusion.families.base import ImageSize
+from deployments.engines.diffusion.ranked_tiles import LeadingTiles
 from deployments.engines.graph.recording import planned_peak
 from deployments.engines.records.protocol import EngineError
 
@@ -54,8 +55,10 @@ class ImageCodec:
     (`sample_size` of its config): an image up to that is one tile.
     """
 
-    def __init__(self, vae: Any, max_bytes: float = math.inf) -> None:
+    def __init__(self, vae: Any, max_bytes: float = math.inf, tiles: LeadingTiles | None = None) -> None:
+        """Other ranks decode some `tiles`, if there are any."""
         self.vae = vae
+        self._tiles = tiles
         self._max_bytes = max_bytes
         self._is_of_video = "temperal_downsample" in self.vae.config  # it takes an image as a video of one frame
         self.draws_latents = not isinstance(vae, AutoencoderTiny)  # it returns latents itself
@@ -151,15 +154,21 @@ class ImageCodec:
         """Run the VAE's `run` on images of that height and width, in tiles if memory demands it."""
         is_large = (in_tiles and may_change) or self._is_large(vae, *size)
         try:
-            with _tiling(vae, is_large):
+            if is_large:
+                return self._in_tiles(vae, run, batch, may_change)
+            with _tiling(vae, False):
                 return run(batch)
         except Exception as error:
             if is_large or not may_change or len(batch) > 1 or not is_out_of_memory(error):
                 raise
             forget_frames(error)  # they refer to the activations, whose memory the tiles need
         logger.warning("an image of %dx%d pixels does not fit in memory; it goes in tiles", size[1], size[0])
+        return self._in_tiles(vae, run, batch, may_change)
+
+    def _in_tiles(self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, may_change: bool) -> Any:
+        tiles = self._tiles if may_change else None  # other ranks know nothing of this one's repeatable kernels
         with _tiling(vae, True):
-            return run(batch)
+            return run(batch) if tiles is None else tiles.run(vae, partial(run, batch))
 
     def _safe_vae(self) -> Any:
         is_safe = self._dtype != torch.float16 or not self.vae.config.get("force_upcast")

@@ -31,6 +31,7 @@ from deployments.engines.diffusion.image_prompts import ImagePrompter, make_imag
 from deployments.engines.diffusion.modulation import Modulation
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.ranked_rows import Forward, LeadingRows, RowsFollower
+from deployments.engines.diffusion.ranked_tiles import LeadingTiles
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
@@ -100,9 +101,10 @@ class DenoisePipeline:
         workspace: Workspace = UNBOUNDED,
         replays: Replays | None = None,
         ranks: RankChannel | None = None,
+        tiles: RankChannel | None = None,
     ) -> None:
         """`replays` are those of this pipeline's denoiser; without them it runs each forward anew. Of several `ranks`
-        this is the first, and has the requests of all.
+        this is the first, and has the requests of all. Those of `tiles` have its VAE.
         """
         for name in (family.denoiser_name, "vae"):
             if name not in modules:
@@ -112,7 +114,8 @@ class DenoisePipeline:
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
         self._dtype: Any = self.denoiser.dtype  # read once: diffusers goes through all modules for it
-        self._codec = ImageCodec(modules["vae"], bounds.max_vae_bytes)
+        shared_tiles = None if tiles is None else LeadingTiles(tiles, modules["vae"])
+        self._codec = ImageCodec(modules["vae"], bounds.max_vae_bytes, shared_tiles)
         self._solvers = SolverFactory(folder, self.model_index)
         self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
         self._modulation = Modulation(family, self.denoiser)
@@ -488,13 +491,14 @@ def create_pipeline(
     workspace: Workspace = UNBOUNDED,
     replays: Replays | None = None,
     ranks: RankChannel | None = None,
+    tiles: RankChannel | None = None,
 ) -> DenoisePipeline:
     """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`, and
     perhaps a "preview_vae".
 
     Text encoders live elsewhere. Raises EngineError for a class that no family knows.
     """
-    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, workspace, replays, ranks)
+    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, workspace, replays, ranks, tiles)
 
 
 def settings_hash(folder: Path) -> str:

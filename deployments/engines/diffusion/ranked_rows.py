@@ -17,7 +17,7 @@ import torch
 
 from deployments.engines.costs.memory_limits import is_out_of_memory
 from deployments.engines.diffusion.families.base import ImageSize, Rows
-from deployments.engines.diffusion.shared_sequence import can_share, shared_sequence
+from deployments.engines.diffusion.shared_sequence import can_share, run_shared
 from deployments.engines.ranks.following import TO, RankChannel
 from deployments.engines.ranks.group import Plan, RankGroup, RankLost, forms_of
 from deployments.engines.ranks.outcomes import gather_results
@@ -112,13 +112,8 @@ def _run_part(
     def compute() -> torch.Tensor:
         if not shares:
             return forward(part)
-        try:
-            with shared_sequence(denoiser, group, (part.prompts.shape[1], part.latents.shape[1])):
-                return forward(part)
-        except RankLost:
-            raise
-        except Exception as error:
-            raise ranks.broken(error) from error
+        lengths = part.prompts.shape[1], part.latents.shape[1]
+        return run_shared(denoiser, ranks, lambda: forward(part), lengths)
 
     return torch.cat(gather_results(group, _AXIS, compute, is_out_of_memory))
 

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from deployments.engines.diffusion.families.base import Rows
 from deployments.engines.libraries.library_seam import SequencePart, TokenCut, is_text_shared, sequence_plan
-from deployments.engines.ranks.group import RankGroup
+from deployments.engines.ranks.following import RankChannel
+from deployments.engines.ranks.group import RankGroup, RankLost
 
 _AXIS: Final = "sequence"
 _TEXT: Final = "encoder_hidden_states"
@@ -70,6 +71,22 @@ def shared_sequence(denoiser: Any, group: RankGroup, whole_keys: tuple[int, int]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_shared(
+    denoiser: Any, ranks: RankChannel, forward: Callable[[], torch.Tensor], whole_keys: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return `forward()`, of which this rank has its part of the tokens.
+
+    Raises CannotShare; RankLost, also for any other error: the others wait within the same forward.
+    """
+    try:
+        with shared_sequence(denoiser, ranks.group, whole_keys):
+            return forward()
+    except (CannotShare, RankLost):
+        raise
+    except Exception as error:
+        raise ranks.broken(error) from error
 
 
 def _is_at(path: str, pattern: str) -> bool:

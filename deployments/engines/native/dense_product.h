@@ -56,12 +56,12 @@ inline __m128 sum_lanes(Floats a, Floats b, Floats c, Floats d) {
 constexpr int kDenseRows = kLanes == 16 ? 6 : 3;
 
 // Columns whose products are one sum in lanes: of so many, a tile's rows of x stay in the first cache, and a piece of W in
-// the second.
+// the second. (Turned rows of bfloat16 take few of them at a time, and fold their sums the more seldom, the more there are.)
 struct Stretch {
     int64_t begin, end;
 };
 template <class Element>
-constexpr int64_t kStretch = 3072 / sizeof(Element);
+constexpr int64_t kStretch = sizeof(Element) == 2 ? 2048 : 768;
 
 // Fold the sums of R rows of x and 4 Q rows of W into to[r * stride + i], or add them there behind the first stretch.
 template <int R, int Q>
@@ -77,10 +77,16 @@ __attribute__((always_inline)) inline void store_sums(const Floats (&sums)[R][4 
         }
 }
 
-// Fetch memory that R rows of x meet next: with few of them the time is that of memory, with many that of the second cache.
-template <int R>
-inline void fetch(const void* at) {
-    _mm_prefetch(static_cast<const char*>(at), R < kDenseRows ? _MM_HINT_T1 : _MM_HINT_T0);
+// Fetch a part of the rows of W that follow these, whose columns from `k` on are read, so many of each; `i` counts the rows.
+// With few rows of x the time is that of memory, which is read fastest in the order in which it lies there: the columns of
+// one row after the other. With many it is that of the second cache.
+template <int R, int Q, class Weight>
+inline void fetch(const Weight* const (&w)[4 * Q], int64_t k, int64_t columns, int i) {
+    const Weight* const rows_ahead = w[0] + 4 * Q * (w[1] - w[0]);
+    if constexpr (R < kDenseRows)
+        _mm_prefetch(reinterpret_cast<const char*>(rows_ahead + 4 * Q * k + columns * i), _MM_HINT_T1);
+    else
+        _mm_prefetch(reinterpret_cast<const char*>(rows_ahead + (w[i] - w[0]) + k), _MM_HINT_T0);
 }
 
 // R rows of x times 4 Q rows of W in some columns, whose number 16 divides. HAZARD: without `unroll`, GCC 12 keeps the
@@ -100,7 +106,7 @@ inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], Stretch stretch
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const Floats ws = load(w[i] + k);
-            fetch<R>(w[i] + 4 * Q * (w[1] - w[0]) + k);
+            fetch<R, Q>(w, k, kLanes, i);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = add_product(ws, xs[r], sums[r][i]);
         }
@@ -129,7 +135,7 @@ __attribute__((target("avx512bf16"))) inline void multiply_dense_tile(const uint
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const __m512bh ws = (__m512bh)_mm512_maskz_loadu_epi16(mask, w[i] + k);
-            fetch<R>(w[i] + 4 * Q * (w[1] - w[0]) + k);
+            fetch<R, Q>(w, k, 32, i);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], ws, xs[r]);
         }

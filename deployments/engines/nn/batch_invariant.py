@@ -1,15 +1,16 @@
 """Layers whose result for a row does not depend on the rows beside it, bit for bit, on the CPU.
 
 Torch chooses its float32 kernels on a CPU by the number of rows (2.13). MKL multiplies one row, two or three, and four
-or more in three ways, with AVX-512 up to 16 rows in two more, by the size of the weight, and with several threads the
-first dozen rows in yet others; a convolution goes to oneDNN or elsewhere by the size of the batch. Here few rows are
-padded, and every convolution goes to oneDNN, whose fixed cost of about 60 us is felt by convolutions of less than a
-million multiplications only. HAZARD: on Intel's processors, with several threads, products of a thousand inputs and
-more differ even so where there are 70 rows or more, and with AVX2 alone every product does; MKL_CBWR=AUTO,STRICT in
-the environment of the processes is MKL's own way to have all of them alike (as fast from 16 rows on, and up to half as
-fast with one). A half precision product goes to oneDNN where the processor has its instructions, but for those of 16^3
-multiplications and less (mkldnn_gemm_min_size), so that a row of a small layer alone goes elsewhere: it is padded
-beyond that. HAZARD: with AMX, products in half precision of some 500 inputs and more differ by their number of rows;
+or more in three ways, with AVX-512 up to 16 rows in two more, by the size of the weight, with several threads the
+first dozen rows in yet others, and with less than a dozen outputs a row by its place among the others; a convolution
+goes to oneDNN or elsewhere by the size of the batch. Here few rows, and few outputs, are padded, and every convolution
+goes to oneDNN, whose fixed cost of about 60 us is felt by convolutions of less than a million multiplications only.
+HAZARD: on Intel's processors, with several threads, products of a thousand inputs and more differ even so where there
+are 70 rows or more, and with AVX2 alone every product does; MKL_CBWR=AUTO,STRICT in the environment of the processes
+is MKL's own way to have all of them alike (as fast from 16 rows on, and up to half as fast with one). A half precision
+product goes to oneDNN where the processor has its instructions, but for those of 16^3 multiplications and less
+(mkldnn_gemm_min_size), so that a row of a small layer alone goes elsewhere: it is padded beyond that. HAZARD: with
+AMX, products in half precision of some 500 inputs and more differ by their number of rows;
 ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 is oneDNN's way to do without it. Other operations that diffusers' models use need
 nothing of this (tests/unit/deployments/engines/nn/test_batch_invariant.py looks at each), as long as a row has a
 multiple of 32 elements: what is left over after pairs of vectors, of 8 floats with AVX2 and of 16 with AVX-512, is
@@ -32,6 +33,7 @@ from deployments.engines.nn.few_rows import HOSTS, multiply_any
 
 _uninitialized_memory: Any = torch.utils.deterministic  # a module with properties, which its types do not have
 _MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
+_MIN_OUTPUTS: Final = 12  # of float32; found on a Zen 5
 _MAX_SMALL_PRODUCT: Final = 16**3  # multiplications; of half precision, a larger one goes to oneDNN
 
 
@@ -47,14 +49,21 @@ def settled_rows() -> int:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return `F.linear`.
 
-    Of a part of a longer sequence, which is in C order in a batch of one only, torch would add the bias to rounded sums
-    instead of before they are rounded. What is in another order in any batch stays so, as the stock model has it.
+    Torch chooses by the order of memory as well: the kernel, and for tensors of three dimensions and more whether the
+    bias is added before the sums are rounded. Here all are multiplied in C order, and the bias is added where it is for
+    a batch of one: before, of a part of a longer sequence, and behind, of what no batch has in C order.
     """
-    if not x.is_contiguous() and x.device.type in HOSTS and x[:1].is_contiguous():
+    if not x.is_contiguous() and x.device.type in HOSTS:
+        adds_behind = bias is not None and x.dim() > 2 and not x[:1].is_contiguous()
         x = x.contiguous()
+        if adds_behind:
+            return linear(x, weight) + bias
     if (found := multiply_any(x, weight, bias)) is not None:
         return found
     num_rows = x.numel() // max(1, x.shape[-1])
+    if few := _missing_outputs(x, weight):
+        wide = linear(x, F.pad(weight, (0, 0, 0, few)), None if bias is None else F.pad(bias, (0, few)))
+        return wide[..., : len(weight)].contiguous()
     min_rows = _min_rows(x, weight)
     if not 0 < num_rows < min_rows:
         return F.linear(x, weight, bias)
@@ -65,14 +74,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def add_product(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: float) -> None:
     """Add `factor * F.linear(x, weight)` to the result (..., N), in place and in one call, rounded once."""
     own, rows = result.reshape(-1, result.shape[-1]), x.reshape(-1, x.shape[-1])
-    missing = max(0, _min_rows(x, weight) - len(rows))
-    if missing and len(rows):
-        padded = F.pad(own, (0, 0, 0, missing)).addmm_(F.pad(rows, (0, 0, 0, missing)), weight.T, alpha=factor)
-        result.copy_(padded[: len(rows)].view(result.shape))
+    missing, few = max(0, _min_rows(x, weight) - len(rows)), _missing_outputs(x, weight)
+    if (missing or few) and len(rows):
+        factors = F.pad(rows, (0, 0, 0, missing)), F.pad(weight, (0, 0, 0, few)).T
+        padded = F.pad(own, (0, few, 0, missing)).addmm_(*factors, alpha=factor)
+        result.copy_(padded[: len(rows), : len(weight)].reshape(result.shape))
         return
     own.addmm_(rows, weight.T, alpha=factor)
     if own.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():  # reshape has copied
         result.copy_(own.view(result.shape))
+
+
+def _missing_outputs(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return how many outputs a weight lacks for a row's product not to depend on the row's place."""
+    is_judged = x.dtype == torch.float32 and x.device.type in HOSTS and weight.numel() > 0
+    return max(0, _MIN_OUTPUTS - len(weight)) if is_judged else 0
 
 
 def _min_rows(x: torch.Tensor, weight: torch.Tensor) -> int:

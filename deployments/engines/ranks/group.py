@@ -134,8 +134,8 @@ class RankGroup:
         link = self._links.get(None)
         if link is None or not tensors:
             return
-        whole = torch.cat([_bytes_of(one) for one in tensors])
-        with self._watched(None):
+        with self._watched(None):  # the followers wait already
+            whole = torch.cat([_bytes_of(one) for one in tensors])
             link.broadcast(whole, self.bound_s)
         self.sent_bytes[None] += whole.nbytes * (link.size - 1)
 
@@ -250,7 +250,8 @@ def _dtype(name: str) -> torch.dtype:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes on the host."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element that was expanded has a stride of 0
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -270,5 +270,9 @@ class SharedLink:
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
     """Return a contiguous tensor's memory."""
-    found: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
+    flat = tensor.detach().view(-1)
+    # One element that was expanded has a stride of 0.
+    found: Bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
     return found

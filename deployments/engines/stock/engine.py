@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from deployments.engines.costs.memory_limits import forget_frames, is_out_of_mem
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.graph.workspace import LendingMemory
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
+from deployments.engines.ranks.following import RankChannel
+from deployments.engines.ranks.group import RankLost
 from deployments.engines.records.protocol import (
     ComputationFailed,
     DenoiseTimes,
@@ -42,6 +45,7 @@ from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, 
 from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.prompted import reading_images
+from deployments.engines.stock.ranked_calls import LeadingCalls
 from deployments.engines.stock.sampled import check_sampled, set_boundary
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
@@ -76,6 +80,7 @@ class StockEngine:
 
     Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
     do with the steps of other engines. `memory` lends what calls of modules take (`StockRequest.forward_bytes`).
+    Other `ranks` compute parts of the calls of these denoisers, but for requests with adapters.
     """
 
     def __init__(
@@ -83,8 +88,10 @@ class StockEngine:
         model: StockModel,
         clock: Callable[[], float] = time.perf_counter,
         memory: LendingMemory | None = None,
+        ranks: Mapping[str, RankChannel] = MappingProxyType({}),
     ) -> None:
         self.model = model
+        self._ranks = ranks
         self.inputs = CallInputs(model.cls)
         self._adapted = AdaptedModules(model.cls.__name__, model.modules)
         self.failures: dict[str, Exception] = {}
@@ -100,7 +107,8 @@ class StockEngine:
         """Take in a request. Raises EngineError for options that the class does not take."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        run = _Run(self.model, request, self.inputs, self._adapted, self._turn, self._memory)
+        ranks = {} if request.adapters or request.image_prompts else self._ranks
+        run = _Run(self.model, request, self.inputs, self._adapted, self._turn, self._memory, ranks)
         self._runs[request.request_id] = run
 
     def yield_device(self, device: SharedDevice) -> None:
@@ -129,6 +137,8 @@ class StockEngine:
         del self._runs[request_id]
         try:
             made = run.made()
+        except RankLost:
+            raise
         except Exception as error:
             forget_frames(error)
             self.failures[request_id] = error
@@ -147,6 +157,7 @@ class _Run:
         adapted: AdaptedModules,
         turn: _Turn,
         memory: LendingMemory | None,
+        ranks: Mapping[str, RankChannel],
     ) -> None:
         """Raise EngineError for what the class cannot be called with."""
         check_sampled(request, has_strength=inputs.takes("strength"))
@@ -157,6 +168,8 @@ class _Run:
         self._model, self._adapted, self._turn = model, adapted, turn
         self._memory = memory
         self._is_lent = False  # the memory of the running module call
+        self._ranks = ranks
+        self._is_among_ranks = False  # the running module call: others wait within it
         self._num_told = 0
         self._preview: np.ndarray | None = None
         self._num_previews = 0
@@ -174,12 +187,12 @@ class _Run:
     def made(self) -> DiffusionOutput:
         """Return the result of the ended call, without its steps and times.
 
-        Raises EngineError for a refusal before the first step, ComputationFailed, and errors of memory.
+        Raises EngineError for a refusal before the first step, ComputationFailed, RankLost, and errors of memory.
         """
         name = self._model.cls.__name__
         try:
             return self.call.outcome()
-        except (EngineError, MemoryError):
+        except (EngineError, MemoryError, RankLost):
             raise
         except Cancelled:
             raise ComputationFailed(f"{name} was ended") from None
@@ -294,6 +307,7 @@ class _Run:
         hooks = [module.register_forward_pre_hook(begin) for module in modules]
         hooks += [block.register_forward_pre_hook(begin_block) for block in blocks if block not in modules]
         borrowed.take()
+        self._put_ranks()
         self._put_lenders(borrowed)
         try:
             with applied_adapters(spans, by_keyword=True):
@@ -305,7 +319,7 @@ class _Run:
 
     def _begin_call(self, borrowed: _Borrowed, is_block: bool, *_: Any) -> None:
         """Yield the turn before a module's call, if it ends here. Raises Cancelled."""
-        if not self.call.is_here:
+        if not self.call.is_here or self._is_among_ranks:
             return
         if self.call.is_cancelled or self.has_news or self._turn.ends(is_block):
             self._pause(borrowed)
@@ -316,6 +330,25 @@ class _Run:
             self.call.pause()
         finally:
             borrowed.take()
+
+    def _put_ranks(self) -> None:
+        """Make this call's denoisers run on all ranks."""
+        for name, channel in self._ranks.items():
+            module: Any = self._model.modules[name]
+            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module), module.forward)
+
+    def _ranked(self, calls: LeadingCalls, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)  # some callers inspect its parameters
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.call.is_here or self._is_among_ranks:
+                return forward(*args, **kwargs)
+            self._is_among_ranks = True
+            try:
+                return calls.run(*args, **kwargs)
+            finally:
+                self._is_among_ranks = False
+
+        return call
 
     def _put_lenders(self, borrowed: _Borrowed) -> None:
         """Make this call's methods of modules run in lent memory, if it is planned."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cluster.jobs.disk import files_folder
-from cluster.jobs.file_book import MODEL_PURPOSE, SILENT_S
+from cluster.jobs.file_book import MODEL_PURPOSE, SILENT_S, new_file_id
 from cluster.registry.actor import WeightRegistry
 from configs.cluster import ClusterConfig
 from deployments.ingress.access.callers import current_key
@@ -80,17 +80,14 @@ def create_uploads_router(desk: JobDesk, config: ClusterConfig) -> APIRouter:
             )
         if body.bytes > (most := desk.config.max_models_bytes):
             raise RequestTooLarge(f"bytes: {body.bytes}, at most {most} are allowed (jobs.max_models_bytes)", "bytes")
-        begun = await desk.call(WeightRegistry.begin_model, current_key(), suffix, body.bytes)
+        begun = await desk.call(WeightRegistry.begin_model, current_key(), new_file_id(suffix), body.bytes)
         return answer(begun.id, 0, status=201)
 
     @router.get(PATH + "/{upload_id}", response_model=UploadAnswer, responses=documented(**_GONE))
     async def look(upload_id: str) -> Response:
         """The bytes of an upload that are there, to go on with it."""
-        size = await desk.call(WeightRegistry.append_file, current_key(), upload_id, 0, b"")
-        if size is not None:
-            return answer(upload_id, size)
-        file = await desk.call(WeightRegistry.find_file, current_key(), upload_id)
-        return _not_found(upload_id) if file is None else answer(upload_id, file.num_bytes, is_whole=True)
+        found = await _found(desk, upload_id)
+        return _not_found(upload_id) if found is None else answer(upload_id, found[0], is_whole=found[1])
 
     @router.put(
         PATH + "/{upload_id}",
@@ -139,8 +136,9 @@ def create_uploads_router(desk: JobDesk, config: ClusterConfig) -> APIRouter:
     )
     async def delete(upload_id: str) -> Response:
         """Delete an upload that no model is registered from."""
-        if not await desk.call(WeightRegistry.forget_file, current_key(), upload_id):
+        if await _found(desk, upload_id) is None:
             return _not_found(upload_id)
+        await desk.call(WeightRegistry.forget_file, current_key(), upload_id)
         return json_response(UploadDeleted(id=upload_id, deleted=True))
 
     return router
@@ -148,6 +146,14 @@ def create_uploads_router(desk: JobDesk, config: ClusterConfig) -> APIRouter:
 
 async def _appended(desk: JobDesk, upload_id: str, offset: int, piece: bytes) -> int | None:
     return await desk.call(WeightRegistry.append_file, current_key(), upload_id, offset, piece)
+
+
+async def _found(desk: JobDesk, upload_id: str) -> tuple[int, bool] | None:
+    """Return how many bytes of an upload are there, and whether it is whole; None for an unknown one."""
+    if (size := await _appended(desk, upload_id, 0, b"")) is not None:
+        return size, False
+    file = await desk.call(WeightRegistry.find_file, current_key(), upload_id)
+    return None if file is None else (file.num_bytes, True)
 
 
 def _not_found(upload_id: str) -> Response:

@@ -89,29 +89,15 @@ class KeyFiles:
         return data
 
 
-class ServiceBackend(ServiceCatalog):
-    """A cluster that works, as `deployments.workflows.backend.Backend`. Errors are ServiceErrors.
+class ServiceModels(ServiceCatalog):
+    """The models of a cluster that work for a workflow. Errors are ServiceErrors.
 
-    `texts` are written into PNG files, by their names. `has_previews`: somebody looks at them.
+    `has_previews`: somebody looks at them.
     """
 
-    def __init__(
-        self,
-        catalog: ServiceCatalog,
-        service: Service,
-        files: KeyFiles,
-        readers: ImageReaders,
-        limits: LimitsConfig,
-        texts: Mapping[str, Any],
-        *,
-        has_previews: bool,
-    ) -> None:
+    def __init__(self, catalog: ServiceCatalog, service: Service, *, has_previews: bool = False) -> None:
         super().__init__(catalog.records.values(), catalog.solvers)
         self._service = service
-        self._own = files
-        self._readers = readers
-        self._limits = limits
-        self._texts = texts
         self._has_previews = has_previews
 
     async def image(self, request: ImageRequest, report: Report) -> Array:
@@ -155,6 +141,30 @@ class ServiceBackend(ServiceCatalog):
         message = {"role": "user", "content": content}
         request = as_record(ChatRequest, {"model": model, "messages": (message,), **options})
         return (await self._service.chat(request)).text
+
+
+class ServiceBackend(ServiceModels):
+    """A cluster that works, as `deployments.workflows.backend.Backend`, with the files of a key.
+
+    `texts` are written into PNG files, by their names.
+    """
+
+    def __init__(
+        self,
+        catalog: ServiceCatalog,
+        service: Service,
+        files: KeyFiles,
+        readers: ImageReaders,
+        limits: LimitsConfig,
+        texts: Mapping[str, Any],
+        *,
+        has_previews: bool,
+    ) -> None:
+        super().__init__(catalog, service, has_previews=has_previews)
+        self._own = files
+        self._readers = readers
+        self._limits = limits
+        self._texts = texts
 
     async def read_input(self, name: str) -> bytes:
         """Return an uploaded image, written anew: a process of its own has read the file, which may be hostile."""

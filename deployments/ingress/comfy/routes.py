@@ -10,7 +10,7 @@ import asyncio
 import io
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
@@ -39,6 +39,7 @@ from deployments.ingress.comfy.descriptions import describe_kind
 from deployments.ingress.comfy.files import FileType, WorkflowFiles
 from deployments.ingress.comfy.model_files import ALIASES, FOLDERS
 from deployments.ingress.comfy.prompts import MAX_LISTED, Prompts, prompt_id_of
+from deployments.ingress.comfy.registered import catalog_for
 from deployments.ingress.comfy.runs import PromptRun
 from deployments.ingress.comfy.watching import Watches
 from deployments.ingress.messages.bodies import AnyTypeRoute, body_bytes
@@ -51,7 +52,6 @@ from deployments.ingress.messages.responses import (
 from deployments.ingress.messages.running_job import RunningJob, current_job
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.uploads import DecodedImage, decode_image, decode_named, read_named_form
-from deployments.ingress.service.catalog import Catalog
 from deployments.ingress.service.service import Service
 from deployments.records.errors import InvalidRequest
 from deployments.workflows.backend import SavedFile
@@ -62,8 +62,6 @@ from deployments.workflows.running import NodeFailed, run
 from deployments.workflows.table import KINDS
 
 VERSION: Final = "0.3.64"  # of ComfyUI, whose protocol this is
-MAX_RUNNING: Final = 8  # workflows that run at once in one ingress: each may hold images; tenants take turns
-MAX_WAITING: Final = 16_384  # as many as there may be jobs
 _ERRORS: Final = documented_as(ComfyError, 400, 403, 404, 408, 409, 413, 429, 500, 503, 504)
 # At the paths without /api, other servers' clients are answered while `http.compat.vllm` is on.
 _BELOW_API: Final[Mapping[str, Any]] = MappingProxyType({"response_model": None, "include_in_schema": False})
@@ -74,7 +72,6 @@ _FORMATS: Final = {
 }
 _MP4: Final = b"ftyp"  # behind a length
 _MAX_NAME: Final = 512
-_MAX_ASKED: Final = 64  # models of one workflow
 _QUALITY: Final = 90
 Preview = Annotated[str | None, Query(max_length=32, description="webp or jpeg, and a quality: webp;90")]
 
@@ -89,7 +86,7 @@ class ComfyParts:
     watches: Watches
     files: WorkflowFiles
     readers: ImageReaders
-    slots: FairSlots = field(default_factory=lambda: FairSlots(MAX_RUNNING, MAX_WAITING))
+    slots: FairSlots
 
     @property
     def limits(self) -> LimitsConfig:
@@ -98,11 +95,7 @@ class ComfyParts:
 
     async def catalog(self, workflow: Workflow | None = None) -> ServiceCatalog:
         """Return the registered models, with all that a workflow asks about them. Raises ModelUnavailable."""
-        models = Catalog(self.service.snapshot)
-        found = ServiceCatalog(await models.all_records(), {})
-        named = sorted(found.named_in(workflow))[:_MAX_ASKED] if workflow is not None else []
-        configs = await asyncio.gather(*map(models.solver_config, named))
-        return ServiceCatalog(found.records.values(), dict(zip(named, configs, strict=True)))
+        return await catalog_for(self.service, workflow)
 
     def own_files(self) -> KeyFiles:
         """Return the files of the current task's key."""

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, TypeVar
 
 from starlette.types import ASGIApp, Message
 
@@ -28,6 +29,8 @@ _UNKEPT: Final = frozenset({"content-length", "connection", "transfer-encoding",
 
 logger = logging.getLogger("atelier.ingress")
 
+R = TypeVar("R")
+
 
 class TooLargeResult(Exception):
     """A result has too many bytes to be kept."""
@@ -42,6 +45,28 @@ def growing_pauses() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def asked_again(
+    ask: Callable[[], Awaitable[R]],
+    failures: type[Exception],
+    until_s: float = math.inf,
+    note: Callable[[Exception], None] = lambda _: None,
+) -> R:
+    """Return what `ask` returns, after further tries while it fails so; each failure is noted.
+
+    It raises the failure after which the next try would be later than `until_s`, of the running loop's time.
+    """
+    loop = asyncio.get_running_loop()
+    for pause_s in growing_pauses():
+        try:
+            return await ask()
+        except failures as error:
+            note(error)
+            if loop.time() + pause_s > until_s:
+                raise
+        await asyncio.sleep(pause_s)
+    raise AssertionError("pauses have no end")
 
 
 class OwnApplication:

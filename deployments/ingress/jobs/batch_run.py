@@ -20,7 +20,7 @@ from pydantic_core import from_json, to_json
 from cluster.jobs.files import Clocks
 from cluster.jobs.records import JobAnswer, JobError, LineResult, TakenJob
 from cluster.registry.actor import Method, WeightRegistry
-from deployments.ingress.jobs.asking import OwnApplication, error_of, growing_pauses
+from deployments.ingress.jobs.asking import OwnApplication, asked_again, error_of
 from deployments.ingress.jobs.desk import PIECE_BYTES, JobDesk
 from deployments.ingress.messages.bodies import check_json_size
 from deployments.ingress.messages.responses import call_aside
@@ -131,7 +131,7 @@ class BatchRun:
         async for lines in self._pieces():
             await asyncio.to_thread(check.add, lines)
         self._total = check.end()
-        ended = await self._told(WeightRegistry.begin_lines, self._taken.id, self._taken.start, self._total)
+        ended = await self._call(WeightRegistry.begin_lines, self._taken.id, self._taken.start, self._total)
         self._ended = set(ended or ())
 
     async def _run_lines(self) -> None:
@@ -182,7 +182,7 @@ class BatchRun:
 
     async def _keep_all(self, results: Sequence[LineResult]) -> None:
         taken = self._taken
-        await self._told(WeightRegistry.end_lines, taken.id, taken.start, taken.key, results)
+        await self._call(WeightRegistry.end_lines, taken.id, taken.start, taken.key, results)
         self._ended.update(result.number for result in results)
         self._job.progress = min(99, 100 * len(self._ended) // max(1, self._total))
         self._job.changed.set()
@@ -202,7 +202,7 @@ class BatchRun:
     async def _pieces(self) -> AsyncIterator[Lines]:
         """Yield the lines of the file with their numbers, some at a time; empty ones count. Raises _BadFile."""
         rest, number, offset = b"", 0, 0
-        while piece := await self._told(WeightRegistry.read_file, self._taken.key, self._file, offset, PIECE_BYTES):
+        while piece := await self._call(WeightRegistry.read_file, self._taken.key, self._file, offset, PIECE_BYTES):
             offset += len(piece)
             lines, rest, number = await asyncio.to_thread(_split, rest + piece, number)
             if len(rest) > MAX_LINE_BYTES:
@@ -216,15 +216,13 @@ class BatchRun:
         if rest.strip():
             yield [(number, rest)]
 
-    async def _told(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the owner until it answers."""
-        for pause_s in growing_pauses():
-            try:
-                return await self._desk.call(method, *args, **kwargs)
-            except Exception as error:
-                logger.warning("batch %s waits: %s", self._taken.id, str(error).partition("\n")[0])
-            await asyncio.sleep(pause_s)
-        raise AssertionError("pauses have no end")
+    async def _call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the owner, however long it takes until it answers."""
+
+        def note(error: Exception) -> None:
+            logger.warning("batch %s waits: %s", self._taken.id, str(error).partition("\n")[0])
+
+        return await asked_again(lambda: self._desk.call(method, *args, **kwargs), Exception, note=note)
 
 
 def _split(content: bytes, number: int) -> tuple[Lines, bytes, int]:

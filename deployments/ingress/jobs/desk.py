@@ -16,7 +16,7 @@ from cluster.records.errors import FileInUse, JobConflict, JobsFull, JobsUnavail
 from cluster.registry.actor import Method, WeightRegistry
 from configs.jobs import JobsConfig
 from deployments.ingress.access.callers import current_key, end_current_request
-from deployments.ingress.jobs.asking import growing_pauses
+from deployments.ingress.jobs.asking import asked_again
 from deployments.ingress.jobs.signing import checked_secret
 from deployments.ingress.messages.outer_hosts import OuterHosts
 from deployments.ingress.messages.responses import event_of
@@ -92,7 +92,7 @@ class JobDesk:
         new = NewJob(
             current_key(), endpoint, body, kept, priority, dict(facts or {}), key, prefix, self._webhook_of(request)
         )
-        job = await self._answer(WeightRegistry.add_job, new)
+        job = await self.call(WeightRegistry.add_job, new)
         release_read_slot()  # the place in the queue is the job's
         return job
 
@@ -110,37 +110,40 @@ class JobDesk:
 
     async def find(self, id_: str) -> Job | None:
         """Return a job, None where there is none."""
-        return await self._answer(WeightRegistry.find_job, current_key(), id_)
+        return await self.call(WeightRegistry.find_job, current_key(), id_)
 
     async def page(self, wanted: JobFilter, after: str | None, limit: int, order: Order) -> list[Job] | None:
         """Return a page of jobs, None where there is none `after`."""
-        return await self._answer(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
+        return await self.call(WeightRegistry.list_jobs, current_key(), wanted, after, limit, order)
 
     async def body(self, id_: str) -> bytes | None:
         """Return the body of an unfinished job's request; None for another job."""
-        return await self._answer(WeightRegistry.read_body, current_key(), id_)
+        return await self.call(WeightRegistry.read_body, current_key(), id_)
 
     async def cancel(self, id_: str) -> Job | None:
         """End a job unless it has ended, and return it; None where there is none."""
-        job = await self._answer(WeightRegistry.cancel_job, current_key(), id_)
+        job = await self.call(WeightRegistry.cancel_job, current_key(), id_)
         self.changed.set()
         return job
 
     async def forget(self, id_: str) -> bool:
         """Remove a job and its result, and return whether there was one."""
-        was_there = await self._answer(WeightRegistry.forget_job, current_key(), id_)
+        was_there = await self.find(id_) is not None  # a removal that is heard twice does not know it any more
+        if was_there:
+            await self.call(WeightRegistry.forget_job, current_key(), id_)
         self.changed.set()
         return was_there
 
     async def changes(self, job: Job) -> AsyncGenerator[Job]:
         """Yield a job, and again after each change or a while, until it has ended."""
+        end_current_request()
         key, id_ = current_key(), job.id
         while True:
             yield job
             if job.has_ended:
                 return
             seen = JobState(job.status, job.progress, job.num_starts)
-            found = await self._answer(WeightRegistry.watch_job, key, id_, seen, _WATCH_S)
+            found = await self.call(WeightRegistry.watch_job, key, id_, seen, _WATCH_S)
             if found is None:
                 return
             job = found
@@ -148,7 +151,7 @@ class JobDesk:
     async def result(self, job: Job, span: range) -> AsyncIterator[bytes] | None:
         """Return the pieces of a span of a job's result, None where there is none any more."""
         key = current_key()
-        first = await self._answer(WeightRegistry.read_result, key, job.id, span.start, min(PIECE_BYTES, len(span)))
+        first = await self.call(WeightRegistry.read_result, key, job.id, span.start, min(PIECE_BYTES, len(span)))
         return None if first is None else self._pieces(key, job.id, span, first)
 
     async def answer_of(self, job: Job) -> AsyncGenerator[bytes]:
@@ -160,7 +163,7 @@ class JobDesk:
         end_current_request()
         key, offset, start, piece = current_key(), 0, None if job.num_starts == 0 else job.num_starts, b""
         while True:
-            found = await self._answer(WeightRegistry.follow_result, key, job.id, start, offset, _WATCH_S)
+            found = await self.call(WeightRegistry.follow_result, key, job.id, start, offset, _WATCH_S)
             if found is None:
                 yield _error_event("job_not_found", "the job was deleted")
                 return
@@ -191,10 +194,17 @@ class JobDesk:
             span = span[len(piece) :]
             if not span:
                 return
-            piece = await self._answer(WeightRegistry.read_result, key, id_, span.start, min(PIECE_BYTES, len(span)))
+            piece = await self.call(WeightRegistry.read_result, key, id_, span.start, min(PIECE_BYTES, len(span)))
 
     async def call(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the owner. Raises ServiceErrors, and RayActorError while it is gone."""
+        """Call the owner, again while it comes back from its death: what it hears twice must do nothing more.
+
+        Raises ServiceErrors, and RayActorError where it stays away.
+        """
+        until_s = asyncio.get_running_loop().time() + _AWAY_S
+        return await asked_again(lambda: self._call_once(method, *args, **kwargs), RayActorError, until_s)
+
+    async def _call_once(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return await self._service.snapshot.call_registry(method, *args, **kwargs)
         except JobConflict as error:
@@ -205,18 +215,6 @@ class JobDesk:
             raise QueueFull(str(error)) from None
         except JobsUnavailable as error:
             raise Overloaded(str(error)) from None
-
-    async def _answer(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the owner, again while it comes back from its death; a call that it has heard twice changes nothing."""
-        given_up_s = asyncio.get_running_loop().time() + _AWAY_S
-        for pause_s in growing_pauses():
-            try:
-                return await self.call(method, *args, **kwargs)
-            except RayActorError:
-                if asyncio.get_running_loop().time() + pause_s > given_up_s:
-                    raise
-            await asyncio.sleep(pause_s)
-        raise AssertionError("pauses have no end")
 
 
 def is_for_later(background: object, *, is_stream: bool = False) -> bool:

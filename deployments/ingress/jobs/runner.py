@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from cluster.jobs.records import BATCHES, JobAnswer, JobError, TakenJob
 from cluster.registry.actor import WeightRegistry
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.jobs.asking import GRACE_S, OwnApplication, error_of, growing_pauses
+from deployments.ingress.jobs.asking import GRACE_S, OwnApplication, asked_again, error_of, growing_pauses
 from deployments.ingress.jobs.batch_run import BatchRun
 from deployments.ingress.jobs.desk import PIECE_BYTES, JobDesk
 from deployments.ingress.jobs.webhooks import Teller
@@ -182,12 +182,14 @@ class JobRunner:
 
     async def _tell(self, taken: TakenJob, end: JobAnswer | JobError, body: bytes, deadline_s: float) -> None:
         """Report the end to the owner until it has it. After the job's time it has no room: it is begun again."""
-        for pause_s in growing_pauses():
-            try:
-                await self._desk.call(WeightRegistry.end_job, taken.id, taken.start, end, body)
-                return
-            except Exception as error:
-                logger.warning("the end of job %s is not kept yet: %s", taken.id, str(error).partition("\n")[0])
-                if asyncio.get_running_loop().time() + pause_s > deadline_s + GRACE_S:
-                    return
-            await asyncio.sleep(pause_s)
+
+        def note(error: Exception) -> None:
+            logger.warning("the end of job %s is not kept yet: %s", taken.id, str(error).partition("\n")[0])
+
+        with contextlib.suppress(Exception):  # noted
+            await asked_again(
+                lambda: self._desk.call(WeightRegistry.end_job, taken.id, taken.start, end, body),
+                Exception,
+                deadline_s + GRACE_S,
+                note,
+            )

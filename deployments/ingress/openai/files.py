@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
+from cluster.jobs.file_book import new_file_id
 from cluster.jobs.records import ClientFile, Order
 from cluster.registry.actor import WeightRegistry
 from deployments.ingress.access.callers import current_key
@@ -135,8 +136,10 @@ def create_files_router(desk: JobDesk) -> APIRouter:
     )
     async def delete(file_id: str) -> Response:
         """Delete a file, unless a batch reads it."""
-        if not await desk.call(WeightRegistry.forget_file, current_key(), file_id):
+        key = current_key()
+        if await desk.call(WeightRegistry.find_file, key, file_id) is None:
             return _not_found(file_id)
+        await desk.call(WeightRegistry.forget_file, key, file_id)
         return json_response(FileDeleted(id=file_id, object="file", deleted=True))
 
     return router
@@ -144,7 +147,8 @@ def create_files_router(desk: JobDesk) -> APIRouter:
 
 async def _uploaded(desk: JobDesk, request: Request) -> ClientFile:
     """Return the file of a form. Raises InvalidRequest, RequestTooLarge, QueueFull without room, Overloaded."""
-    key, offset, begun = current_key(), 0, await desk.call(WeightRegistry.begin_file, current_key())
+    key, offset = current_key(), 0
+    begun = await desk.call(WeightRegistry.begin_file, key, new_file_id())
 
     async def take(piece: bytes) -> None:
         nonlocal offset

@@ -230,7 +230,7 @@ def card_of(record: ModelRecord) -> ModelCard:
     source = _source_of(record)
     return ModelCard(
         id=record.id,
-        kind=record.kind,
+        kind="workflow" if record.workflow is not None else record.kind,
         state=record.state,
         nbytes=record.nbytes,
         base=record.base,
@@ -397,13 +397,16 @@ class _OpenAiRole:
 
 
 def _openai_role(signature: Signature) -> _OpenAiRole | None:
-    """Return the role of a pipeline by its first output; None unless its only required input is a text."""
+    """Return the role of a pipeline by its first output; None unless its only required input is a text, or its
+    `prompt` is one and nothing is required.
+    """
     required = [spec for spec in signature.inputs if not spec.optional]
+    required = required or [spec for spec in signature.inputs if spec.name == "prompt"]
     if len(required) != 1 or EdgeType(required[0].datatype, required[0].shape) != TEXT:
         return None
     output = signature.outputs[0]
     given = EdgeType(output.datatype, output.shape)
-    options = tuple(spec.name for spec in signature.inputs if spec.optional)
+    options = tuple(spec.name for spec in signature.inputs if spec is not required[0])
     if given == IMAGE:
         return _OpenAiRole("images", required[0].name, output.name, options)
     if given == TEXT:

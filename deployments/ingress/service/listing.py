@@ -41,7 +41,8 @@ class Listing:
         registered since, then the pipelines.
         """
         records = await self._catalog.all_records()
-        cards = await asyncio.to_thread(lambda: [card_of(record) for record in records])
+        models = [record for record in records if record.workflow is None]
+        cards = await asyncio.to_thread(lambda: [card_of(record) for record in models])
         return cards + [self._pipeline_card(name) for name in self._pipelines.names()]
 
     async def model(self, id_: str) -> ModelCard:
@@ -71,7 +72,8 @@ class Listing:
         if self._health is None or self._health[0] != counted_of:
             entering = {record.id for record in self._snapshot if record.state == "registering"}
             cards = [self._pipeline_card(name) for name in self._pipelines.names()]
-            models = [(one.kind, one.state) for one in (*self._snapshot, *cards)]
+            models = [(card.kind, card.state) for card in cards]
+            models += [(record.kind, record.state) for record in self._snapshot if record.workflow is None]
             is_entering = not entering.isdisjoint(self._configured)
             self._health = counted_of, Health.of(models, pools, is_entering=is_entering)
         return self._health[1]

@@ -29,6 +29,7 @@ from cluster.start.process_starts import template_stats
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
+from configs.workflow import WorkflowConfig
 from deployments.ingress.service.answers import (
     BatchingAnswer,
     BuiltModel,
@@ -130,6 +131,18 @@ class Operations:
         if wait:
             await self._snapshot.catch_up(is_known)
         return Registered(card_of(record), is_new)
+
+    async def register_workflow(self, workflow: WorkflowConfig) -> Registered:
+        """Serve a checked workflow, or another version of one. Raises Conflict, ModelUnavailable."""
+        before = self._snapshot.find_model(workflow.id)
+        record = await self._call_registry(WeightRegistry.register_workflow, workflow)
+
+        def is_known() -> bool:
+            known = self._snapshot.find_model(workflow.id)
+            return known is not None and known.workflow == record.workflow
+
+        await self._snapshot.catch_up(is_known)
+        return Registered(card_of(record), before is None)
 
     async def imports(self) -> list[ImportProgress]:
         """Return the progress of running imports. Raises ModelUnavailable while the registry is away."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ from deployments.ingress.service.timing import account, timed_call
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
 from deployments.pipelines.records import PipelineRequest, PipelineResult
-from deployments.pipelines.runner import OnStage, SegmentReply
+from deployments.pipelines.runner import OnStage, SegmentReply, WorkflowResult
 from deployments.records import (
     ChatRequest,
     ClipRequest,
@@ -78,6 +78,12 @@ OnProgress = Callable[[ImageProgress], Awaitable[None]]
 PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
 
 
+class Workflows(Protocol):
+    """Who knows the nodes of registered workflows, and runs them by asking this service for images and texts."""
+
+    async def run(self, workflow: str, inputs: Mapping[str, Any], /) -> WorkflowResult: ...
+
+
 class Service:
     """The methods of every protocol, with those of `texts` and `listing`; `operations` is for operators.
 
@@ -103,6 +109,7 @@ class Service:
                 queue.set_replicas(pool, [""])
         queue.set_replicas(PIPELINES, [""])  # pipelines run in this process
         self.queue = queue
+        self.workflows: Workflows | None = None  # set by the application: its nodes ask this service
         self.meter: Meter = meter or NoMeter()
         self.queues: Queues = queues or queue
         self.operations = Operations(
@@ -306,6 +313,12 @@ class Service:
                 result = await self.pipelines.run_pipeline(placed, on_stage)
             slot.is_answered = True
         return result
+
+    async def run_workflow(self, workflow: str, inputs: Mapping[str, Any], /) -> WorkflowResult:
+        """Run a registered workflow for one item. Raises the ServiceErrors of `deployments.records.errors`."""
+        if self.workflows is None:
+            raise ModelUnavailable(f"workflow {workflow!r}: this process runs none", "model")
+        return await self.workflows.run(workflow, inputs)
 
     def run_segment(self, call: SegmentCall, upstream: tuple[SegmentReply, ...], /) -> SegmentReply:
         """Begin the stages of a pipeline that one text encoder runs in one call. Returns at once."""

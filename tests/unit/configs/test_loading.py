@@ -114,6 +114,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         (b"name: \xff\xfe\n", None, "", ["cannot be read"]),
         (MODELS + "store: {path: ~nosuchuser42/store}\n", None, "", ["home directory"]),
         ("models:\n  - id: m\n    path: gs://bucket/m\n", 3, "models.0.path", ["gs://", "known: s3://"]),
+        ("models:\n  - id: m\n    path: https://hf.co/a/b\n", 3, "models.0.path", ["of the hub is hf://a/b"]),
         ("models:\n  - id: m\n    path: s3:///m\n", 3, "models.0.path", ["expected s3://bucket/prefix"]),
         (
             "models:\n  - id: m\n    path: hf://name\n",

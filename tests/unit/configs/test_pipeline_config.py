@@ -81,7 +81,6 @@ def test_tensor_types(text: str, expected: Any) -> None:
     [
         ({"inputs": {"prompt": "txt", "seed": "optional int"}}, ("inputs", "prompt"), ["unknown type", "'text'"]),
         ({"inputs": {"prompt": 3}}, ("inputs", "prompt"), ["unknown type"]),
-        ({"inputs": {"prompt": "optional text", "seed": "optional int"}}, ("inputs",), ["left out"]),
         ({"inputs": {"prompt": "text", "seed": "optional int", "extra": "int"}}, ("inputs", "extra"), ["no stage"]),
         ({"outputs": {"image": "$c"}}, ("outputs", "image"), ["unknown name 'c'", "known: a, b"]),
         ({"outputs": {"image": "b"}}, ("outputs", "image"), ["expected a reference"]),

@@ -24,9 +24,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_every_deployment_is_bound_and_no_actor_starts_whom_nobody_would_end(started: list[str]) -> None:
+def test_every_deployment_is_bound_and_no_actor_starts_whom_nobody_would_end(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[ClusterConfig] = []
+    monkeypatch.setattr(root, "tell_registry", told.append)
     application = build_app(AppArgs(config=CONFIG))
     assert started == []
+    assert told == [ClusterConfig.model_validate(CONFIG)], "a registry that goes on knows the config"
     ingress = application._bound_deployment
     config, encoder, worker = ingress.init_args
     bound = [ingress, encoder._bound_deployment, worker._bound_deployment]

@@ -236,7 +236,7 @@ def expected_of(written: Written, image: np.ndarray, options: dict[str, Any]) ->
     return np.asarray((found * 255).round())
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", list(WRITERS))
 def test_what_is_registered_answers_as_diffusers_does(tmp_path: Path, name: str) -> None:
     written = WRITERS[name](tmp_path / "source")
@@ -451,6 +451,7 @@ def test_the_registry_reads_a_file_by_the_base_in_its_store(tmp_path: Path) -> N
         import_checkpoint(store, other, why_unservable=why_unservable)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("base", ["a model", "a folder"])
 def test_a_control_of_one_file_is_rebuilt_by_the_base_that_it_was_read_by(tmp_path: Path, base: str) -> None:
     from weights.operations.base_pipeline import open_base
@@ -492,7 +493,7 @@ def test_a_config_with_files_is_checked_before_anything_starts(tmp_path: Path) -
     assert "a ControlNet of Stable Diffusion or SDXL, and" in problem
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", [name for name in WRITERS if "folder" not in name])
 def test_a_damaged_file_is_refused_in_words(tmp_path: Path, name: str) -> None:
     """Its tensors may have any names and shapes."""

@@ -8,8 +8,9 @@ import pytest
 from kit.seeding import seeded_random
 
 from configs.cluster import ClusterConfig
+from configs.hub_names import hub_hint
 from configs.model import ModelConfig
-from deployments.fitted_config import Machine, fitted_config, hub_hint, model_id
+from deployments.fitted_config import Machine, fitted_config, model_id
 
 GIB = 2**30
 

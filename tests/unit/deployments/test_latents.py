@@ -43,6 +43,7 @@ def of_vae(model: str, output: str, **given: Any) -> ImageRequest:
     return ImageRequest(model=model, prompt=NO_PROMPT, output=output, **given)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", [SDXL, FLUX])
 def test_the_vae_alone_encodes_and_decodes(models, name):
     pixels, vae = seeded_rng().random((2, 32, 48, 3), np.float32), vae_of(name)
@@ -64,6 +65,7 @@ SAMPLED = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", [SDXL, FLUX])
 def test_latents_are_handed_on_and_decoded(models, name):
     """Handed latents decode to the image of a request for one, and a second pass begins where one ended."""

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow  # imports diffusers
 MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("model", "steps", "side"), [("digits-flux", 4, 512), ("digits-sdxl", 50, 32)])
 def test_what_a_request_leaves_open_is_bounded(tmp_path: Path, model: str, steps: int, side: int) -> None:
     config = ClusterConfig.model_validate(

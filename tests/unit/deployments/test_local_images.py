@@ -16,7 +16,8 @@ from deployments.records.errors import InvalidRequest, ModelUnavailable, Unknown
 from infra.bench.original_names import unet_of_ldm, vae_of_ldm
 from weights.storage.store import WeightStore
 
-pytestmark = pytest.mark.slow  # imports diffusers
+# slow: imports diffusers. Engines have a test of each feature; here each goes the whole way, through a store.
+pytestmark = [pytest.mark.slow, pytest.mark.drawn(5, of="file")]
 
 MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 SDXL = "digits-sdxl"
@@ -199,7 +200,7 @@ def test_a_lora_of_denoiser_and_text_encoders_equals_stock(models, style):
     assert np.abs(images[0.0].astype(int) - images[0.8]).max() > 4
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("scheduler", "options", "steps", "guidance"),
     [

@@ -104,7 +104,7 @@ def test_a_language_model_that_ranks_cannot_divide_is_refused_with_its_numbers(m
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("black-forest-labs/FLUX.1-dev", "`hf download black-forest-labs/FLUX.1-dev --local-dir FLUX.1-dev`"),
+        ("black-forest-labs/FLUX.1-dev", "a model of the hub is hf://black-forest-labs/FLUX.1-dev"),
         (str(DEMO / "digits-flx"), f"did you mean '{DEMO / 'digits-flux'}'?"),
         (str(DEMO), "unknown layout; expected model_index.json"),
         (str(DEMO / "bold"), "a LoRA, no model: an adapter, with its models as base"),

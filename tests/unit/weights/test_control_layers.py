@@ -134,6 +134,7 @@ def test_other_tensors_are_not_what_a_class_asks_for(name: str) -> None:
         assert not told(net, base, shapes=shapes | {f"{key}.more": (1,)})
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_told_by_another_config_is_accepted_by_the_class(name: str, tmp_path: Any) -> None:
     """A config may lack a key, or say something else, also what is no config at all."""
@@ -148,6 +149,7 @@ def test_what_is_told_by_another_config_is_accepted_by_the_class(name: str, tmp_
                 assert is_accepted(net, changed, shapes, tmp_path), (key, changed.get(key))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", list(ODD))
 def test_of_other_unets_nothing_is_told(name: str) -> None:
     config = {**UNETS["sd"], **ODD[name]}

@@ -104,7 +104,7 @@ def test_many_writers_at_once_store_everything_once(tmp_path: Path, write_model)
     assert not list(store.path.glob(".staged*"))
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_at_any_moment_the_store_is_whole(tmp_path: Path, write_model, num_kills: int) -> None:
     """Moments are drawn anew in each run; the jobs go on until the kill."""
     chance = seeded_random()

@@ -135,7 +135,7 @@ def test_a_failure_leaves_the_store_as_it_was(store: WeightStore, write_pipeline
     assert files(store.path) == before
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_is_said_and_publishes_nothing(

@@ -81,6 +81,7 @@ def test_inline_keeps_the_files(store: WeightStore, write_pipeline) -> None:
     assert (store.packs / "q_inline").is_dir()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_extent_ids_are_equal_bytes(store: WeightStore, write_model, layout: Layout) -> None:
     """Nodes share extents by id: padding must not hide behind equal tensors."""

@@ -109,7 +109,7 @@ def test_what_dead_writers_left_goes_first(disk: Path, write_model) -> None:
     check(store, "a")
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("writer", [*WRITERS])
 def test_a_writer_of_a_full_disk_takes_none_of_it(disk: Path, write_model, writer: str) -> None:
     """However much is left: it is done, or refused with no more taken than a skeleton and pages of the index."""

@@ -275,7 +275,7 @@ def test_whatever_happens_to_a_store_it_is_whole_after_a_repair(
         parts = {part: {key: pool[key] for key in random.sample([*pool], 4)} for part in ("vae", "unet")}
         sources[name] = write_pipeline(name, parts)
     clock_s = 0.0
-    for _ in range(25):
+    for _ in range(12):
         name, layout = random.choice([*sources]), random.choice(LAYOUTS)
         stored = store.model_names()
         match random.choice(["in", "in", "in", "convert", "remove", "gc", "grace", "flip", "lose"]):

@@ -88,6 +88,7 @@ with opened_weight_dir(given, os.environ, Path.cwd(), os.getpid(), "s") as folde
 """
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_killed_session_is_swept_by_the_next(tmp_path: Path, is_given: bool) -> None:
     given = tmp_path / "given" if is_given else None

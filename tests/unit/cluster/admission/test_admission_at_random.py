@@ -204,4 +204,4 @@ class AtRandom(RuleBasedStateMachine):
 
 
 TestAtRandom = AtRandom.TestCase
-TestAtRandom.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestAtRandom.settings = settings(max_examples=20, stateful_step_count=60, deadline=None)

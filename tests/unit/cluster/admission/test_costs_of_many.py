@@ -52,6 +52,7 @@ class Crowded:
             self.running.append(event.ticket)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("own_models", [False, True], ids=["one model", "a model each"])
 @pytest.mark.parametrize("tenants", [1, 10**9], ids=["one tenant", "a tenant each"])
 def test_a_request_costs_the_same_whoever_else_waits(own_models: bool, tenants: int) -> None:
@@ -102,7 +103,7 @@ def test_the_first_placement_after_a_backlog_costs_what_it_names() -> None:
 
         return operations(place)
 
-    assert cost(1600, 160) < 4.6 * cost(400, 40)  # four times the cluster
+    assert cost(800, 80) < 4.6 * cost(200, 20)  # four times the cluster
 
 
 def test_reviews_look_at_no_more_requests_a_second_the_more_wait() -> None:
@@ -123,7 +124,7 @@ def test_reviews_look_at_no_more_requests_a_second_the_more_wait() -> None:
             queue.pump(now_s)
         return seen
 
-    assert looked_at(8000) < 1.3 * looked_at(2000)
+    assert looked_at(3200) < 1.3 * looked_at(800)
     assert math.isfinite(looked_at(10))
 
 

@@ -6,9 +6,11 @@ import math
 import random
 
 import pytest
+from kit.seeding import seeded_random
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Placement, Refused
+from cluster.admission.replica_slots import PLAYED, PlayedStarts
 from cluster.admission.service_times import Estimate, ServiceTimes
 from configs.admission import AdmissionConfig
 
@@ -119,6 +121,32 @@ def test_hasty_requests_of_one_tenant_crowd_nobody_else_out() -> None:
             door.queue.leave(ticket, door.now_s)
         door.queue.pump(door.now_s)
     assert refused == [""] * 200
+
+
+def test_those_that_wait_go_through_the_places_that_no_long_request_keeps() -> None:
+    """One of 200 s runs in one of two places. Eleven of 2 s go through the other, one after the other."""
+    door = _Door()
+    for _ in range(5):
+        door.serve("long", 1.0, 100.0, budget_s=1e6, share=0.5)  # among two it counts as twice as long
+        door.serve("short", 1.0, 1.0, budget_s=1e6, share=0.5)
+    for model in ("long", *["short"] * 11):
+        assert not door.ask(model, 1.0, math.inf, share=0.5)
+    assert [door.ask("short", 1.0, budget_s, share=0.5) for budget_s in (15.0, 40.0)] == ["late", ""]
+
+
+@pytest.mark.parametrize("each_s", [0.0, 0.3, 7.0])
+def test_starts_are_those_of_a_queue_that_is_played(each_s: float) -> None:
+    free_s = sorted(seeded_random().uniform(5.0, 15.0) for _ in range(seeded_random().choice([1, 3, 16])))
+    starts, places, played = PlayedStarts(list(free_s), each_s), list(free_s), []
+    for _ in range(3 * PLAYED):
+        first = places.index(min(places))
+        played.append(places[first])
+        places[first] += each_s
+    assert [starts.at_s(number) for number in range(PLAYED)] == pytest.approx(played[:PLAYED])
+    assert starts.at_s(2.5) == pytest.approx((played[2] + played[3]) / 2)
+    if each_s > 1.0:  # all places have taken turns by then
+        far = range(PLAYED, 3 * PLAYED)
+        assert [starts.at_s(number) for number in far] == pytest.approx([played[number] for number in far], abs=each_s)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -127,6 +127,16 @@ def test_a_replica_without_a_name_is_no_other() -> None:
     assert not queue.fail(ticket)
 
 
+def test_a_model_is_unavailable_where_all_replicas_of_one_deployment_have_failed() -> None:
+    failures = LoadFailures()
+    workers, encoder = ("SERVE_REPLICA::app#worker#a", "SERVE_REPLICA::app#worker#b"), "SERVE_REPLICA::app#encoder#c"
+    failures.note_failure("m", "1", workers[0], 0.0, "torn")
+    assert failures.why_unavailable("m", "1", [*workers, encoder]) == ""
+    failures.note_failure("m", "1", workers[1], 0.0, "worn")
+    assert failures.why_unavailable("m", "1", [*workers, encoder]) == "torn; worn"
+    assert failures.why_unavailable("m", "2", [*workers, encoder]) == ""
+
+
 def test_failures_of_one_load_count_as_one_and_old_ones_are_forgotten() -> None:
     failures = LoadFailures(one_load_s=0.5)
     for at_s in (10.0, 10.4, 10.8):

@@ -93,6 +93,7 @@ def _is_true(told_s: float, true_s: float) -> bool:
     return abs(told_s - true_s) <= max(0.25 * true_s, 1.0)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("overload", [1.5, 3.0])
 def test_no_more_are_let_in_together_than_are_in_time(overload: float) -> None:
     """There is room for 16 images, which would take longer than their deadline; fewer of them do not."""

@@ -142,7 +142,7 @@ def test_a_forecast_counts_on_its_own_part() -> None:
         found = queue("a", "b")
         own(found, a=ReplicaPart(part), b=ReplicaPart(part))
         slots = found._pools[POOL].slots
-        return slots.start_in_s(0.25, 6.0, 0.0)
+        return slots.start_in_s(0.25, 6.0, 1.0, 0.0)
 
     assert (wait_s(1.0), wait_s(0.5), wait_s(0.0)) == (3.0, 6.0, math.inf)
 

@@ -78,7 +78,7 @@ class _Drawn:
                 self.queue.submit(ticket, Demand(POOL, model, 1.0, 1.0, 2, tenant, 1e9), now_s)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("seed", range(12))
 def test_while_two_tenants_have_startable_work_they_share_by_weight(seed: int) -> None:
     drawn = _Drawn(seed)

@@ -22,7 +22,7 @@ ask = partial(simulated_replicas.ask, deadline_s=1000.0)
 ANY_FLOAT = st.one_of(st.floats(), st.sampled_from([0.0, -1.0, 1e-320, 1e-200, 1e200, math.inf, math.nan]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT, ANY_FLOAT), max_size=12))
 def test_whatever_is_measured_predictions_are_numbers(measured: list[tuple[float, float, float]]) -> None:
     times = ServiceTimes()

@@ -75,9 +75,13 @@ async def dies(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def door(
-    *replicas: Replica | int, fallback: Replica | None = None, max_requests: int = 1024, **settings: Any
+    *replicas: Replica | int,
+    fallback: Replica | None = None,
+    max_requests: int = 1024,
+    prefix: str = "/",
+    **settings: Any,
 ) -> AsyncIterator[tuple[str, _DoorProcess]]:
-    """HAProxy before the replicas, or before ports where nobody listens."""
+    """HAProxy before the replicas of an application, or before ports where nobody listens."""
     ports = [replica if isinstance(replica, int) else replica.port for replica in replicas]
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="d") as folder, pytest.MonkeyPatch.context() as patch:
@@ -97,7 +101,7 @@ async def door(
             **settings,
         )
         servers = [ServerConfig(name=f"r{index}", host="127.0.0.1", port=port) for index, port in enumerate(ports)]
-        backend = BackendConfig("app", "/", servers=servers)
+        backend = BackendConfig("app", prefix, servers=servers)
         if fallback:
             backend.fallback_server = ServerConfig("fallback", "127.0.0.1", fallback.port)
         process = _DoorProcess(config, {"app": backend}, f"{folder}/haproxy.cfg")

@@ -47,12 +47,16 @@ pytestmark = pytest.mark.slow
         ("DELETE", "/admin/models/m", False),
         ("PUT", "/admin/text-encoders/batching", False),
         ("POST", "/v2/repository/models/m/load", False),
+        ("POST", "/split/v1/embeddings", True),
+        ("POST", "/split/v2/repository/models/m/load", False),
+        ("POST", "/split/prompt", False),
     ],
 )
 async def test_what_changes_nothing_goes_to_another_replica_when_its_own_died(
     client: aiohttp.ClientSession, method: str, path: str, repeated: bool
 ) -> None:
-    async with Replica(dies) as first, Replica(says_yes) as second, door(first, second) as (url, _):
+    prefix = "/split" if path.startswith("/split/") else "/"  # of a second cluster, say
+    async with Replica(dies) as first, Replica(says_yes) as second, door(first, second, prefix=prefix) as (url, _):
         for _ in range(2):  # one of the two begins at the replica that dies
             body = None if method == "GET" else b"x" * 5000
             async with client.request(method, url + path, data=body) as answer:
@@ -62,7 +66,7 @@ async def test_what_changes_nothing_goes_to_another_replica_when_its_own_died(
                     continue
                 assert (repeated, answer.status) == (False, 502), text
                 message = json.loads(text)["error"]
-                assert "replica" in (message if path.startswith("/v2") else message["message"])
+                assert "replica" in (message if "/v2/" in path else message["message"])
                 assert answer.headers["Retry-After"] == "1"
         assert len(first.seen) >= 1
         assert len(second.seen) == (2 if repeated else 1)
@@ -430,6 +434,7 @@ async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> 
         assert not haproxy.is_running() or haproxy.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("asked", [[], [STATS_PORT], [METRICS_PORT, STATS_PORT]])
 async def test_haproxys_own_pages_are_where_they_were_asked_for_and_not_outside(
     client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, asked: list[str]

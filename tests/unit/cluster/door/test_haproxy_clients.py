@@ -69,6 +69,7 @@ async def test_a_client_that_leaves_is_noticed(client: aiohttp.ClientSession, be
         await asyncio.wait_for(gone.wait(), 10)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("headers", [{}, {haproxy_rules.UNREAD: "1"}])
 async def test_a_refusal_arrives_while_the_body_is_still_being_sent(
     client: aiohttp.ClientSession, headers: dict[str, str]
@@ -134,7 +135,7 @@ async def test_headers_that_serve_itself_obeys_are_not_for_clients(name: str, va
 ID = "job:7/a_b.c+d=e@f-0"
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("asked", "is_kept"),
     [
@@ -274,6 +275,7 @@ async def test_a_body_that_is_no_http_is_refused_in_the_words_of_the_protocol(pa
     assert replica.seen == []
 
 
+@pytest.mark.drawn(over="kept")
 @pytest.mark.parametrize("through_door", [True, False])
 @pytest.mark.parametrize("kept", ["", "connection: keep-alive\r\n"])
 async def test_a_stream_for_an_old_client_has_no_chunks_and_ends_with_its_connection(

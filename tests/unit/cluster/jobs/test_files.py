@@ -11,7 +11,7 @@ from kit.clock import Clock
 
 from cluster.jobs.book import BOOK_FILE
 from cluster.jobs.disk import FILES, collect_results
-from cluster.jobs.file_book import INPUT, MODEL_PURPOSE, SILENT_S
+from cluster.jobs.file_book import INPUT, MODEL_PURPOSE, SILENT_S, new_file_id
 from cluster.jobs.files import Clocks, FileOwner
 from cluster.jobs.owner import JobOwner
 from cluster.jobs.records import BATCHES, JobAnswer, LineResult, NewJob
@@ -39,7 +39,7 @@ def owner(tmp_path: Path, clock: Clock) -> Iterator[JobOwner]:
 
 
 async def uploaded(files: FileOwner, content: bytes, key: str = "mine") -> str:
-    begun = await files.begin_file(key)
+    begun = await files.begin_file(key, new_file_id())
     assert await files.append_file(key, begun.id, 0, content) == len(content)
     assert await files.end_file(key, begun.id, "x", "batch", None) is not None
     return begun.id
@@ -47,7 +47,7 @@ async def uploaded(files: FileOwner, content: bytes, key: str = "mine") -> str:
 
 async def test_a_file_grows_by_pieces_and_is_read_when_it_is_whole(owner: JobOwner) -> None:
     files = owner.files
-    begun = await files.begin_file("mine")
+    begun = await files.begin_file("mine", new_file_id())
     assert await files.append_file("mine", begun.id, 0, b"abc") == 3
     assert await files.append_file("mine", begun.id, 0, b"abc") == 3, "the same again changes nothing"
     assert await files.append_file("mine", begun.id, 9, b"far") == 3
@@ -68,21 +68,21 @@ async def test_a_file_grows_by_pieces_and_is_read_when_it_is_whole(owner: JobOwn
 async def test_one_of_several_keys_has_half_of_the_room(owner: JobOwner) -> None:
     half = 2**19
     await uploaded(owner.files, bytes(half))
-    begun = await owner.files.begin_file("mine")
+    begun = await owner.files.begin_file("mine", new_file_id())
     with pytest.raises(JobsFull, match="the files of this key have 524288 of 524288 bytes"):
         await owner.files.append_file("mine", begun.id, 0, b"x")
     await uploaded(owner.files, bytes(half), "yours")
-    other = await owner.files.begin_file("theirs")
+    other = await owner.files.begin_file("theirs", new_file_id())
     with pytest.raises(JobsFull, match="all files have 1048576 of 1048576 bytes"):
         await owner.files.append_file("theirs", other.id, 0, b"x")
 
 
 async def test_a_key_has_a_bounded_number_of_uploads(owner: JobOwner) -> None:
     for _ in range(64):
-        await owner.files.begin_file("mine")
+        await owner.files.begin_file("mine", new_file_id())
     with pytest.raises(JobsFull, match="64 files of this key are being uploaded"):
-        await owner.files.begin_file("mine")
-    await owner.files.begin_file("yours")
+        await owner.files.begin_file("mine", new_file_id())
+    await owner.files.begin_file("yours", new_file_id())
 
 
 async def test_what_is_silent_or_old_goes_but_not_what_a_batch_reads(
@@ -92,19 +92,19 @@ async def test_what_is_silent_or_old_goes_but_not_what_a_batch_reads(
         return {path.name for path in (tmp_path / "jobs" / "c" / FILES).iterdir()}
 
     old, read = await uploaded(owner.files, b"old"), await uploaded(owner.files, b"read")
-    silent = await owner.files.begin_file("mine")
+    silent = await owner.files.begin_file("mine", new_file_id())
     await owner.files.append_file("mine", silent.id, 0, b"silent")
     batch = await owner.add_job(NewJob("mine", BATCHES, b"{}", (), 9, {INPUT: read}, None, "batch"))
     with pytest.raises(FileInUse, match="is read by a batch that has not ended"):
         await owner.files.forget_file("mine", read)
     clock.now_s += 101
-    await owner.files.begin_file("mine")
+    await owner.files.begin_file("mine", new_file_id())
     assert kept() == {read, silent.id}
     clock.now_s += SILENT_S
-    await owner.files.begin_file("mine")
+    await owner.files.begin_file("mine", new_file_id())
     assert kept() == {read}
     await owner.cancel_job("mine", batch.id)
-    await owner.files.begin_file("mine")
+    await owner.files.begin_file("mine", new_file_id())
     assert kept() == set()
     assert await owner.files.find_file("mine", old) is None
 
@@ -158,7 +158,7 @@ async def test_the_file_of_a_registered_model_stays_until_the_model_goes(tmp_pat
     owner = opened()
     ids = []
     for _ in range(2):
-        begun = await owner.files.begin_model("mine", ".gguf", 4)
+        begun = await owner.files.begin_model("mine", new_file_id(".gguf"), 4)
         assert begun.id.endswith(".gguf")
         await owner.files.append_file("mine", begun.id, 0, b"GGUF")
         await owner.files.end_file("mine", begun.id, "x", MODEL_PURPOSE, SILENT_S)
@@ -169,12 +169,12 @@ async def test_the_file_of_a_registered_model_stays_until_the_model_goes(tmp_pat
         await owner.files.forget_file("mine", used)
     for _ in range(2):
         clock.now_s += SILENT_S + 1
-        await owner.files.begin_file("mine")
+        await owner.files.begin_file("mine", new_file_id())
         assert kept() == {used}
     owner.close()
     (folder / BOOK_FILE).write_bytes(b"damaged" * 1000)
     owner = opened()
-    await owner.files.begin_file("mine")
+    await owner.files.begin_file("mine", new_file_id())
     assert kept() == {used}, "the file of a model outlives the book"
     owner.close()
     assert collect_results(tmp_path, clock.now_s + SILENT_S + 1) == ([], 0)
@@ -190,8 +190,8 @@ async def test_models_have_a_room_of_their_own(tmp_path: Path) -> None:
     config = JobsConfig.model_validate({"max_files_bytes": 2**20, "max_models_bytes": 10})
     owner = JobOwner(tmp_path, config)
     with pytest.raises(JobsFull, match=r"have 0 of 10 bytes \(jobs.max_models_bytes\), and this one takes 11"):
-        await owner.files.begin_model("mine", ".gguf", 11)
-    begun = await owner.files.begin_model("mine", ".gguf", 10)
+        await owner.files.begin_model("mine", new_file_id(".gguf"), 11)
+    begun = await owner.files.begin_model("mine", new_file_id(".gguf"), 10)
     assert await owner.files.append_file("mine", begun.id, 0, bytes(10)) == 10
     with pytest.raises(JobsFull):
         await owner.files.append_file("mine", begun.id, 10, b"x")

@@ -11,7 +11,7 @@ from kit.drawing import seeds
 from unit.cluster.jobs.test_killed_owner import Disk, Killed, Still, writes_of
 
 from cluster.jobs.disk import FILES
-from cluster.jobs.file_book import COMPLETED, ERRORS, FAILED, INPUT, OUTPUT
+from cluster.jobs.file_book import COMPLETED, ERRORS, FAILED, INPUT, OUTPUT, new_file_id
 from cluster.jobs.owner import JobOwner
 from cluster.jobs.records import BATCHES, Job, JobAnswer, LineResult, NewJob, TakenJob
 from configs.jobs import JobsConfig
@@ -46,7 +46,7 @@ class Batch:
 
     async def upload(self, owner: JobOwner) -> None:
         if self.file is None:
-            self.file = (await owner.files.begin_file(KEY)).id
+            self.file = (await owner.files.begin_file(KEY, new_file_id())).id
         size = 0 if self.is_uploaded else await owner.files.append_file(KEY, self.file, 0, b"")
         while size is not None and size < len(self.content) and not self.is_uploaded:
             piece = self.content[size : size + self._draws.randrange(1, 20)]

@@ -11,7 +11,7 @@ from kit.drawing import seeds
 from unit.cluster.jobs.test_killed_owner import Disk, Killed, writes_of
 
 from cluster.jobs.disk import FILES
-from cluster.jobs.file_book import MODEL_PURPOSE, SILENT_S
+from cluster.jobs.file_book import MODEL_PURPOSE, SILENT_S, new_file_id
 from cluster.jobs.files import Clocks
 from cluster.jobs.owner import JobOwner
 from cluster.registry.registrations import Registration, Registrations
@@ -42,7 +42,7 @@ class Uploader:
     async def upload_one(self, owner: JobOwner, folder: Path) -> None:
         if self._id is None:
             self._content = self._draws.randbytes(self._draws.randrange(1, 60))
-            self._id = (await owner.files.begin_model(KEY, ".gguf", len(self._content))).id
+            self._id = (await owner.files.begin_model(KEY, new_file_id(".gguf"), len(self._content))).id
         size = await owner.files.append_file(KEY, self._id, 0, b"")
         while size is not None and size < len(self._content):
             piece = self._content[size : size + self._draws.randrange(1, 30)]
@@ -76,9 +76,9 @@ async def test_a_model_is_registered_from_a_whole_file_and_other_uploads_end(see
         disk.writes_left = 10**9
         owner = opened()
         await client.upload_one(owner, disk.folder)
-        await owner.files.begin_model(KEY, ".gguf", 1)  # and nothing comes
+        await owner.files.begin_model(KEY, new_file_id(".gguf"), 1)  # and nothing comes
         clock.now_s += SILENT_S + 1
-        await owner.files.begin_file(KEY)
+        await owner.files.begin_file(KEY, new_file_id())
         owner.close()
     found, damaged = Registrations(disk.folder / "registrations").read_registrations()
     assert damaged == {}

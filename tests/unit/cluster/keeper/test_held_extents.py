@@ -414,6 +414,7 @@ WORK: dict[str, Callable[[HeldExtents], object]] = {
 }
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("what", WORK)
 def test_what_it_costs_does_not_grow_with_what_is_here(what: str) -> None:
     counts = []

@@ -283,4 +283,4 @@ def _bytes(entries: list[Entry[HeldExtent]]) -> int:
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

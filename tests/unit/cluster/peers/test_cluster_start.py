@@ -52,6 +52,7 @@ def test_256_nodes_read_storage_once() -> None:
     assert cluster.num_questions < 256 * 16
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_extents", [1, 8])
 def test_the_rounds_grow_like_the_logarithm_of_the_number_of_nodes(num_extents: int) -> None:
     """Each doubling adds no more than a few rounds; one node after the other would add as many as there are nodes."""
@@ -128,6 +129,7 @@ def test_when_the_reader_of_an_extent_dies_another_takes_over_soon() -> None:
     assert cluster.finish_s < undisturbed_s() + CLAIM_S + 4 * MAX_WAIT_S
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("slow_s", "num_more"), [(0.6 * SLOW_S, 0), (20 * SLOW_S, 1)])
 def test_a_slow_disk_keeps_its_claim_and_a_very_slow_one_gets_company(slow_s: float, num_more: int) -> None:
     cluster = started(16, 40)

@@ -133,7 +133,7 @@ def _clairvoyant(arrivals_s: list[float], service_s: float, spare_s: float) -> t
     return worker_s, changes
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("kind", "service_s", "load"),
     [("steady", 2.0, 6.0), ("waves", 2.0, 6.0), ("spikes", 2.0, 4.0), ("steady", 120.0, 0.3), ("steady", 20.0, 3.0)],

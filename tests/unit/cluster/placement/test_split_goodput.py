@@ -80,7 +80,7 @@ def drawn(rng: random.Random, factor: float, capacity_per_s: float, mean_s: floa
     return load
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("share", "mean_s", "factor"),
     [(1 / 4, 0.2, 3.0), (1.0, 0.1, 3.0), (1.0, 0.4, 3.0), (1.0, 0.4, 0.8)],

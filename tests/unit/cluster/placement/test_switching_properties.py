@@ -18,6 +18,7 @@ from configs.admission import ScalingConfig
 MODES = [LATENCY_FIRST, THROUGHPUT_FIRST]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("policy", MODES, ids=lambda policy: policy.mode)
 def test_plans_of_random_states_are_feasible_and_the_same_twice(policy) -> None:
     seen = set()

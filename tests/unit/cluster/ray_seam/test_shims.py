@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import ray
 
-from cluster.ray_seam import shims
+from cluster.ray_seam import haproxy, loopback, placed_router, replica_http, serve_control, serve_proxy, shims
 from cluster.ray_seam.shims import problems, require, unknown_variables
 from cluster.records.errors import RayIncompatible
 from cluster.start.door_plan import plan_unseen_door
@@ -44,6 +48,31 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("shim", shims.ALL, ids=lambda shim: shim.purpose.partition(":")[0])
 def test_the_pinned_ray_fits(shim: Shim) -> None:
     assert problems(shim) == []
+
+
+@pytest.mark.parametrize(
+    ("shim", "change"),
+    [
+        (shims.HAPROXY, haproxy.install),
+        (shims.PROXY_HTTP, serve_proxy.install),
+        (shims.REPLICA_HTTP, lambda: replica_http.put_before_serve(Mock(), Mock())),
+        (shims.REPLICA_LOOPBACK, loopback.replica_calls_on_loopback),
+        (shims.RAY_LOOPBACK, loopback.ray_on_loopback().__enter__),
+        (shims.ROUTER, lambda: placed_router.PlacedRouter(deployment_id=Mock())),
+        (shims.SERVE_CONTROL, lambda: serve_control.replaced_by_version(Mock(), "1")),
+        (shims.SERVE_CONTROL, lambda: serve_control.deployed_app("app")),
+        (shims.SERVE_CONTROL, serve_control.proxy_host),
+        (shims.SERVE_CONTROL, serve_control.serving_nodes),
+        (shims.SERVE_CONTROL, serve_control.running_serve),
+    ],
+)
+def test_nothing_is_changed_in_a_ray_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, shim: Shim, change: Callable[[], Any]
+) -> None:
+    monkeypatch.setattr(shims, "problems", lambda asked: ["ray:gone is not there"] if asked is shim else [])
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    with pytest.raises(RayIncompatible, match="ray:gone is not there"):
+        change()
 
 
 @pytest.mark.parametrize("name", ["answer", "wanted_deep", "Server._reload"])

@@ -186,7 +186,7 @@ TROUBLES = [
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(("trouble", "text"), TROUBLES)
 def test_a_file_that_breaks_its_reader_breaks_one_import(
     start: Start, entry: ModelConfig, hostile: Any, trouble: str, text: str

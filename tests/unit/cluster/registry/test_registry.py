@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from unit.weights.sources.hub_server import Hub, serving
 
 from cluster.jobs.disk import files_folder
-from cluster.jobs.file_book import MODEL_PURPOSE, SILENT_S
+from cluster.jobs.file_book import MODEL_PURPOSE, SILENT_S, new_file_id
 from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
 from cluster.records.errors import FileInUse, ModelUnknown, NotKept, RegistrationRefused, WeightsUnavailable
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
@@ -498,7 +498,7 @@ async def test_a_lora_is_registered_from_an_upload_which_stays_with_it(tmp_path:
     with pytest.raises(RegistrationRefused, match="outside of the folders that models may come from"):
         await models.register(AdapterConfig(id="ink", path=file, base=("near",)))
     for size in (len(content) - 1, len(content)):
-        begun = await models.begin_model("", ".safetensors", size)
+        begun = await models.begin_model("", new_file_id(".safetensors"), size)
         assert await models.append_file("", begun.id, 0, content[:size]) == size
         assert await models.end_file("", begun.id, "ink", MODEL_PURPOSE, SILENT_S) is not None
         record = await models.register(AdapterConfig(id="ink", path=folder / begun.id, base=("near",)))

@@ -133,10 +133,33 @@ def test_a_path_outside_of_the_roots_is_one_line_that_names_them(run: Run, serve
     assert run("register", "/etc", "--id", "m") == (1, "", f"error: {why}\n")
 
 
+def test_a_bare_name_of_a_hub_is_understood(run: Run, server: Any) -> None:
+    message = "/work/Qwen/Qwen3-0.6B: no such folder or file"
+    server.answers["POST", "/admin/models"] = (422, {"error": {"message": message, "code": "unprocessable"}})
+    code, _, error = run("register", "Qwen/Qwen3-0.6B", "--id", "m")
+    assert (code, "a model of the hub is hf://Qwen/Qwen3-0.6B" in " ".join(error.split())) == (1, True)
+
+
 def test_register_needs_an_id(run: Run, server: Any) -> None:
     code, out, err = run("register", "models/m")
     assert (code, out, server.asked) == (2, "", [])
     assert "--id" in err
+
+
+def test_a_workflow_is_registered_by_its_file(run: Run, server: Any, tmp_path: Path) -> None:
+    file, nodes = tmp_path / "poster.json", {"1": {"class_type": "SaveImage", "inputs": {}}}
+    file.write_text(json.dumps(nodes))
+    server.answers["POST", "/admin/workflows"] = (201, {"id": "poster", "kind": "workflow", "state": "ready"})
+    code, out, _ = run("register", str(file), "--id", "poster", "--description", "Posters")
+    assert (code, "poster is ready" in out) == (0, True)
+    body = {"id": "poster", "workflow": nodes, "description": "Posters"}
+    assert server.asked == [("POST", "/admin/workflows", body)]
+    assert json.loads(run("register", str(file), "--id", "poster", "--json")[1])["kind"] == "workflow"
+    file.write_text("{")
+    code, _, error = run("register", str(file), "--id", "poster")
+    assert (code, "is no JSON" in error) == (1, True)
+    code, _, error = run("register", str(file), "--id", "poster", "--base", "m")
+    assert (code, "--base" in error) == (2, True)
 
 
 def test_unregister_names_the_adapters_that_lost_their_base(run: Run, server: Any) -> None:
@@ -236,7 +259,8 @@ def test_status_tells_of_programs_that_are_to_be_compiled(run: Run, server: Any)
 
 def test_status_shows_the_ranks_of_a_worker_and_which_do_not_answer(run: Run, server: Any) -> None:
     worker = {"name": "w1", "modules": [], "resident_bytes": 0, "denoising": 2}
-    processes = [{"rank": 0, "process": 7, "sent_bytes": 5}, {"rank": 1, "process": 8, "sent_bytes": 5}, {"rank": 2}]
+    first = {"rank": 0, "process": 7, "node": "cafe0123456789", "weights_bytes": 2**21, "sent_bytes": 5}
+    processes = [first, {**first, "rank": 1, "process": 8, "sent_bytes": 4096}, {"rank": 2}]
     ranks = {"cfg": 1, "sequence": 1, "tensor": 3}
     for found, told in (
         ({}, "worker-w1: 0 modules, 0 B; 2 requests denoising"),
@@ -245,6 +269,13 @@ def test_status_shows_the_ranks_of_a_worker_and_which_do_not_answer(run: Run, se
     ):
         server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"workers": [worker | found]})
         assert told in " ".join(run("status")[1].split())
+    server.answers["GET", "/admin/decisions"] = (200, {"enabled": False, "decisions": []})
+    for words in (("status",), ("status", "--why")):
+        rows = [line.split() for line in run(*words)[1].splitlines()]
+        assert ["w1", "1", "cafe0123", "8", "2.0", "MiB", "4.0", "KiB"] in rows
+        assert ["w1", "2", "no", "answer"] in rows
+    found = json.loads(run("status", "--json")[1])["workers"][0]["ranks"]["processes"]
+    assert found == processes
 
 
 def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:

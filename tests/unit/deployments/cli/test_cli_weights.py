@@ -89,6 +89,19 @@ def test_the_store_at_a_glance(run: Run, source: Path, tmp_path: Path) -> None:
     assert "given" in run("inspect", as_json=False)
 
 
+def test_what_each_rank_of_a_language_model_reads(run: Run) -> None:
+    """Both together read the model, and twice what each needs whole."""
+    run("externalize", Path(__file__).parents[4] / "infra/demo/models/adder")
+    record = run("inspect", "adder", "--ranks", "2")
+    whole = sum(one["nbytes"] for one in record["weights"] if "norm" in one["name"] or "embed" in one["name"])
+    assert len(set(record["rank_bytes"])) == 1
+    assert sum(record["rank_bytes"]) == sum(one["nbytes"] for one in record["weights"]) + whole
+    assert "rank_bytes" not in run("inspect", "adder")
+    assert "weights of 2 ranks (tensor 2)" in run("inspect", "adder", "--ranks", "2", as_json=False)
+    assert "heads cannot be divided among 3 ranks" in run("inspect", "adder", "--ranks", "3", code=2)
+    assert "name the model that ranks divide" in run("inspect", "--ranks", "2", code=2)
+
+
 def test_the_store_is_drawn(run: Run, source: Path, tmp_path: Path) -> None:
     run("externalize", source)
     nbytes = run("inspect", "--plot", tmp_path / "a/store.svg")["given_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,7 @@ Sides = tuple[int, ...]
 Base = Callable[[str], AdapterBase]
 
 
+@functools.cache
 def unet_of(name: str) -> Any:
     with torch.device("meta"):
         return UNet2DConditionModel(**UNETS[name], **UP.get(name, {}))
@@ -140,7 +142,7 @@ def write_lora(
     return file
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("of", KOHYA)
 @pytest.mark.parametrize("trained", KOHYA)
 def test_a_lora_of_kohyas_layout_fits_its_own_base_alone(base: Base, tmp_path: Path, trained: str, of: str) -> None:
@@ -212,7 +214,7 @@ KINDS: Mapping[str, Mapping[str, Sides]] = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_are_compared_without_their_values(base: Base, tmp_path: Path, kind: str) -> None:
     layer = "lora_unet_middle_block_1_proj_in"

@@ -306,7 +306,7 @@ ENDLESS = {
 }  # fmt: skip
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_without_an_end_ends_with_an_error(source: str) -> None:
     gc.collect()

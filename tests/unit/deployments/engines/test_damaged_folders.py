@@ -257,7 +257,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.drawn(11)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_import_refuses_a_damaged_folder_in_the_words_of_its_load(
     name: str, models: Mapping[str, Path], tmp_path: Path

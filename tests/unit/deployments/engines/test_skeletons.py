@@ -165,6 +165,7 @@ def test_a_retired_module_is_bound_to_the_weights_of_another(case: Case) -> None
     assert (stats.num_built, stats.num_rebound, stats.num_free) == (1, 1, 0)
 
 
+@pytest.mark.drawn(3)
 def test_two_of_one_structure_that_are_there_together_are_two_modules(case: Case) -> None:
     first, second = case.build(case.first), case.build(case.second)
     third = case.build(case.first)

@@ -44,7 +44,7 @@ async def app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[t
     watch.close()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_an_agent_calls_and_answers(app: tuple[Any, Agents], family: str) -> None:
     made, replicas = app

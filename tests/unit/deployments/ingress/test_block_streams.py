@@ -112,7 +112,7 @@ def an_answer(name: str, rng: random.Random) -> str:
     return "".join(parts)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", TOOL_FORMS)
 async def test_blocks_of_a_stream_are_those_of_the_whole_answer(
     name: str, http: httpx.AsyncClient, replicas: Replicas

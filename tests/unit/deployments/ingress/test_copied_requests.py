@@ -35,6 +35,7 @@ def run(code: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return ""
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["Copy as curl", "Copy as Python"])
 def test_an_image(
     name: str, page_server: PageServer, open_page: OpenPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,6 +54,7 @@ def test_an_image(
     assert (again.prompt, again.seed, again.lora) == (PROMPT, made.seed, made.lora)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["Copy as curl", "Copy as Python"])
 def test_an_answer(
     name: str,

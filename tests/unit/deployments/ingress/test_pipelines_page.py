@@ -49,7 +49,7 @@ def test_six_stages_fit_and_those_after_a_failure_say_so(page_server: PageServer
     states = page.locator("table tbody tr td:nth-child(4)").all_inner_texts()
     assert states == ["done", "failed", *["not run"] * 4]
     assert axe_violations(page) == []
-    for width in (360, 1280):
+    for width in (360, 3840, 1280):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     graph = page.get_by_role("region", name="Graph of sum")

@@ -188,6 +188,7 @@ def head_of(num_bytes: int) -> bytes:
     return head.encode()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("is_announced", [False, True])
 async def test_uploads_that_are_refused_are_not_taken_in_at_full_speed(
     access: HttpAccess, is_announced: bool, monkeypatch: pytest.MonkeyPatch

@@ -321,6 +321,7 @@ async def test_a_panic_is_told_to_who_waits_and_the_next_request_builds_it(step:
     assert not host.occupancy().coming
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("failing", [{"a"}, {"shared"}])
 async def test_what_could_not_be_built_keeps_no_memory(failing: set[str]) -> None:
     """Without Python's collector: the error is kept with the module that it is about."""

@@ -120,6 +120,7 @@ def chain(num_stages: int, first: dict[str, Any], further: Callable[[str], dict[
     return pipeline(*stages, out=f"$s{num_stages - 1}")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("first", "further"),
     [
@@ -216,7 +217,9 @@ def test_all_mistakes_are_told_at_once() -> None:
         stage("c", {"prompt": "$b", "width": "$a"}, model="flux"),
         image="$c.digit_image",
     )
-    assert problems(config).keys() == {
+    found = problems(config)
+    assert found["stages.1.function"].startswith("stage 'b': unknown function 'nothing'")
+    assert found.keys() == {
         "stages.0.inputs.temperature",
         "stages.1.function",
         "stages.2.inputs.width",

@@ -169,6 +169,8 @@ def test_numbers_in_texts() -> None:
     for text in ("none", "1 and 2"):
         with pytest.raises(ValueError, match="one whole number"):
             functions.whole_number(text)
+    with pytest.raises(ValueError, match=f"^expected a text with one whole number, got '{'x' * 80}'$"):
+        functions.whole_number("x" * 100_000)
     for text in ("11.", "-3"):
         with pytest.raises(ValueError, match="from 0 to 9"):
             functions.single_digit(text)

@@ -85,9 +85,7 @@ async def test_mixed_traffic_gives_each_what_it_gets_alone(open_studio: Callable
     studio, alone = open_studio(), open_studio()
     requests = [
         request_of(seed, lora, merges=merges)
-        for seed, (lora, merges) in enumerate(
-            [("bold", True), (None, False), ("bold", False), ("thin", True), ("bold", True), ("thin", False)]
-        )
+        for seed, (lora, merges) in enumerate([("bold", True), (None, False), ("bold", False), ("thin", True)])
     ]
     together = await asyncio.gather(*(studio.draw(one) for one in requests))
     for request, image in zip(requests, together, strict=True):

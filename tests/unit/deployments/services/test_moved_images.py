@@ -96,7 +96,7 @@ def replicas(open_host: Callable[..., ModuleCache]) -> list[Replica]:
 
 async def test_images_that_are_handed_over_are_those_of_an_undisturbed_replica(replicas: list[Replica]) -> None:
     first, second = replicas
-    requests = [request_of(seed, reports_steps=True) for seed in range(4)]
+    requests = [request_of(seed, reports_steps=True) for seed in range(2)]
     expected = [(await second.pieces(one))[-1].images[0] for one in requests]
     moved = await asyncio.gather(*(first.pieces(one, move_at=3) for one in requests))
     assert first.images.num_running == first.num_leased == 0

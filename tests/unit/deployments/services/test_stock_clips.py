@@ -71,7 +71,7 @@ async def pieces_of(service: ImageService, request: ClipRequest) -> tuple[list[I
     return told, await service.make_clip(request, encoder_of(service), told.append)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", VIDEOS)
 async def test_videos_have_the_frames_of_diffusers(class_name: str, tmp_path: Path, open_host: OpenHost) -> None:
     build, options = VIDEOS[class_name]
@@ -121,6 +121,7 @@ async def test_a_video_is_made_of_the_file_that_was_sent(tmp_path: Path, open_ho
     assert likeness(seen) > min(likeness(seen[::-1]), likeness(inverted)) + 1
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", AUDIOS)
 async def test_audio_has_the_samples_of_diffusers(class_name: str, tmp_path: Path, open_host: OpenHost) -> None:
     build, options = AUDIOS[class_name]

@@ -35,7 +35,7 @@ from deployments.replicas.step_loop import DeviceThread
 from deployments.services.image_service import ImageService
 from deployments.text.fallback import FallbackEncoder
 
-pytestmark = pytest.mark.slow  # imports diffusers
+pytestmark = [pytest.mark.slow, pytest.mark.drawn(2, of="file")]  # slow: imports diffusers
 PIX2PIX = "StableDiffusionInstructPix2PixPipeline"
 VARY = "StableAudio3AudioToAudioPipeline"
 

@@ -94,6 +94,7 @@ async def test_images_are_those_of_diffusers_and_steps_are_told(lcm: Any) -> Non
     assert set(result.switch.built) == {"vae", "unet"}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("syntax", "prompt"), [("weighted", "(a:1.2) [cat]"), ("compel", "a cat++")])
 async def test_weights_of_a_prompt_are_left_out_and_told(lcm: Any, syntax: str, prompt: str) -> None:
     stock, cache = lcm

@@ -106,7 +106,7 @@ async def frames_of(
     return result
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", APART)
 async def test_pictures_are_those_of_diffusers_to_the_bit(
     class_name: str, tmp_path: Path, host_of: Callable[..., Host], monkeypatch: pytest.MonkeyPatch

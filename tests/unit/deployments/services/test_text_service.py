@@ -251,6 +251,7 @@ def with_tools(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate(given)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", '"parameters" tool_calls')])
 async def test_a_tool_that_must_be_called_is_called(engine: LLMEngine, service: TextService, template: str) -> None:
     engine.tokenizer.chat_template = template

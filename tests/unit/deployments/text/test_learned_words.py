@@ -60,6 +60,7 @@ async def condition(demo: Any, encoders: Any, words: Words, prompt: str, negativ
     return await demo.condition(encoders, prompt, negative, adapters=adapters, loras=(words, keys), **options)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("number", [1, 3])
 async def test_words_are_read_as_diffusers_reads_them(sdxl: Any, tmp_path: Path, number: int) -> None:
     words = {"mystyle": load_adapter(saved(sdxl, tmp_path / "mystyle.safetensors", number))}

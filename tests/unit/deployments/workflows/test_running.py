@@ -248,6 +248,27 @@ async def test_a_value_of_another_type_through_a_switch_is_told() -> None:
     ]
 
 
+async def test_what_takes_anything_takes_none() -> None:
+    nodes = {
+        "nothing": ("ComfyPassOrNoneNode", {}),
+        "not": ("ComfyNotNode", {"value": ("nothing", 0)}),
+        "all": ("ComfyAndNode", {"values.value0": ("not", 0), "values.value1": ("nothing", 0)}),
+        "image": ("SaveImage", {"images": ("nothing", 0), **SAVE}),
+    }
+    shows = {f"show {name}": ("PreviewAny", {"source": (name, 0)}) for name in ("nothing", "not", "all")}
+    workflow = workflow_of(**nodes, **shows, literal=("PreviewAny", {"source": None}))
+    backend, told = FakeBackend(), Told()
+    found = check(workflow, backend)
+    assert [(error.node, error.type) for error in found.errors] == [("image", "required_input_missing")]
+    shown = await run(workflow, backend, told, found.outputs)
+    assert {node: one["text"] for node, one in shown.items()} == {
+        "show nothing": ["None"],
+        "show not": ["True"],
+        "show all": ["False"],
+        "literal": ["None"],
+    }
+
+
 def test_values_that_nobody_reads_any_more_are_let_go() -> None:
     size = 16 * 16 * 3 * 4
     chain = {"n0": ("EmptyImage", SIZE)}

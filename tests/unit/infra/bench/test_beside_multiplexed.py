@@ -34,7 +34,7 @@ def demo(kind: str, load: float, switch: float, seed: int) -> Scenario:
     return Scenario(models, workers, tuple(bursts(15, every_s, list(SHARES), duration_s, chance, every_s / 5)))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "load", [pytest.param(0.3, marks=pytest.mark.long), 0.6, pytest.param(0.9, marks=pytest.mark.long)]
 )

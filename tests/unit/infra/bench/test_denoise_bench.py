@@ -10,7 +10,7 @@ from infra.bench.denoise import PARTS, DenoiseSettings, _measure_mixed, _play, p
 from infra.bench.denoise_loras import measure_loras
 from infra.bench.denoise_models import make_model
 
-pytestmark = pytest.mark.slow  # imports diffusers
+pytestmark = [pytest.mark.slow, pytest.mark.drawn(1, of="file")]  # slow: imports diffusers
 
 
 def test_all_ways_make_the_same_latents_and_arrivals_are_all_served() -> None:

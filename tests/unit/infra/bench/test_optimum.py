@@ -34,6 +34,7 @@ def burst(counts: list[int], service_s: list[float], switch_s: float, slots: int
     return Scenario(models, (worker,), tuple(SimRequest(0.0001 * place, name) for place, name in enumerate(names)))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("slots", [1, 4, 8])
 def test_a_burst_of_many_models_is_one_switch_for_each(slots: int) -> None:
     """It once was 44 switches and 956 s: each model was due before the round was over."""
@@ -46,6 +47,7 @@ def test_a_burst_of_many_models_is_one_switch_for_each(slots: int) -> None:
     assert figures.mean_s <= simulate(scenario, "no-controller", patience=1e6)[0].mean_s
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("slots", [1, 4])
 def test_of_four_bursts_alike_all_are_answered_within_the_time_of_a_request(slots: int) -> None:
     _, world = simulate(burst([60] * 4, [0.5] * 4, 20.0, slots), "latency-first", patience=1e6)

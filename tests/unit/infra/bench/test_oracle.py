@@ -98,7 +98,7 @@ def test_who_plans_those_that_have_come_is_best_where_all_come_at_once(num_worke
     assert sum(found) / len(found) == pytest.approx(oracle_mean_latency_s(scenario, ahead=False))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("policy", policies_and_multiplexed())
 def test_nobody_beats_the_oracle(policy) -> None:
     for seed in range(8):

@@ -59,6 +59,7 @@ def values_of(tensors: Any, kinds: Any) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", ["combined", "separate", "inline"])
 def test_packed_rows_come_to_lie_where_their_values_belong(
     store: WeightStore, base: BasePipeline, tmp_path: Path, layout: Any

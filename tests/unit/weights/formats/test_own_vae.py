@@ -28,7 +28,7 @@ def other_vae(folder: Path) -> dict[str, torch.Tensor]:
     return vae.state_dict()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("form", ["folder", "pipeline", "original file", "file of diffusers"])
 def test_it_replaces_the_models_own_and_shares_the_rest(form: str, store: WeightStore, tmp_path: Path) -> None:
     folder, _ = sd15(tmp_path)
@@ -107,6 +107,7 @@ def small_vae(folder: Path, *, num_sizes: int = 2, channels: int = 4) -> dict[st
     return vae.state_dict()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("names", [("preview_vae",), ("vae",), ("vae", "preview_vae")])
 def test_a_small_one_stands_beside_the_own_or_in_its_place(
     names: tuple[str, ...], store: WeightStore, tmp_path: Path

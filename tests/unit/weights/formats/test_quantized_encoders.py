@@ -45,7 +45,7 @@ def by_bitsandbytes(folder: Path, write: Any) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("write", [bitsandbytes_nf4, bitsandbytes_int8], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("part", ["transformer", "text_encoder_3"])
 def test_a_folder_that_bitsandbytes_quantized_is_stored_as_a_plain_one(
@@ -118,6 +118,7 @@ def gated_sd3(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16], ids=str)
 def test_a_t5_in_gguf_replaces_that_of_its_base(kind: Any, store: WeightStore, tmp_path: Path) -> None:
     folder = gated_sd3(tmp_path)

@@ -169,7 +169,7 @@ def _contiguous(tensors: Tensors) -> Tensors:
     return {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("make", "like"), [(sd15, "folder"), (sdxl, "model"), (partial(sdxl, width=32), "model"), (sd3_medium, "model")]
 )
@@ -225,7 +225,7 @@ def quantized(tensors: Tensors, form: str) -> tuple[Tensors, Tensors]:
     return found, tensors | values
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("make", "form"),
     [(sd15, form) for form in ("plain e5m2", "weight_scale", "rows", "int8", "nvfp4")]
@@ -247,6 +247,7 @@ def test_matrices_in_low_precision_have_the_values_that_their_scales_say(make: A
             assert bytes(short[name].read()) == bytes(tensor.read()), name
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_a_folder_in_8_bits_has_the_same_values(kind: torch.dtype, store: WeightStore, tmp_path: Path) -> None:
     folder, _ = sd15(tmp_path)
@@ -277,7 +278,7 @@ def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tm
     assert not set(made["double"].extents) - set(made["single"].extents)
 
 
-@pytest.mark.drawn(over="make")
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("names", "metadata", "expected"),
     [
@@ -313,6 +314,7 @@ def test_a_file_says_that_its_unet_predicts_velocities(
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("config", [{}, {"clip_sample": True, "skip_prk_steps": False}], ids=["silent", "written"])
 def test_a_file_has_the_solver_and_the_size_of_its_base(
     config: dict[str, Any], store: WeightStore, tmp_path: Path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import pytest
@@ -48,11 +47,9 @@ def test_a_part_of_a_storage_is_found_again_as_that_part() -> None:
 def test_an_entry_lives_as_long_as_what_uses_its_memory(use) -> None:
     files = LoadedFiles()
     used = use(files.get("cpu", "a", memory))
-    gc.collect()
     assert ("cpu", "a") in files
     files.get("cpu", "a", refuse)
     del used
-    gc.collect()
     assert ("cpu", "a") not in files
     files.get("cpu", "a", memory)
     assert files.num_loads["cpu", "a"] == 2

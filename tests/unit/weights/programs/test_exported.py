@@ -221,6 +221,7 @@ def test_tied_weights_are_stored_once(store) -> None:
     assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_buffers_that_the_program_writes_are_private(store, decomposed: bool) -> None:
     module = Counting().train()
@@ -284,6 +285,7 @@ def test_a_target_that_cannot_be_written_is_a_store_error(linear, tmp_path: Path
         self_contained(linear, tmp_path / "gone" / "whole.pt2")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", ["combined", "separate", "inline"])
 def test_every_layout_holds_programs(store, linear, layout: str) -> None:
     externalize_program(store, "m", linear, layout=layout)

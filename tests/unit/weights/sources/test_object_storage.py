@@ -120,6 +120,7 @@ def test_an_object_of_many_parts_has_no_md5_and_arrives(bucket, options, tmp_pat
     assert (tmp_path / "copy/model.gguf").read_bytes() == b"".join(data)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("damaged", [(), (1,), (0, 3)])
 def test_after_kill_9_only_missing_parts_are_requested(
     bucket, proxy, options, tmp_path: Path, damaged: tuple[int, ...]

@@ -100,14 +100,14 @@ def use(index: StoreIndex, hashes: list[str], ids: list[str]) -> None:
 
 
 def test_one_changed_byte_of_the_header_stops_nobody(sound: Sound) -> None:
-    """A third of its bytes, drawn."""
+    """A sixth of its bytes, drawn."""
     seed = random.randrange(2**32)
     print("seed", seed)
     chance = random.Random(seed)
     manifest = sound.store.manifest("a")
     manifests = [*sound.store.manifests().values()]
     hashes = [*manifest.components["model"].bytes_by_hash]
-    for place in range(chance.randrange(3), HEADER_BYTES, 3):
+    for place in range(chance.randrange(6), HEADER_BYTES, 6):
         value = (sound.index[place] + chance.randrange(1, 256)) % 256
         sound.store.index_file.write_bytes(sound.index[:place] + bytes([value]) + sound.index[place + 1 :])
         with sound.store.locked():
@@ -115,7 +115,7 @@ def test_one_changed_byte_of_the_header_stops_nobody(sound: Sound) -> None:
             sound.store.index.run(lambda index: index.follow(manifests))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("action", [*ACTIONS])
 def test_one_changed_byte_anywhere_stops_no_action(sound: Sound, action: str) -> None:
     seed = random.randrange(2**32)

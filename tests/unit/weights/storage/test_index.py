@@ -137,7 +137,7 @@ def enter(path: Path, model: str, *extents: str) -> None:
         index.enter(model, {id_: stored(id_) for id_ in extents}, extents)
 
 
-@pytest.mark.parametrize("num_kills", [7, pytest.param(80, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(80, marks=pytest.mark.long)])
 def test_killed_at_any_instruction_it_has_all_of_a_change_or_nothing(
     path: Path, tmp_path: Path, num_kills: int
 ) -> None:

@@ -311,6 +311,7 @@ def test_a_fork_that_fails_costs_one_copy_and_no_template(
         assert template_problems() == ["no copy of template 'base': Resource temporarily unavailable"]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_template_that_could_not_be_forked_is_started_when_it_is_asked_for(
     tmp_path: Path, script: Path, refuse_forks: Callable[[int], None], number: int
@@ -375,6 +376,7 @@ def test_no_copy_of_a_process_with_threads() -> None:
         thread.join()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("draws", ["pass", "ray.WorkerID.from_random()"])
 def test_no_two_copies_give_the_same_ids(draws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of objects name bytes in shared memory: equal ones would be other processes' bytes."""

@@ -45,7 +45,7 @@ def check_file(
     assert not torch.equal(found, first_step(pipeline, plain, conditioning(plain), None))
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("row", [*LAYOUTS, *KINDS])
 def test_what_registers_answers_a_request(
     pair: Any, row: str, make_request: Callable[..., Any], tmp_path: Path
@@ -70,7 +70,7 @@ def reader_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return ReaderPair(make(request.param, folder), folder)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("row", [*LAYOUTS, *KINDS])
 def test_the_same_beside_prompts_that_a_language_model_reads(reader_pair: ReaderPair, row: str, tmp_path: Path) -> None:
     sizes = {"height": 64, "width": 64, "num_inference_steps": 2, "seed": 7, "guidance_scale": 2.0}

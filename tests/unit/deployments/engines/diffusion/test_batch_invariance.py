@@ -94,7 +94,7 @@ def check_random_traffic(pair, ours, chance, adapters, num_jobs=8):
         assert torch.equal(latents[name], latents_alone[name]), name
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_company_gives_the_same_bits(pair, make_request, load_pipeline, dtype, seed):

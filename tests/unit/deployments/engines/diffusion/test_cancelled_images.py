@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from unit.deployments.engines.diffusion.test_denoise_batches import CostsOfMerging
 
@@ -67,6 +68,7 @@ def test_a_batch_that_nobody_wants_ends_within_a_block(pair: Any, make_request: 
     assert not any(block._forward_pre_hooks for block in counted.blocks)
 
 
+@pytest.mark.drawn(2)
 def test_a_request_that_somebody_wants_goes_on_and_its_image_is_its_own(pair: Any, make_request: Any) -> None:
     engine = DiffusionEngine(pair.ours, CostsOfMerging())
     add(engine, pair, make_request, 3)
@@ -86,6 +88,7 @@ def test_a_request_that_somebody_wants_goes_on_and_its_image_is_its_own(pair: An
     assert np.abs(found["r3"].astype(int) - alone).max() <= 1
 
 
+@pytest.mark.drawn(2)
 def test_a_cancelled_request_holds_up_no_other_one_and_comes_again(pair: Any, make_request: Any) -> None:
     engine = DiffusionEngine(pair.ours, CostsOfMerging())
     engine.request_cancel("r1")  # of an earlier request

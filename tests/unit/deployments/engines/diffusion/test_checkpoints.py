@@ -48,7 +48,7 @@ def check_resumed(pair, load_pipeline, job, stops):
         assert torch.equal(run_to_end(elsewhere, other), whole)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, load_pipeline, solver):
     pair = make_sdxl_pair(solver)
@@ -57,6 +57,7 @@ def test_every_kind_of_solver_goes_on_bit_for_bit(make_sdxl_pair, make_request, 
     check_resumed(pair, load_pipeline, (request, pair.conditioning(3, negative=True)), {1, chance.randrange(2, 7)})
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("solver", list(SOLVERS_OF_OUR_OWN))
 def test_a_solver_of_our_own_goes_on_in_the_middle_of_a_step(sdxl, make_request, load_pipeline, solver):
     request = make_request(num_inference_steps=4, guidance_scale=3.0, seed=random.randrange(2**32), scheduler=solver)
@@ -68,6 +69,7 @@ def test_every_family_goes_on(pair, make_request, load_pipeline):
     check_resumed(pair, load_pipeline, (make_request(num_inference_steps=5), pair.conditioning(2)), {3})
 
 
+@pytest.mark.drawn(2)
 def test_the_engine_saves_every_few_steps_and_resumes(pair, make_request):
     request, text = make_request(num_inference_steps=7), pair.conditioning(5)
     first, second = DiffusionEngine(pair.ours), DiffusionEngine(pair.ours)
@@ -89,6 +91,7 @@ def test_the_engine_saves_every_few_steps_and_resumes(pair, make_request):
     assert (later[-1].images == outputs[-1].images).all()
 
 
+@pytest.mark.drawn(2)
 def test_the_engine_saves_whenever_so_much_time_has_passed_since_the_last(pair, make_request, monkeypatch):
     """Waiting is no work that could be lost; a step takes a second here."""
     now = 0.0

@@ -73,6 +73,7 @@ def in_turns(pair: Any, requests: list[Any], known: dict[str, Any], conditioning
         assert torch.equal(together, alone)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_union_equals_stock(sdxl: Any, make_request: Any, equals_stock: Any, guidance: float) -> None:
     net = union(sdxl.ours.denoiser)
@@ -159,6 +160,7 @@ XS_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(over="kind")
 @pytest.mark.parametrize("kind", list(XS_KINDS))
 @pytest.mark.parametrize("family", list(XS_PIPELINES))
 def test_a_controlnet_xs_equals_stock(
@@ -239,7 +241,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", list(ADAPTERS))
 def test_a_t2i_adapter_equals_stock(
     sdxl: Any, stable_diffusion: Any, make_request: Any, equals_stock: Any, tmp_path: Path, name: str
@@ -366,6 +368,7 @@ def of_original_code(adapter: Any, num_blocks: int = 2) -> dict[str, torch.Tenso
     return found
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["full", "gray", "light"])
 @pytest.mark.parametrize("is_original", [True, False])
 def test_a_t2i_adapter_of_stable_diffusion_is_read_from_one_file(
@@ -383,6 +386,7 @@ def test_a_t2i_adapter_of_stable_diffusion_is_read_from_one_file(
         assert torch.equal(ours, stock)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("family", "make"), [("stable_diffusion", controlnet), ("sdxl", controlnet), ("sdxl", union)])
 def test_a_controlnet_in_one_file_is_read_by_the_config_of_its_base(
     request: pytest.FixtureRequest, tmp_path: Path, family: str, make: Any

@@ -172,6 +172,7 @@ def test_one_for_stable_diffusion_3_is_checked_when_it_comes_in(stable_diffusion
     assert "is a SD3ControlNetModel, and 'base' (FluxPipeline) takes a FluxControlNetModel" in said("FluxPipeline")
 
 
+@pytest.mark.drawn(2)
 def test_two_in_parts_of_the_steps_equal_stock(controlled, make_request, equals_stock):
     nets = [make_net(controlled, 1), make_net(controlled, 2)]
     request = make_request(
@@ -226,6 +227,7 @@ def test_a_control_and_an_image_equal_stock(stable_diffusion, make_request, equa
     equals_stock(stable_diffusion.ours, request, conditioning, (latents[-1], images), {"a": net})
 
 
+@pytest.mark.drawn(2)
 def test_requests_with_one_net_share_a_forward(controlled, make_request):
     net = make_net(controlled, 1)
     conditioning = controlled.conditioning()

@@ -127,6 +127,7 @@ def test_a_demo_model_equals_stock(demos, name, guidance, negative):
     assert_same_image(ours, demo.stock_images(job, prompt, negative))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("scale", [0.6, 1.0])
 def test_the_bold_lora_equals_stock(demos, scale):
     demo, prompt = demos("digits-flux"), "a handwritten seven"

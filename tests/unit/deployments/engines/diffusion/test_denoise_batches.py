@@ -46,7 +46,7 @@ def run_together(pipeline, jobs, join_every: int = 1):
     return pipeline.decode(states)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_a_mixed_batch_is_the_same_as_alone(pair, make_request):
     jobs = [
         (
@@ -67,6 +67,7 @@ def test_a_mixed_batch_is_the_same_as_alone(pair, make_request):
         assert np.abs(one.astype(int) - other.astype(int)).max() <= 1
 
 
+@pytest.mark.drawn(2)
 def test_rows_that_fit_share_one_forward(pair, make_request, count_forwards):
     sizes = count_forwards(pair.ours)
     guided = {"guidance_scale": 2.0, "true_cfg_scale": 2.0}
@@ -261,7 +262,7 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
     guided = {"guidance_scale": 3.0, "num_inference_steps": 2}
     jobs = [
         (make_request(seed=seed, request_id=str(seed), **guided), sdxl.conditioning(seed, negative=True))
-        for seed in range(60)
+        for seed in range(20)
     ]
     sizes, decoded = count_forwards(ours), []
     decode = ours._codec.decode
@@ -271,9 +272,9 @@ async def test_a_crowd_is_served_in_bounded_batches(sdxl, make_request, load_pip
     loop = EngineLoop(DeviceThread(), DiffusionEngine(ours))
     found = await asyncio.gather(*(last_output(loop, ConditionedRequest(*job)) for job in jobs))
     assert max(sizes) <= 8
-    assert sum(sizes) == 60 * 2 * 2
+    assert sum(sizes) == 20 * 2 * 2
     assert max(decoded) <= 4
-    assert sum(decoded) == 60
+    assert sum(decoded) == 20
     for output, job in list(zip(found, jobs, strict=True))[::7]:
         assert np.abs(output.images.astype(int) - sdxl.ours.generate(*job).astype(int)).max() <= 1
 
@@ -284,6 +285,7 @@ def test_a_large_image_is_a_forward_of_its_own():
     assert [bounds.decode_rows(side * side) for side in (32, 512, 2048)] == [512, 2, 1]
 
 
+@pytest.mark.drawn(2)
 def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, load_pipeline):
     ours = bounded(pair, load_pipeline, BatchBounds(max_rows=16, max_pixels=8 * 64 * 64))
     small = ours.start_request(make_request(num_images=2), pair.conditioning())
@@ -301,7 +303,7 @@ def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, loa
 
 @pytest.mark.drawn
 def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pipeline, monkeypatch):
-    """16 requests of 20 steps where 8 fit."""
+    """16 requests of 6 steps where 8 fit."""
     ours = bounded(pair, load_pipeline, BatchBounds())
     calls = {"fits": 0, "fails": 0}
 
@@ -316,11 +318,11 @@ def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
         return run
 
     monkeypatch.setattr(ours, "_forward", limited(ours._forward))
-    states = start(pair, make_request, 16, num_inference_steps=20)
-    expected = pair.ours.generate(make_request(seed=15, num_inference_steps=20), pair.conditioning(15))
+    states = start(pair, make_request, 16, num_inference_steps=6)
+    expected = pair.ours.generate(make_request(seed=15, num_inference_steps=6), pair.conditioning(15))
     images = asyncio.run(outcomes(ours, states))
     assert calls["fails"] == 1
-    assert 2 * 20 <= calls["fits"] <= 2 * 20 + 4, "the last batches need not be full"
+    assert 2 * 6 <= calls["fits"] <= 2 * 6 + 4, "the last batches need not be full"
     assert np.abs(images[15].astype(int) - expected.astype(int)).max() <= 1
     monkeypatch.setattr(ours._codec, "decode", limited(ours._codec.decode))
     calls |= {"fits": 0, "fails": 0}
@@ -329,6 +331,7 @@ def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pip
     assert calls == {"fits": 6, "fails": 1}
 
 
+@pytest.mark.drawn(2)
 async def test_what_does_not_fit_even_alone_fails_alone(pair, make_request, load_pipeline, monkeypatch):
     ours = bounded(pair, load_pipeline, BatchBounds())
     forward = ours._forward

@@ -55,7 +55,7 @@ def dora(pair, tmp_path) -> Any:
     pair.stock.unload_lora_weights()
 
 
-@pytest.mark.drawn(by="pair")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("scale", [1.0, 0.6, -0.5])
 def test_equals_stock(dora, make_request, scale):
     folder, pair = dora
@@ -87,7 +87,7 @@ def test_merged_it_is_the_same(dora, make_request):
     assert np.abs(merged.astype(int) - beside.astype(int)).max() <= 1
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_company_changes_nothing(dora, make_request):
     folder, pair = dora
     adapters = {name: load_adapter(folder / name) for name in ("thick", "wide")}

@@ -117,7 +117,7 @@ def run(ours: DenoisePipeline, jobs: list[Job], adapters: Any = None) -> list[to
     return [state.latents for state in states]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_turns", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_replayed_forwards_are_the_modules_own(
     model: tuple[DenoisePipeline, Path], draw: Callable[..., Job], num_turns: int
@@ -177,7 +177,7 @@ def with_changed_weights(ours: DenoisePipeline, folder: Path, adapter: LoraAdapt
     return create_pipeline(ours.family.class_name, folder, modules)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_turns", [2, pytest.param(50, marks=pytest.mark.long)])
 def test_a_lora_of_all_layers_does_what_changed_weights_do_for_its_request_alone(
     model: tuple[DenoisePipeline, Path], draw: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, num_turns: int

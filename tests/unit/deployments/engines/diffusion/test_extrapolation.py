@@ -44,6 +44,7 @@ def even_flux(tmp_path_factory):
     return pair
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("order", "interval"), [(0, 2), (1, 3), (2, 3), (2, 5)])
 def test_steps_and_values_are_those_of_diffusers_taylorseer(even_flux, make_request, order, interval):
     request = make_request(num_inference_steps=14, true_cfg_scale=random.choice([1.0, 2.5]), num_images=2)
@@ -120,6 +121,7 @@ def test_the_interval_follows_the_error():
     assert counts[0] == 3 + math.ceil(37 / 6) - 1
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_each_solver_has_a_noise_level_for_each_step(make_sdxl_pair, make_request, solver):
     pair = make_sdxl_pair(solver)
@@ -130,7 +132,7 @@ def test_each_solver_has_a_noise_level_for_each_step(make_sdxl_pair, make_reques
     assert noise_levels(SimpleNamespace(timesteps=torch.tensor([9, 4]), sigmas=torch.tensor([1.0]))) == [9.0, 4.0]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_checkpoint_between_extrapolated_steps_goes_on_bit_for_bit(
     make_sdxl_pair, make_request, load_pipeline, solver
@@ -152,7 +154,7 @@ def test_a_checkpoint_between_extrapolated_steps_goes_on_bit_for_bit(
         assert torch.equal(latents, whole)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_requests_with_and_without_it_share_forwards_and_keep_their_bits(pair, make_request, monkeypatch):
     rules = [THIRDS, None, Acceleration(interval=2, order=2, warmup=1), Acceleration(max_error=0.3, interval=5)]
     jobs = [
@@ -211,6 +213,7 @@ def test_requests_with_and_without_it_share_forwards_and_keep_their_bits(pair, m
         assert (pair.ours.decode([state])[0] == alone[state.request.request_id]).all()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("what", ["note", "predict"])
 def test_where_an_output_cannot_be_had_no_state_has_moved(pair, make_request, monkeypatch, what):
     """A step that memory ends is taken again: whoever had moved would move twice."""

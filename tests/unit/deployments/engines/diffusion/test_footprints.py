@@ -44,6 +44,7 @@ def test_a_size_that_no_request_can_have_is_refused(twin: PipelineTwin) -> None:
         twin.check_size(32, 47)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", ["OFT", "GLoRA", "IA3"])
 def test_what_turns_or_mixes_features_is_recorded(flux: Pair, twin: PipelineTwin, kind: str, tmp_path: Path) -> None:
     layer, size = (

@@ -63,7 +63,7 @@ def stock_outputs(pair: Any, folders: list[Path], request: Any, conditioning: An
     return latents[-1], np.stack([np.asarray(image) for image in result])
 
 
-@pytest.mark.drawn(by="kind")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 def test_an_image_as_a_prompt_equals_stock(
@@ -212,6 +212,7 @@ def test_the_tokens_of_an_image_are_known_before_there_is_one(sdxl: Any, tmp_pat
     assert prompter.num_tokens == count_tokens(stored) == tokens.shape[1]
 
 
+@pytest.mark.drawn
 def test_several_images_of_two_adapters_share_a_forward_and_other_rows_stay_the_same(
     prompted: Any, make_request: Any, tmp_path: Path
 ) -> None:

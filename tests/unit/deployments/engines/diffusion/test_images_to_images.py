@@ -96,7 +96,7 @@ def assert_equals_stock(pair, ours, pipeline: Any, request: Any, conditioning: A
     assert images.std() > 0.5  # the random VAE has something to show, if little; latents were compared above
 
 
-@pytest.mark.drawn(by="pair")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("strength", [0.3, 0.5, 0.77, 1.0])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_image_to_image(pair, make_request, strength, guidance):
@@ -113,7 +113,7 @@ def test_image_to_image(pair, make_request, strength, guidance):
     assert_equals_stock(pair, pair.ours, stock_pipeline(pair, False), request, conditioning)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_inpainting(pair, make_request, strength, guidance):
@@ -154,7 +154,7 @@ OF_NOISE, OF_FLOW = {"sigmas": (10.0, 4.0, 1.5, 0.6, 0.2)}, {"sigmas": (1.0, 0.8
 OF_TIMES = {"timesteps": (900, 700, 520, 320, 40)}
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("name", "solver", "schedule"),
     [
@@ -190,7 +190,7 @@ def test_a_schedule_by_request_begins_where_stock_does(
             pair.ours.start_request(replace(job, strength=0.4), pair.conditioning())
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("solver", ["DDIMScheduler", "EulerAncestralDiscreteScheduler"])
 def test_unet_that_reads_the_mask(make_stable_diffusion_pair, make_request, strength, solver):
@@ -297,6 +297,7 @@ def test_tasks_share_a_batch(pair, make_request):
         assert np.abs(together.astype(int) - expected.astype(int)).max() <= 1
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_resumes_between_steps(pair, make_request, has_mask):
     request = make_request(

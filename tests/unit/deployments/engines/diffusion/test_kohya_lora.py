@@ -77,6 +77,7 @@ def test_equals_stock(file, make_request, scale):
     assert all(torch.equal(adapter.raw[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.drawn
 def test_beside_one_of_diffusers_layout(file, make_request, tmp_path):
     _, pair = file
     other = kohya_tensors(pair, seed=1)

@@ -81,6 +81,7 @@ def test_equals_stock(bold, make_request, scale):
     assert np.abs(ours.astype(int) - pair.ours.generate(plain, conditioning).astype(int)).max() > 4
 
 
+@pytest.mark.drawn(2)
 def test_two_adapters_equal_stock(bold, make_request, tmp_path):
     folder, pair = bold
     targets = TARGETS[pair.ours.family.class_name][:1]
@@ -296,6 +297,7 @@ def turned(pair, tmp_path):
         denoiser.get_submodule(path).weight.data.copy_(weight)
 
 
+@pytest.mark.drawn(2)
 def test_turned_and_plain_requests_run_side_by_side(turned, make_request):
     file, pair = turned
     adapters = {"turned": load_adapter(file)}

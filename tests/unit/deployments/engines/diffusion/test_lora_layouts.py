@@ -134,7 +134,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
     pair.stock.unload_lora_weights()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_equals_stock(file, make_request, tmp_path):
     path, pair = file
     pair.stock.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="style")

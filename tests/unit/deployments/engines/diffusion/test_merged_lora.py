@@ -64,7 +64,7 @@ def test_equals_the_fused_stock(bold, make_request):
     assert not any("forward" in vars(module) for module in pair.ours.denoiser.modules())
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_bits_alone_and_beside_others(pair, make_request, load_pipeline, tmp_path, dtype):
     """Beside the base, the side path, another strength and another adapter, in any order and any split."""
@@ -142,7 +142,7 @@ def test_a_request_finds_what_was_merged_ahead(bold, make_request, monkeypatch):
     assert again.merged is pair.ours._loras._merged[adapter] is not merged
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_the_private_weights_go_with_the_adapter(pair, make_request, tmp_path):
     save_random_lora(pair, tmp_path)
     adapter = load_adapter(tmp_path)

@@ -55,7 +55,7 @@ def all_latents(pair, states):
     return found
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_states", [1, 3])
 def test_has_the_bits_of_steps_that_compute_for_themselves(modulated, make_request, monkeypatch, num_states):
     changes = {"num_inference_steps": 11, "num_images": 2}
@@ -76,6 +76,7 @@ def test_one_computation_serves_many_steps(modulated, make_request, count_calls)
     assert len(state.ahead) == 2
 
 
+@pytest.mark.drawn(2)
 def test_who_joins_later_is_computed_alone_and_a_crowd_step_by_step(modulated, make_request, count_calls):
     early, late = start(modulated, make_request, 2, num_inference_steps=20)
     modulated.ours.step([early])
@@ -99,7 +100,7 @@ def lora_of(pair, endings):
     return {"tinted": LoraAdapter("tinted", {pair.ours.family.denoiser_name: pairs})}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "endings",
     [
@@ -123,7 +124,7 @@ def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, endin
 AHEAD = [("norm1.linear", "time_emb_proj"), ("context_embedder", "attn2.to_k", "attn2.to_v")]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("endings", AHEAD)
 @pytest.mark.parametrize(("num_images", "guidance"), [(2, 1.0), (3, 3.0)])
 def test_a_lora_adds_to_what_is_known_already_for_each_image(
@@ -192,12 +193,14 @@ def count_text(monkeypatch):
     return count
 
 
+@pytest.mark.drawn(2)
 def test_what_sees_the_text_alone_runs_once(modulated, make_request, count_text):
     rows = count_text(modulated.ours)
     all_latents(modulated, start(modulated, make_request, 1, num_inference_steps=11))
     assert rows == [1, 1]  # of the prompt and the negative one
 
 
+@pytest.mark.drawn(2)
 def test_a_large_text_is_computed_step_by_step(modulated, make_request, count_text, monkeypatch):
     changes = {"num_inference_steps": 3}
     expected = all_latents(modulated, start(modulated, make_request, 1, **changes))

@@ -55,7 +55,7 @@ def our_latents(pipeline, job, conditioning):
     return state.latents
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("solver", "config"),
     [
@@ -92,7 +92,7 @@ def in_task(make_request, task: str, **changes):
     return make_request(**changes, **images, strength=0.8), options
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("named", ["DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "LCMScheduler"])
 @pytest.mark.parametrize("config", [SILENT, WRITTEN], ids=["nothing", "all"])
 def test_a_solver_that_a_request_names_is_as_the_pipelines_own(

@@ -98,6 +98,7 @@ def test_latents_are_those_of_the_values_that_gguf_py_reads(packed: Packed, make
     assert ours.denoiser.dtype == torch.float32
 
 
+@pytest.mark.drawn(2)
 def test_int8_products_are_near(packed: Packed, make_request: Any) -> None:
     request = make_request(guidance_scale=0.0 if packed.architecture == "lumina2" else 1.0)
     conditioning, (expected, _) = packed.run(request)
@@ -144,6 +145,7 @@ def test_loras_and_blank_modules(packed: Packed) -> None:
     assert torch.equal(torch.cat(list(layer.weight_tiles())), packed.stock.get_submodule(name).weight)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("packed", ["sd3", *PIPELINES], indirect=True)
 def test_latents_are_those_of_diffusers_own_gguf(packed: Packed, make_request: Any) -> None:
     """But for its unpacking, which rounds to half precision. Of Flux, diffusers reads the size of FLUX.1 alone."""

@@ -61,6 +61,7 @@ def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request):
     pair.assert_equals_stock(request, conditioning)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("use_dynamic_shifting", [False, True])
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.0])
 def test_stable_diffusion_3(make_stable_diffusion_3_pair, make_request, guidance_scale, use_dynamic_shifting):

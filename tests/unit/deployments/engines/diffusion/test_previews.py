@@ -101,6 +101,7 @@ def tiny_vae_of(pair):
     ).eval()
 
 
+@pytest.mark.drawn(2)
 def test_a_small_vae_makes_the_previews_alone(pair, make_request, monkeypatch):
     """As diffusers' small VAE decodes the latents that a step expects, at their own scale; the image is the other's."""
     tiny, own = tiny_vae_of(pair), pair.ours
@@ -131,6 +132,7 @@ def test_a_small_vae_makes_the_previews_alone(pair, make_request, monkeypatch):
     assert len(decodes) == count
 
 
+@pytest.mark.drawn(by="pair")
 @pytest.mark.parametrize("begins", ["noise", "image", "mask"])
 def test_a_small_vae_may_be_the_decoder_and_its_images_change_by_no_company(pair, make_request, begins):
     modules = {pair.ours.family.denoiser_name: pair.ours.denoiser, "vae": tiny_vae_of(pair)}
@@ -147,6 +149,7 @@ def test_a_small_vae_may_be_the_decoder_and_its_images_change_by_no_company(pair
     assert np.array_equal(ours.decode(states)[1], alone)
 
 
+@pytest.mark.drawn(2)
 def test_each_request_gets_as_many_previews_as_it_asked_for(pair, make_request, monkeypatch):
     engine, sizes = DiffusionEngine(pair.ours), []
     decode = pair.ours._codec.decode
@@ -168,6 +171,7 @@ def test_each_request_gets_as_many_previews_as_it_asked_for(pair, make_request, 
     assert sum(sizes) == 3 + 3  # previews and images
 
 
+@pytest.mark.drawn(2)
 def test_a_preview_that_fails_costs_the_request_nothing(pair, make_request, monkeypatch):
     request, text = make_request(num_inference_steps=4), pair.conditioning(3)
     expected = run(pair, request, text)[-1].images

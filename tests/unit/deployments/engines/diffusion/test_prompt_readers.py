@@ -57,7 +57,7 @@ def request_of(**options: Any) -> DiffusionRequest:
     return DiffusionRequest(**(settings | options))  # type: ignore[arg-type]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("negative", [None, "a dull dog"])
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_images_are_those_of_stock(pair: ReaderPair, scale: float, negative: str | None) -> None:
@@ -69,6 +69,7 @@ def test_images_are_those_of_stock(pair: ReaderPair, scale: float, negative: str
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("pair", FLUX_2, indirect=True)
 def test_latents_beside_those_of_a_sampler_are_read_as_stocks_images(pair: ReaderPair) -> None:
     sizes = [(64, 96), (80, 64)]  # stock takes none below 64 pixels
@@ -102,7 +103,7 @@ def test_an_image_to_begin_at(pair: ReaderPair) -> None:
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("pair", UNDER_NOISE, indirect=True)
 def test_a_part_of_an_image_painted_anew(pair: ReaderPair, strength: float) -> None:
@@ -120,7 +121,7 @@ def test_a_part_of_an_image_painted_anew(pair: ReaderPair, strength: float) -> N
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
 def test_a_solver_of_noise_by_name(pair: ReaderPair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A UI names Euler whatever the model is."""
@@ -166,6 +167,7 @@ def test_an_image_that_is_read(reader: ReaderPair) -> None:
     assert torch.equal(apart.extra_channels, both.extra_channels)
 
 
+@pytest.mark.drawn
 def test_requests_with_and_without_an_image_to_read_share_a_batch(reader: ReaderPair) -> None:
     image = seeded_rng().integers(0, 256, (32, 32, 3), dtype=np.uint8)
     requests = [request_of(request_id=f"r{n}", seed=n, init_image=image if n % 2 else None) for n in range(4)]

@@ -92,6 +92,7 @@ def images_of(pipeline: DenoisePipeline, jobs: list[ConditionedRequest]) -> dict
     return {name: (latents[name], torch.from_numpy(image)) for name, image in images.items()}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -162,6 +163,7 @@ def test_rows_that_one_rank_cannot_compute_fail_alone(flux: Any, make_request: A
     assert run_ranks(LAYOUT, rank_of) == [1, None]
 
 
+@pytest.mark.drawn(over="length")
 @pytest.mark.parametrize("length", [16, 13])  # the second one is padded to the first
 @pytest.mark.parametrize("layout", [RankLayout(sequence=2), RankLayout(sequence=4), RankLayout(cfg=2, sequence=2)])
 def test_tokens_of_a_row_are_shared(layout: RankLayout, length: int, flux: Any, make_request: Any) -> None:
@@ -184,6 +186,7 @@ def test_tokens_of_a_row_are_shared(layout: RankLayout, length: int, flux: Any, 
     assert sent == request.num_inference_steps * work.sent_bytes(layout.sequence)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "width"), [("QwenImagePipeline", 16), ("Flux2Pipeline", 48)])
 def test_families_with_a_plan_share_tokens(name: str, width: int, tmp_path: Path, make_request: Any) -> None:
     """Prompts have other lengths, so that one is padded."""

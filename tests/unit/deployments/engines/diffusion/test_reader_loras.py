@@ -111,7 +111,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReaderPai
     return find
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(("class_name", "layout"), CASES)
 def test_images_are_those_of_stock(
     pairs: Callable[[str], ReaderPair],

@@ -77,7 +77,7 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     edit_small_areas(monkeypatch)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(("size", "negative"), [(SQUARE, None), (WIDE, "a dull dog")])
 def test_images_are_those_of_stock(pair: ReaderPair, size: tuple[int, int], negative: str | None) -> None:
@@ -88,6 +88,7 @@ def test_images_are_those_of_stock(pair: ReaderPair, size: tuple[int, int], nega
     pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
+@pytest.mark.drawn(2)
 def test_the_prompt_is_read_with_its_images_as_stock_does(pair: ReaderPair) -> None:
     images = [drawn(48, 48), drawn(48, 96)][: pair.family.references.most]
     request = request_of(*images, true_cfg_scale=1.0)
@@ -101,6 +102,7 @@ def test_the_prompt_is_read_with_its_images_as_stock_does(pair: ReaderPair) -> N
         assert num_tokens == expected.shape[1] if prompt == "x" else 1024 < num_tokens < expected.shape[1]
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("small_areas")
 def test_a_sampler_over_stocks_levels_makes_stocks_image(pair: ReaderPair) -> None:
     images = [drawn(70, 90), drawn(90, 50)][: pair.family.references.most]

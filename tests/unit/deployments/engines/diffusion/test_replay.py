@@ -34,7 +34,7 @@ def latents_of(pipeline, jobs):
     return [state.latents for state in states]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_latents_are_the_modules_own_and_few_forwards_are_its(pair, make_request, num_requests, monkeypatch):
     ours, _ = replaying(pair)
@@ -85,7 +85,7 @@ def check_bits(pair, ours, requests, known, text):
         assert torch.equal(found.latents, expected.latents)
 
 
-@pytest.mark.drawn(by="pair")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("merges", [False, True])
 def test_loras_are_replayed_and_those_of_equal_shapes_share_a_recording(pair, make_request, merges, monkeypatch):
     ours, replays = replaying(pair)
@@ -140,6 +140,7 @@ def test_images_as_prompts_are_replayed_whatever_they_show(sdxl, make_request, t
     assert not any(one.is_refused for one in replays._known.values())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", ["controlnet", "union", "t2i"])
 def test_controlnets_are_replayed_until_they_are_gone(sdxl, make_request, kind, monkeypatch):
     ours, replays = replaying(sdxl)

@@ -356,6 +356,7 @@ def test_a_sampler_equals_its_formula(request, make_request, name, model):
         assert_near(found, expected_latents(pair, conditioning, sampler, latents, seed))
 
 
+@pytest.mark.drawn(over="model")
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux"])
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 def test_guidance_is_bounded_by_the_length_of_what_the_prompt_finds(request, make_request, model, cfg):
@@ -369,6 +370,7 @@ def test_guidance_is_bounded_by_the_length_of_what_the_prompt_finds(request, mak
     assert not torch.allclose(found, sampled(pair, conditioning, with_sampler(make_request, free)), atol=1e-3)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux", "sdxl"])
 def test_the_vectors_of_a_negative_prompt_may_be_zeros(request, make_request, model):
     pair = request.getfixturevalue(model)
@@ -381,6 +383,7 @@ def test_the_vectors_of_a_negative_prompt_may_be_zeros(request, make_request, mo
     assert not torch.allclose(found, sampled(pair, conditioning, with_sampler(make_request, sampler)), atol=1e-4)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux", "sdxl"])
 def test_noise_left_over_is_removed_by_a_second_request(request, make_request, model):
     """As KSamplerAdvanced hands latents on: the second request adds no noise, and both together are one."""
@@ -395,6 +398,7 @@ def test_noise_left_over_is_removed_by_a_second_request(request, make_request, m
     assert_near(ended, sampled(pair, conditioning, with_sampler(make_request, whole)))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model", [ADDED, FLOW, "flux"])
 def test_a_soft_mask_keeps_a_part(request, make_request, model):
     pair, rng = request.getfixturevalue(model), seeded_rng()
@@ -431,6 +435,7 @@ def test_the_last_step_tells_what_was_clean(stable_diffusion, make_request):
     assert_near(both[2:], pair.ours.family.latents.unscale(clean, vae))
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 def test_a_sampler_goes_on_from_a_checkpoint(request, make_request, name):
     pair = request.getfixturevalue(FLOW)

@@ -131,6 +131,7 @@ def cloned(model: Any) -> Any:
     return other
 
 
+@pytest.mark.drawn(over="count")
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_a_shared_forward_is_that_of_one_rank(name: str, count: int) -> None:
@@ -150,6 +151,7 @@ def test_a_shared_forward_is_that_of_one_rank(name: str, count: int) -> None:
         assert sent > 0
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_or_heads_that_are_no_multiple_are_told_on_each_rank(name: str) -> None:
     """All ranks find it before one waits for another, so that each may go on alone."""

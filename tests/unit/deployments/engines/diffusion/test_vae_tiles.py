@@ -25,7 +25,7 @@ def tiled(pair: Any, max_vae_bytes: int = 1) -> DenoisePipeline:
     return DenoisePipeline(pair.ours.family, pair.folder, modules, bounds=BatchBounds(max_vae_bytes=max_vae_bytes))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 def test_images_equal_stock_with_tiling(pair, make_request):
     request, conditioning = make_request(width=SIDE, height=SIDE, num_images=2), pair.conditioning()
     ours = tiled(pair)

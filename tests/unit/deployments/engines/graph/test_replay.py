@@ -304,6 +304,7 @@ def test_a_new_tensor_at_the_place_of_one_that_is_gone_is_copied(pairs_added: Fo
         assert torch.equal(replays.run("key", inputs, pairs_added, adapter), pairs_added([*inputs, *adapter]))
 
 
+@pytest.mark.drawn
 def test_a_recording_goes_with_those_whose_weights_it_reads(replays_of: Callable[..., Replays]) -> None:
     replays = replays_of(min_forwards=1)
 

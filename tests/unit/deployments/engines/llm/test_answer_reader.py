@@ -113,7 +113,7 @@ def written(template: str, calls: Sequence[tuple[str, dict[str, Any]]], text: st
     return prompt, whole[len(prompt) :].removesuffix("<|im_end|>\n").removesuffix("<|call|>")
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", TOOL_FORMS)
 def test_each_family_is_found_by_its_template_and_reads_back_what_that_writes(name: str) -> None:
     rng = seeded_random()
@@ -564,7 +564,7 @@ def read_raw(
     return *texts, [(call.name, call.arguments) for call in calls]
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", TOOL_FORMS)
 def test_streamed_answers_are_the_whole_ones_wherever_they_end(name: str) -> None:
     """Thoughts, texts and several calls in any order, ended anywhere: by the bound on tokens, or by themselves."""

@@ -10,7 +10,7 @@ from unit.deployments.engines.llm.family_templates import TEMPLATES
 from unit.deployments.engines.llm.test_answer_reader import tokenizer_of
 
 from deployments.engines.libraries.chat_rendering import render_chat_template
-from deployments.engines.llm.chat_prompts import render_chat
+from deployments.engines.llm.chat_prompts import ChatOptions, render_chat
 from deployments.engines.records.protocol import EngineError
 
 REFUSAL = "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
@@ -61,6 +61,15 @@ def test_other_templates_get_ids_as_they_came(name: str) -> None:
     template = TEMPLATES[name].replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
     chat = [QUESTION, called("functions.f0:7"), result("functions.f0:7")]
     assert "functions.f0:7" in render_chat(tokenizer_of(template), chat)
+
+
+def test_the_last_message_goes_on_where_its_text_ends() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
+    chat = [QUESTION, {"role": "assistant", "content": "So it is x, "}]
+    goes_on = ChatOptions(continues=True)
+    assert render_chat(tokenizer_of(template), chat, goes_on) == "user: x<|end|>\nassistant: So it is x, "
+    with pytest.raises(EngineError, match="no text of the assistant's"):
+        render_chat(tokenizer_of(template), [*chat, QUESTION], goes_on)
 
 
 def test_a_result_has_the_name_of_the_function_that_was_called() -> None:

@@ -22,7 +22,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return valid_models(tmp_path_factory.mktemp("seeds"))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MODELS)
 def test_a_damaged_model_is_refused_or_answers(tmp_path: Path, inputs: dict[str, bytes], name: str) -> None:
     MODELS[name](tmp_path, inputs[name])

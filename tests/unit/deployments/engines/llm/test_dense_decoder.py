@@ -189,7 +189,7 @@ def test_bfloat16_products_have_float32_sums(tiny: Any) -> None:
     assert float((found - expected).norm() / expected.norm()) < (2e-3 if rounds else 1e-4)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", ["one-kv-head", "yarn-rope", "qwen2-tied", "qwen3"])
 def test_greedy_tokens_equal_transformers_in_company_and_from_a_cached_prefix(
     case: str, tiny: Any, run_all: Any, request_of: Any, prompt_of: Any

@@ -205,7 +205,7 @@ def check(tmp_path: Path, stock: PreTrainedModel, file: Path) -> dict[str, torch
     return tensors
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_has_the_logits_of_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "tiny.gguf"
@@ -413,6 +413,7 @@ def test_numbers_that_make_no_model_are_refused(tmp_path: Path, changed: dict[st
         create_model(gguf_config([replace(header, metadata=metadata)]), tensors, torch.device("cpu"))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("is_dora", [False, True])
 def test_a_lora_changes_packed_weights_as_plain_ones(tmp_path: Path, family: str, is_dora: bool) -> None:

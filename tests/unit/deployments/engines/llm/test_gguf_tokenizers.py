@@ -133,6 +133,9 @@ def test_sentencepiece_has_the_stock_ids_and_its_first_token() -> None:
         expected = core.encode(text, add_special_tokens=False).ids
         assert ours(text, add_special_tokens=False)["input_ids"] == expected, text
         assert ours(text)["input_ids"] == [1, *expected]
+    without_kinds = {name: value for name, value in metadata.items() if name != "tokenizer.ggml.token_type"}
+    text = "lower, lowest\tthe dogs"
+    assert gguf_tokenizer(without_kinds)(text)["input_ids"] == ours(text)["input_ids"], "all tokens are plain ones"
     plain = "héllo  wörld 👍\n x"
     assert ours.decode(ours(plain)["input_ids"], skip_special_tokens=True) == plain
 

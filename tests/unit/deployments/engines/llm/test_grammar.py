@@ -111,6 +111,8 @@ def test_a_token_that_the_grammar_does_not_go_on_with_is_told(engine: LLMEngine)
     begun.advance(first)
     with pytest.raises(ComputationFailed, match="the grammar ends"):
         begun.advance(second)
+    with pytest.raises(ComputationFailed, match="the grammar ends"):
+        begun.fill_mask(np.zeros(len(engine.tokenizer) // 32 + 1, np.int32))
     other.advance(first)  # where it was forked from went on without it
 
 
@@ -222,7 +224,7 @@ class Owner(BaseModel):
     website: Annotated[str, Field(pattern="^[a-z]{2}$", json_schema_extra={"format": "iri"})]
 
 
-@pytest.mark.parametrize("num_answers", [3, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_answers", [1, pytest.param(12, marks=pytest.mark.long)])
 def test_what_pydantic_writes_of_unions_and_sets_is_kept_to(
     engine: LLMEngine, run_all: Callable[..., Any], num_answers: int
 ) -> None:

@@ -78,7 +78,7 @@ def logprobs(outcome):
     return [delta.logprob for delta in outcome.deltas]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_log_probabilities_are_those_of_peft(case, tiny, run_all, prompt_of, tmp_path):
     family, seed, overrides, targets = CASES[case]
@@ -99,6 +99,7 @@ def test_tokens_and_log_probabilities_are_those_of_peft(case, tiny, run_all, pro
                 assert value == pytest.approx(row[token].item(), abs=1e-4)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("scale", [0.5, -1.5])
 def test_a_dora_of_another_strength_is_that_of_peft(scale, tiny, run_all, prompt_of, tmp_path):
     model = tiny("llama", 4)
@@ -262,6 +263,7 @@ def merged_experts(model, family: str, lora: TextLora):
     return stock
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", EXPERT_PATHS)
 def test_loras_of_single_experts(family, tiny, run_all, prompt_of, tmp_path):
     """Each row has its experts and its adapters: beside others it gets what merged weights give it, bit for bit."""

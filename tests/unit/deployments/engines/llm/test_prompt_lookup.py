@@ -90,6 +90,7 @@ def answers(engine, requests):
     return found, num_steps
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_answers_are_the_same_in_fewer_steps(tiny, request_of, prompt_of, family):
     model = tiny(family)

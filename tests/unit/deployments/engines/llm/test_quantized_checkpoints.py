@@ -145,6 +145,7 @@ def hf_name(family: str, stored: str) -> str:
     return f"model.layers.{number}.{layer[kind]}.{leaf}"
 
 
+@pytest.mark.drawn(3)
 def test_files_of_one_folder_are_not_taken_for_each_other(model: Any, tmp_path: Path) -> None:
     """A GGUF file is described by its own header, whatever stands beside it."""
     types = {}
@@ -178,7 +179,7 @@ def test_matrices_without_blocks_are_rounded_as_gguf_py_does(model: Any, kind: s
     assert float((found - expected).norm() / expected.norm()) < (1.0 if ours.spec.experts is not None else 0.05)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_gguf_files_as_gguf_py_and_our_engine_read_them(model: Any, kind: str, tmp_path: Path) -> None:
     target = tmp_path / "tiny.gguf"
@@ -238,6 +239,7 @@ def test_gguf_files_as_gguf_py_and_our_engine_read_them(model: Any, kind: str, t
     assert load_tokenizer(tmp_path).chat_template == load_tokenizer(model.folder).chat_template
 
 
+@pytest.mark.drawn(3)
 def test_int8_groups_under_their_own_names(model: Any, tmp_path: Path) -> None:
     target = tmp_path / "int8"
     report = quantize_checkpoint(model.folder, target, "int8-group")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.rank_memory import memory_of_ranks
 
 from infra.offline.checkpoints import quantize_checkpoint
 
-ROOT = Path(__file__).parents[5]
 NUM_RANKS = 4
 
 
@@ -28,11 +24,7 @@ def test_four_ranks_have_the_memory_of_one_copy(form: Any, tiny: Any, tmp_path: 
         path = tmp_path / "tiny.gguf"
         quantize_checkpoint(model.folder, path, form)
     file = path if path.is_file() else path / "model.safetensors"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, "-m", "kit.rank_memory", str(path), str(NUM_RANKS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = memory_of_ranks(path, NUM_RANKS)
     whole = file.stat().st_size
     assert 0.9 * whole < sum(share for share, _ in found) <= 1.02 * whole
     assert max(elsewhere for _, elsewhere in found) <= 0.005 * whole  # norms, in float32

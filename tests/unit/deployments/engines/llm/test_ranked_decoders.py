@@ -94,6 +94,7 @@ def requests(prompt_of: Any) -> list[TextRequest]:
     ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_are_those_of_one_rank(name: str, tiny: Any, prompt_of: Any) -> None:
     family, size, overrides = MODELS[name]
@@ -124,6 +125,7 @@ def step_logits(runner: ModelRunner, sequence: Sequence) -> torch.Tensor:
     return torch.cat([runner.run([part]) for part in parts])
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("inner", [80, 128])  # the kernels take parts of the second one alone
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_step_sends_what_the_formula_says(size: int, inner: int, tiny: Any) -> None:
@@ -362,6 +364,7 @@ def drawn_lora(model: Any, name: str, layers: list[str], *, is_dora: bool = Fals
     return TextLora(name, LoraAdapter(Path(name), {"model": pairs}), float(rng.uniform(0.5, 1.0)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "size", "overrides", "layers"),
     [

@@ -88,7 +88,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_atten
 WIDE |= {"num_key_value_heads": 1, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("class_name", "changes"),
     [

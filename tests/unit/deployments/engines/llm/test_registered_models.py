@@ -225,7 +225,7 @@ def tensor_of(folder: Path, part: str) -> str:
     return next(name for name in load_file(folder / "model.safetensors") if ".1." in name and part in name)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", STOCK)
 def test_what_is_ready_of_transformers_own_classes_can_be_made(
     class_name: str, stock_folders: dict[str, Path], tmp_path: Path

@@ -359,7 +359,7 @@ def test_a_constraint_leaves_its_tokens_only():
     assert "fits the grammar" in str(failed)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("size", [200, 9001])
 @pytest.mark.usefixtures("arithmetic")
 def test_all_options_together_are_the_plain_formulas_one_after_the_other(size):

@@ -100,7 +100,7 @@ def test_a_prefix_hit_gives_the_same_tokens(is_deterministic, model, prompt_of, 
         prompt = (*prompt, *(token for delta in found for token in delta.token_ids), *prompt_of(5, turn))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("budget", [16, 24, 64, 100, 512])
 def test_cuts_and_preemption_change_no_bit(budget, model, prompt_of, request_of):
     """On a processor whose matrix products treat rows alike, which `test_parity` looks at."""

@@ -73,7 +73,7 @@ def gemma(tmp_path):
     return model, tmp_path, save_tiny(model, tmp_path)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_tokens_equal_generate_in_a_ragged_batch(class_name):
     assert class_name in PAGED
@@ -87,7 +87,7 @@ LATENT = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size":
 LATENT |= {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "qk_head_dim": 64}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("class_name", "changes"),
     [

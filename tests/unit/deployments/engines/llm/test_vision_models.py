@@ -69,7 +69,7 @@ class Seer:
         return deltas[-1].num_cached_tokens
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_tokens_equal_generate_beside_others(class_name):
     assert difference(class_name, seeded_rng(), 16) < MAX_ERROR
@@ -80,6 +80,7 @@ def test_sixty_four_tokens_alone(tmp_path):
     assert seer.differs([drawn_chat(seeded_rng(), 2)], 64) < MAX_ERROR
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", SEES_ITSELF)
 def test_an_image_sees_itself_across_tiles_and_chunks(class_name, tmp_path):
     """Steps have fewer tokens than an image, which is never cut, and its tokens lie on both sides of a tile's end."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from kit.drawing import seeds
 from torch import nn
 from torch.nn import functional as F
 
-from deployments.engines.nn.batch_invariant import conv2d, linear, make_batch_invariant
+from deployments.engines.nn.batch_invariant import add_product, conv2d, linear, make_batch_invariant
 
 BATCHES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 24)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -84,6 +86,41 @@ def test_linear_of_a_part_of_a_sequence(dtype: torch.dtype) -> None:
     assert differing(lambda x: linear(x[:, 40:], weight, bias), joint) == []
 
 
+@DTYPES
+@seeds(50)
+def test_linear_in_any_order_of_memory(dtype: torch.dtype, seed: int) -> None:
+    """Few features, in the layouts that views have. The bias is added where the stock layer adds it."""
+    draws = random.Random(seed)
+    width, out, length = (draws.randint(1, most) for most in (40, 40, 9))
+    weight, bias = torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+    rows = max(BATCHES)
+    inputs = {
+        "plain": torch.randn(rows, width),
+        "columns": torch.randn(width, rows).T,
+        "every other": torch.randn(2 * rows, width)[::2],
+        "a part of the features": torch.randn(rows, width + 3)[:, 2 : width + 2],
+        "transposed": torch.randn(rows, width, length).transpose(1, 2),
+        "of an image": torch.randn(rows, width, 2, length).permute(0, 2, 3, 1),
+        "the rows last": torch.randn(length, width, rows).permute(2, 0, 1),
+        "one row for all": torch.randn(1, length, width).expand(rows, -1, -1),
+    }
+    for name, x in inputs.items():
+        x = x.to(dtype)
+        assert differing(lambda x: linear(x, weight, bias), x) == [], (name, width, out, length)
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        bound = 0.05 if dtype == torch.bfloat16 else 1e-4
+        assert torch.allclose(linear(x, weight, bias).double(), expected, rtol=bound, atol=bound * width), name
+
+        def added(x: torch.Tensor) -> torch.Tensor:
+            sums = torch.ones(*x.shape[:-1], out, dtype=dtype)
+            add_product(sums, x, weight, 0.5)
+            return sums
+
+        assert differing(added, x) == [], (name, width, out, length)
+        halves = 1 + F.linear(x.double(), weight.double()) / 2
+        assert torch.allclose(added(x).double(), halves, rtol=bound, atol=bound * width), name
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize("length", [1, 5, 16])
 def test_linear_of_two_threads(length: int) -> None:
@@ -94,7 +131,7 @@ def test_linear_of_two_threads(length: int) -> None:
 
 def test_conv2d_of_two_threads() -> None:
     torch.set_num_threads(2)
-    x, weight = torch.randn(max(BATCHES), 16, 16, 16), torch.randn(32, 16, 3, 3)
+    x, weight = torch.randn(max(BATCHES), 16, 12, 12), torch.randn(32, 16, 3, 3)
     assert differing(lambda x: conv2d(x, weight, None, padding=(1, 1)), x) == []
 
 
@@ -142,6 +179,20 @@ def test_attention(dtype: torch.dtype, shape: tuple[int, int, int, int], has_mas
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask if has_mask else None)
 
     assert differing(attend, q, k, v, mask) == []
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 7), (16, 16), (5, 77)])
+def test_attention_of_views(dtype: torch.dtype, heads: int, queries: int, keys: int) -> None:
+    """As layers have it: the heads are a view of the features, which for one head or one row is in C order, too."""
+    width = 8
+    q, k, v = (torch.randn(max(BATCHES), count, heads * width).to(dtype) for count in (queries, keys, keys))
+
+    def attend(*features: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*(one.unflatten(2, (heads, width)).transpose(1, 2) for one in features))
+
+    assert differing(attend, q, k, v) == []
 
 
 @DTYPES

@@ -244,7 +244,7 @@ def test_what_no_value_can_end_is_compiled(tmp_path: Path) -> None:
         compiling._check_values(program, compiling.signature_of(node.component(name)))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("prevent", "reason"),
     [

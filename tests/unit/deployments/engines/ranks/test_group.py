@@ -13,7 +13,7 @@ import torch
 from kit.ranks import run_ranks
 from kit.seeding import seeded_rng
 
-from deployments.engines.ranks.group import RankGroup, RankLost
+from deployments.engines.ranks.group import RankGroup, RankLost, forms_of
 from deployments.engines.ranks.layout import RankLayout
 from deployments.engines.ranks.links import Meeting, listening
 
@@ -73,6 +73,34 @@ def test_exchanges_go_along_their_axis_alone_and_are_counted() -> None:
     assert [one[0] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [one[1] for one in found] == [[0.0, 10.0], [1.0, 11.0], [20.0, 30.0], [21.0, 31.0]]
     assert all(one[2] and one[3] == {"cfg": 4, "sequence": 4} for one in found)
+
+
+def test_an_element_that_was_expanded_is_sent() -> None:
+    """Torch calls it contiguous, with a stride of 0 that has no bytes."""
+    element = torch.tensor(0.37).expand(1)
+
+    def rank_of(group: RankGroup) -> list[torch.Tensor]:
+        if group.rank == 0:
+            group.spread([element])
+        found = [element] if group.rank == 0 else group.receive(forms_of([element]))
+        return [*found, *group.gather(element, "sequence")]
+
+    assert [torch.cat(found).tolist() for found in run_ranks(RankLayout(sequence=2), rank_of)] == [
+        [element.item()] * 3
+    ] * 2
+
+
+def test_tensors_that_cannot_be_sent_end_the_group() -> None:
+    """The others wait for them already."""
+
+    def rank_of(group: RankGroup) -> None:
+        if group.rank == 0:
+            with pytest.raises(RankLost, match="a plan failed: "):
+                group.spread([torch.empty(1, device="meta")])
+        with pytest.raises(RankLost):
+            group.receive([("float32", [1])])
+
+    run_ranks(RankLayout(sequence=2), rank_of)
 
 
 def test_a_rank_that_stands_still_is_named_and_ends_the_group() -> None:

@@ -112,6 +112,7 @@ def test_audio_is_heard_as_diffusers_hears_it(class_name: str, name: str, axes: 
         assert np.abs(silent.samples - found.samples).max() > 1e-4
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("channels", [1, 2])
 def test_audio_of_another_rate_and_form_is_made_the_models(channels: int, tmp_path: Path) -> None:
     stock, name = saved(stable_audio, tmp_path), "initial_audio_waveforms"

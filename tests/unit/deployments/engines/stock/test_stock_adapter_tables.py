@@ -79,7 +79,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     return served_of
 
 
-@pytest.mark.drawn(by="title")
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("row", [*LAYOUTS, *KINDS])
 @pytest.mark.parametrize("title", [denoiser.title for denoiser in STOCK])
 def test_what_registers_answers_a_request(

@@ -117,7 +117,7 @@ def stock_pixels(pipeline: Any, options: Mapping[str, Any], seed: int) -> np.nda
     return (np.asarray(found) * 255).round().astype(np.uint8)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", list(MADE))
 def test_a_lora_makes_what_diffusers_makes_of_it(class_name: str, tmp_path: Path) -> None:
     build, options = MADE[class_name]
@@ -157,7 +157,7 @@ def two_stages() -> Any:
 WAN = VIDEOS["WanPipeline"][1]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("name", "stages"), [("x", (0, 1)), ("wan-high-noise", (0,)), ("WAN_LowNoise_v2", (1,)), ("high_low", (0, 1))]
 )
@@ -223,6 +223,7 @@ def test_a_request_that_is_dropped_leaves_nothing_of_its_lora(wan_model: Any) ->
     assert not any(part._forward_hooks for module in model.modules.values() for part in module.modules())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("has_text", [False, True])
 def test_text_encoders_have_their_part_and_a_strength_of_their_own(has_text: bool, tmp_path: Path) -> None:
     name = "LatentConsistencyModelPipeline"
@@ -380,7 +381,7 @@ def test_outputs_may_be_turned_and_inputs_mixed(class_name: str, tmp_path: Path)
 WORDS = ["LatentConsistencyModelPipeline", "StableDiffusionPAGPipeline"]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("class_name", WORDS)
 def test_a_learned_word_is_read_as_diffusers_reads_it(class_name: str, count: int, tmp_path: Path) -> None:

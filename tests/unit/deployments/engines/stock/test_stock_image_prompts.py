@@ -74,12 +74,13 @@ def check_prompted(class_name: str, kinds: tuple[Kind, ...], tmp_path: Path, num
     assert np.abs(prompted - plain).max() > 1
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", prompted_classes())
 def test_an_image_as_a_prompt_makes_what_diffusers_makes_of_it(class_name: str, tmp_path: Path) -> None:
     check_prompted(class_name, ("plain",), tmp_path)
 
 
+@pytest.mark.drawn(over="class_name")
 @pytest.mark.parametrize("kinds", [("plus",), ("full", "plain")], ids=" and ".join)
 @pytest.mark.parametrize("class_name", SEVERAL)
 def test_so_do_other_kinds_and_several_of_them(class_name: str, kinds: tuple[Kind, ...], tmp_path: Path) -> None:

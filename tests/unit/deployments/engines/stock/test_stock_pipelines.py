@@ -91,7 +91,7 @@ def stock_images(pipeline: Any, options: dict[str, Any], seed: int) -> np.ndarra
     return np.stack([np.asarray(image) for image in found])
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", [name for name in PIPELINES if name not in NEED_IMAGES])
 def test_images_are_those_of_diffusers(class_name: str, tmp_path: Path) -> None:
     stock, options = make(class_name, tmp_path), PIPELINES[class_name][1]

@@ -45,6 +45,7 @@ def test_the_shift_of_wans_solver_is_the_requests(tmp_path: Path) -> None:
         run(engine, StockRequest("r", 3, PROMPT, **split("WanPipeline", WAN), scheduler_options={"flow_shift": 0}))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("solver", list(SOLVERS))
 def test_solvers_of_our_own_draw_of_the_requests_seed(solver: str, tmp_path: Path) -> None:
     stock = saved(PIPELINES["StableDiffusionPAGPipeline"][0], tmp_path)

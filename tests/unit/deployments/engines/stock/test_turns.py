@@ -108,6 +108,7 @@ class Memory:
             self.lent.remove(nbytes)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("room", [10, 20])
 def test_a_call_waits_for_memory_that_another_has_at_its_pause(tmp_path: Path, room: int) -> None:
     stock, seed = make(PAG, tmp_path), int(seeded_rng().integers(2**32))
@@ -242,6 +243,7 @@ async def waits_of(class_name: str, folder: Path, counted: Counted) -> list[int]
     return [began - ended for began, ended in zip(chat.began[1:], chat.ended, strict=False)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", [PAG, "WanPipeline", "QwenImagePipeline"])
 async def test_a_chat_waits_no_longer_than_two_of_its_steps(class_name: str, tmp_path: Path, counted: Counted) -> None:
     waits = await waits_of(class_name, tmp_path, counted)

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import json
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ from transformers import (
     T5EncoderModel,
 )
 
+from deployments.engines.graph.workspace import Workspace
 from deployments.engines.records.protocol import ComputationFailed, EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter, EncodeStats, ForwardLimits
+from deployments.engines.text.forwards import text_kind
 from deployments.engines.text.sentence_layers import Pooling
 from deployments.engines.text.tokens import TokenizedText
 
@@ -125,6 +128,16 @@ def test_half_precision_is_as_near_to_the_truth(modules, name):
         for output, expected in exact.items():
             room = 2 * (single[output] - expected).abs().max() + torch.finfo(torch.bfloat16).eps * expected.abs().max()
             assert (ours[output] - expected).abs().max() <= room
+
+
+def test_a_forward_of_texts_that_stock_pads_is_planned_as_one_of_its_lengths(modules):
+    asked = []
+    workspace = Workspace(Mock(), Mock(get=asked.append))  # what is appended is None: nobody has planned it
+    encoder = TextEncoder(modules["t5"], Tokenizer())
+    for lengths in ((20, 20), (20, None), (None, None), (20, 4)):
+        texts = [TokenizedText((5, 6, 7), padded_length=length) for length in lengths]
+        encoder.encode_each(texts, limits=ONE_FORWARD, workspace=workspace)
+    assert asked == [text_kind(20, is_padded=True)] + [text_kind(tokens, is_padded=False) for tokens in (20, 3, 20)]
 
 
 def test_stock_padding_and_trimmed_texts_share_a_forward(modules):

@@ -50,6 +50,7 @@ def test_company_does_not_matter(minilm):
         assert torch.allclose(minilm.encode([ids])[0]["embedding"], output["embedding"], atol=1e-5)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("mode", ["cls", "max"])
 def test_other_poolings_equal_sentence_transformers(tmp_path, tensors, monkeypatch, mode):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

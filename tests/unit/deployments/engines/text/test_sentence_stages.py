@@ -69,7 +69,7 @@ def embed(open_host: Any) -> Any:
     return embedded
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("modes", [*MODES, ("cls", "mean"), MODES])
 async def test_every_pooling_equals_sentence_transformers(save: Any, embed: Any, modes: Any) -> None:
     stock, folder = save(modes=modes)
@@ -78,6 +78,7 @@ async def test_every_pooling_equals_sentence_transformers(save: Any, embed: Any,
     torch.testing.assert_close(await embed(folder, texts), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "later",
     [
@@ -129,6 +130,7 @@ async def test_prompts_are_chosen_as_sentence_transformers_chooses_them(save: An
     assert Prompts({"other": "o: "}, "other").before(None, "query") == ""
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -151,6 +153,7 @@ def test_pooling_without_the_prompt_is_refused_where_there_is_one(save: Any) -> 
     assert "leaves the prompt out (include_prompt)" in str(why_unservable(read_checkpoint(folder)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

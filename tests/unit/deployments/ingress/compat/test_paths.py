@@ -121,7 +121,7 @@ async def test_wrong_wishes_for_tokens(http: httpx.AsyncClient, path: str, body:
     assert problem(answer)["param"].startswith(param)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("edge", OWN_PATHS)
 async def test_each_edge_can_be_switched_off(open_app: OpenApp, edge: str) -> None:
     async with open_app(http={"compat": {edge: False}}) as app:

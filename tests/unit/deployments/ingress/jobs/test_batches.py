@@ -14,6 +14,7 @@ from kit.waiting import until
 from unit.deployments.ingress.http_fakes import CHAT, CONFIG, EMBEDDING, IMAGE, Held, Replicas, problem
 from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ingress_over, owner_in
 
+from cluster.jobs.file_book import new_file_id
 from cluster.jobs.files import Clocks
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
@@ -217,7 +218,7 @@ async def test_a_file_is_bounded(as_described: Any, tmp_path: Path, replicas: Re
             await client.files.create(file=("x", b"1" * 2001), purpose="batch")
         assert raised.value.status_code == 413
         for _ in range(2**20 // 2000 - 1):
-            begun = await owner.files.begin_file("")
+            begun = await owner.files.begin_file("", new_file_id())
             assert await owner.files.append_file("", begun.id, 0, b"1" * 2000) == 2000
             await owner.files.end_file("", begun.id, "x", "batch", None)
         with pytest.raises(openai.RateLimitError, match="all files have"):

@@ -17,6 +17,7 @@ from PIL import Image
 from unit.deployments.ingress.http_fakes import CHAT, COMPLETION, CONFIG, EMBEDDING, IMAGE, Held, Replicas, problem
 from unit.deployments.ingress.jobs.job_fakes import config_with_jobs, ended, ingress_over, owner_in
 
+from cluster.jobs import file_book
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
@@ -88,6 +89,41 @@ async def test_the_death_of_the_owner_is_no_failure_of_its_clients(
         assert [job["id"] for job in (await http.get("/v1/jobs")).json()["data"]] == [id_]
         dying["cancel_job"] = has_acted
         assert (await http.post(f"/v1/jobs/{id_}/cancel")).json()["status"] == "cancelled"
+        dying["forget_job"] = has_acted
+        assert (await http.delete(f"/v1/jobs/{id_}")).json()["deleted"]
+        assert (await http.delete(f"/v1/jobs/{id_}")).status_code == 404
+        assert not dying
+
+
+@pytest.mark.parametrize("has_acted", [False, True])
+async def test_the_death_of_the_owner_is_no_failure_of_who_sends_it_files(
+    as_described: Any, replicas: Replicas, owner: JobOwner, has_acted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file and an upload whose beginning was lost are begun once, and one whose removal was lost is removed."""
+    monkeypatch.setattr(file_book, "_MAX_UPLOADS", 1)  # so that there is no room for a second beginning
+    dying: dict[str, bool] = {}
+    async with ingress_over(replicas, owner, as_described, num_runners=0, dying=dying) as http:
+        dying |= dict.fromkeys(("begin_file", "append_file", "end_file"), has_acted)
+        sent = await http.post("/v1/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"})
+        assert not dying, sent.text
+        assert (await http.get("/v1/files")).json()["data"] == [sent.json()]
+        file = f"/v1/files/{sent.json()['id']}"
+        dying |= dict.fromkeys(("find_file", "read_file"), has_acted)
+        assert (await http.get(f"{file}/content")).content == b"{}"
+        dying["forget_file"] = has_acted
+        assert (await http.delete(file)).json()["deleted"]
+        assert (await http.delete(file)).status_code == 404
+
+        dying["begin_model"] = has_acted
+        begun = await http.post("/admin/uploads", json={"name": "a.gguf", "bytes": 4})
+        upload = f"/admin/uploads/{begun.json()['id']}"
+        dying["append_file"] = has_acted
+        assert (await http.put(upload, params={"offset": 0}, content=b"GGUF")).json()["bytes"] == 4
+        dying["end_file"] = has_acted
+        assert (await http.post(upload, params={"bytes": 4})).json()["is_whole"]
+        dying["forget_file"] = has_acted
+        assert (await http.delete(upload)).json()["deleted"]
+        assert (await http.delete(upload)).status_code == 404
         assert not dying
 
 
@@ -420,6 +456,35 @@ async def test_jobs_have_the_rights_and_the_jobs_of_their_key(
     assert job is not None
     assert job.error is not None
     assert (job.status, job.error.code) == ("failed", "invalid_api_key")
+
+
+async def test_who_hears_of_a_job_takes_no_place_of_its_key(
+    as_described: Any, owner: JobOwner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The job counts once it runs: who waits for it must not keep it from running, and is not kept from hearing."""
+    add_key(tmp_path / "keys", KeyEntry(name="mine", sha256=hash_of("atl_mine"), max_concurrent=1))
+    access = AccessConfig(keys_file=tmp_path / "keys", allowed_hosts=["test"])
+    config, mine = CONFIG.model_copy(update={"access": access}), {"Authorization": "Bearer atl_mine"}
+    watch, watched, held = owner.watch_job, list[str](), Held()
+
+    async def noting(key: str, id_: str, *seen: Any) -> Any:
+        watched.append(id_)
+        return await watch(key, id_, *seen)
+
+    monkeypatch.setattr(owner, "watch_job", noting)
+    async with ingress_over(held, owner, as_described, config, num_runners=0) as http:
+        id_ = (await http.post("/v1/jobs", json={"endpoint": CHATS, "body": CHAT}, headers=mine)).json()["id"]
+        path = f"/v1/jobs/{id_}"
+        hearing = [asyncio.create_task(http.get(f"{path}/events", headers=mine))]
+        await until(lambda: len(watched) == 1)
+        image = asyncio.create_task(http.post(IMAGES, json=IMAGE, headers=mine))
+        await until(lambda: held.requests)
+        hearing.append(asyncio.create_task(http.get(f"{path}/events", headers=mine)))
+        await until(lambda: len(watched) == 2)
+        assert (await http.post(f"{path}/cancel", headers=mine)).status_code == 200
+        assert all("job.cancelled" in one.text for one in await asyncio.gather(*hearing))
+        held.gate.set()
+        assert (await image).status_code == 200
 
 
 async def _has_ended(owner: JobOwner, key: str, id_: str) -> bool:

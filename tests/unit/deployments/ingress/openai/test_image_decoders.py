@@ -10,12 +10,15 @@ import itertools
 import json
 import re
 import struct
+import subprocess
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -28,6 +31,7 @@ from unit.deployments.ingress.http_fakes import CHAT, CHATS, IMAGE, IMAGES, Repl
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.messages import terms
 from deployments.ingress.messages.terms import Terms, current_terms
+from deployments.ingress.openai import image_decoders
 from deployments.ingress.openai.image_decoder import MODULE
 from deployments.ingress.openai.image_decoders import MAX_READERS, DecoderProcesses, ImageReaders
 from deployments.ingress.openai.uploads import decode_image
@@ -157,6 +161,17 @@ def test_a_process_that_ended_while_idle_is_followed_by_another(make_processes: 
     while idle.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.001)
     assert processes.decode(file_of("PNG"), "image", MOST, MOST)[0].width == SIDE
+
+
+def test_a_process_that_does_not_end_is_killed(make_processes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(module: str) -> tuple[subprocess.Popen[bytes], Any]:
+        refuses = SimpleNamespace(send_bytes=Mock(side_effect=BrokenPipeError), close=lambda: None)
+        return subprocess.Popen(["sleep", "5"]), refuses
+
+    monkeypatch.setattr(image_decoders, "start_connected", stuck)
+    monkeypatch.setattr(image_decoders, "_END_S", 0.01)
+    with pytest.raises(InvalidRequest, match=r"^mask: the image cannot be read: it ended its reader by SIGKILL$"):
+        make_processes().decode(file_of("PNG"), "mask", MOST, MOST)
 
 
 def test_a_large_image_is_scaled_down_and_keeps_its_proportions() -> None:

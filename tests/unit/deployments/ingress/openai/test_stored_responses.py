@@ -196,6 +196,7 @@ def test_the_oldest_of_those_with_the_most_end_first(make: Any) -> None:
     assert loud == [number for number in range(loud[0], 400) if number % 10], "the newest"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("damage", [b"no database at all" * 100, None])
 def test_a_damaged_file_is_begun_anew(make: Any, tmp_path: Path, damage: bytes | None) -> None:
     store = make(Clock(1000.0))

@@ -97,6 +97,7 @@ def test_siblings_become_deltas_and_others_stay(filled: WeightStore, models: dic
     assert [weight.is_delta for weight in summarize(filled, "light")] == [True] * 7
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", ["combined", "separate"])
 def test_there_and_back(store: WeightStore, models: dict[str, Tensors], write_model, layout: Layout) -> None:
     for name, tensors in models.items():

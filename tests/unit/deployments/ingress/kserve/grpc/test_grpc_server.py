@@ -273,7 +273,9 @@ async def test_health_protocol(channel: grpc.aio.Channel, service: Any) -> None:
     checks = Client(channel, "grpc.health.v1.Health")
     for name in ("", "inference.GRPCInferenceService", "grpc.health.v1.Health"):
         assert (await checks.call("Check", service=name)).status == health.HealthCheckResponse.SERVING
-    assert (await refusal(checks.call("Check", service="other")))[0] is grpc.StatusCode.NOT_FOUND
+    known = "inference.GRPCInferenceService, grpc.health.v1.Health"
+    unknown = await refusal(checks.call("Check", service="other"))
+    assert unknown == (grpc.StatusCode.NOT_FOUND, f"no service 'other' (known: {known})")
     watch = checks.call("Watch", service="")
     assert (await watch.read()).status == health.HealthCheckResponse.SERVING
     service.cards = {"late": ModelCard("late", None, "registering")}
