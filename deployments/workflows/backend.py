@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from deployments.records import ImageRequest
+from deployments.records import ClipRequest, ImageRequest
 
 # `clip` and `unet` are other names of two of them.
 Folder = Literal[
@@ -25,6 +25,7 @@ Folder = Literal[
     "model_patches",
 ]
 Array: TypeAlias = npt.NDArray[np.float32]
+Frames: TypeAlias = npt.NDArray[np.uint8]  # (number, height, width, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class Backend(Catalog, Protocol):
     async def image(self, request: ImageRequest, report: Report) -> Array:
         """Return the request's images, or latents where its `output` is `latent`."""
 
+    async def video(self, request: ClipRequest, report: Report) -> Frames:
+        """Return the frames of the request's video."""
+
     async def encode(self, model: str, images: Array) -> Array:
         """Return the latents of images: the mode of the posterior."""
 
@@ -87,6 +91,12 @@ class Backend(Catalog, Protocol):
 
     async def read_input(self, name: str) -> bytes:
         """Return the bytes of an uploaded file; its name may end in ` [output]` or ` [temp]`."""
+
+    async def read_video(self, name: str) -> tuple[Frames, float]:
+        """Return the frames of an uploaded video, and how many of them are a second."""
+
+    async def save_file(self, file: bytes, prefix: str, ending: str) -> SavedFile:
+        """Keep a file, named by the prefix, a number and the ending."""
 
     async def save(
         self, images: Sequence[npt.NDArray[np.uint8]], prefix: str, type: Literal["output", "temp"]

@@ -6,21 +6,24 @@ A check and a run walk the same way. Who walks gives every ready node its output
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from deployments.workflows.backend import Catalog
 from deployments.workflows.kinds import Input, Kind, flat_inputs, gathered
 from deployments.workflows.literals import BadLiteral, literal
 from deployments.workflows.records import MAX_TEXT, ErrorType, Link, Node, NodeError, Workflow
-from deployments.workflows.values import PENDING, Latent, fits_type
+from deployments.workflows.values import PENDING, Latent, Video, fits_type
 
 MAX_CALLS: Final = 1_000  # of one node that gets a list
 MAX_BYTES: Final = 2**29  # of all values of a run that are kept at once
 
+Array: TypeAlias = npt.NDArray[Any]
 Outputs: TypeAlias = "tuple[Any, ...]"
 
 
@@ -69,6 +72,7 @@ class Evaluation:
     _outputs: dict[str, Outputs | _Failed] = field(default_factory=dict)
     _waiting: dict[str, set[str]] = field(default_factory=dict)  # the nodes that have yet to read a node's outputs
     _held: int = 0
+    _keepers: Counter[int] = field(default_factory=Counter)  # by the ids of arrays and texts, as long as one is there
 
     def __post_init__(self) -> None:
         reached, path = set(self.targets), list(self.targets)
@@ -101,7 +105,10 @@ class Evaluation:
 
     def give(self, node: str, outputs: Outputs) -> None:
         """Keep the outputs of a node that was ready."""
-        self._held += sum(map(_num_bytes, outputs))
+        for one in _kept(outputs):
+            if not self._keepers[id(one)]:
+                self._held += _num_bytes(one)
+            self._keepers[id(one)] += 1
         if self._held > self.max_bytes:
             raise MemoryError(f"images and latents of a workflow may take {self.max_bytes / 2**30:g} GiB together")
         self._outputs[node] = outputs
@@ -123,7 +130,10 @@ class Evaluation:
             waiting.discard(node.id)
             outputs = self._outputs.get(source)
             if not waiting and isinstance(outputs, tuple) and outputs:
-                self._held -= sum(map(_num_bytes, outputs))
+                for one in _kept(outputs):
+                    self._keepers[id(one)] -= 1
+                    if not self._keepers[id(one)]:
+                        self._held -= _num_bytes(one)
                 self._outputs[source] = ()
 
     def _refuse(self, node: Node, type: ErrorType, message: str, details: str = "", input: str | None = None) -> None:
@@ -247,9 +257,13 @@ class Evaluation:
         if isinstance(value, Latent) and value.decoded is not None and not one.takes_decoded:
             why = "these latents can only be decoded: diffusers' own code runs their model, from noise to images"
             raise BadLiteral("custom_validation_failed", why, one.name)
+        if isinstance(value, Latent) and value.frames and not one.takes_videos:
+            raise BadLiteral("custom_validation_failed", "latents of a video are sampled and decoded only", one.name)
         if not fits_type(one.type, value):  # came through an output of any type
             found = f"{one.name}, received {type(value).__name__} for {one.type}"
             raise BadLiteral("return_type_mismatch", "Return type mismatch between linked nodes", found)
+        if isinstance(value, np.ndarray) and value.dtype == np.uint8 and "IMAGE" in one.type and not one.takes_bytes:
+            return value.astype(np.float32) / np.float32(255)
         return literal(one, value, self.catalog)
 
 
@@ -300,11 +314,18 @@ def _holds_pending(value: Any) -> bool:
     return value is PENDING
 
 
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, Listed):
-        return sum(map(_num_bytes, value.values))
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, Latent):
-        return sum(one.nbytes for one in (value.samples, value.decoded) if isinstance(one, np.ndarray))
-    return sys.getsizeof(value) if isinstance(value, str) else 0
+def _kept(values: Sequence[Any]) -> Iterator[Array | str]:
+    """Yield the arrays and texts in values: what several nodes hand on is one."""
+    for value in values:
+        if isinstance(value, np.ndarray | str):
+            yield value
+        elif isinstance(value, Listed):
+            yield from _kept(value.values)
+        elif isinstance(value, Video):
+            yield from _kept([value.frames])
+        elif isinstance(value, Latent):
+            yield from _kept([value.samples, value.decoded])
+
+
+def _num_bytes(value: Array | str) -> int:
+    return sys.getsizeof(value) if isinstance(value, str) else value.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -58,8 +59,10 @@ def _floats(image: Any) -> Array:
     return np.asarray(image, np.uint8).astype(np.float32) / np.float32(255)
 
 
-def as_pixels(images: Array) -> list[npt.NDArray[np.uint8]]:
+def as_pixels(images: Any) -> list[npt.NDArray[np.uint8]]:
     """Return images as ComfyUI's SaveImage has them: 255 times the value, truncated."""
+    if images.dtype == np.uint8:  # frames of a video
+        return list(images)
     return list(np.clip(255.0 * images, 0, 255).astype(np.uint8))
 
 
@@ -140,7 +143,7 @@ _FORMATS: Final = {
     "exr": (choice("bit_depth", ("16-bit (half-float)", "16-bit", "32-bit"), required=False), _SPACE),
 }
 _FILE: Final = Input("image", "COMBO")
-_IMAGES: Final = link("images", "IMAGE")
+_IMAGES: Final = replace(link("images", "IMAGE"), takes_bytes=True)
 
 
 _HANDED_ON: Final = (Output("IMAGE", "images"),)

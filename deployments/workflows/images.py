@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -310,6 +311,7 @@ def _invert(image: Array) -> tuple[Array]:
 
 
 _IMAGE: Final = link("image", "IMAGE")
+_BYTES: Final = replace(_IMAGE, takes_bytes=True)
 _OUT: Final = (Output("IMAGE"),)
 _METHOD: Final = choice("upscale_method", METHODS)
 _CROP_CHOICE: Final = choice("crop", _CROPS)
@@ -399,7 +401,7 @@ IMAGES: Final[tuple[Kind, ...]] = (
     Kind("BatchImagesNode", (growing("images", "IMAGE", _GROWN),), _OUT, _batch),
     Kind(
         "ImageFromBatch",
-        (_IMAGE, integer("batch_index", 0, -MAX_SIDE, MAX_SIDE), integer("length", 1, 1, _MAX_BATCH)),
+        (_BYTES, integer("batch_index", 0, -MAX_SIDE, MAX_SIDE), integer("length", 1, 1, _MAX_BATCH)),
         _OUT,
         _from_batch,
     ),
@@ -439,6 +441,6 @@ IMAGES: Final[tuple[Kind, ...]] = (
         _blend,
     ),
     Kind(
-        "GetImageSize", (_IMAGE,), (Output("INT", "width"), Output("INT", "height"), Output("INT", "batch_size")), _size
+        "GetImageSize", (_BYTES,), (Output("INT", "width"), Output("INT", "height"), Output("INT", "batch_size")), _size
     ),
 )

@@ -27,7 +27,8 @@ class Input:
     One of a widget's types is typed in on the page, unless it is `linked_only`; `has_control` says that the page keeps
     a further text behind its value. `folder` gives a COMBO the names of files as choices. `options` are those of a
     dynamic choice: each has inputs of its own. `grows` are the names of inputs that a page adds one by one. One that
-    `takes_decoded` takes latents of which only the images are known.
+    `takes_decoded` takes latents of which only the images are known, one that `takes_videos` those of videos, and one
+    that `takes_bytes` images as bytes.
     """
 
     name: str
@@ -45,6 +46,8 @@ class Input:
     options: Mapping[str, tuple[Input, ...]] = field(default_factory=dict)
     grows: tuple[Input, ...] = ()
     takes_decoded: bool = False
+    takes_videos: bool = False
+    takes_bytes: bool = False
 
     @property
     def is_widget(self) -> bool:

@@ -85,6 +85,10 @@ def _grown(mask: Array, side: int) -> Array:
 def _decode(samples: Latent, vae: VaeValue, **tiles: int) -> tuple[Image] | Later:
     if samples.samples is None:
         raise Refused("an empty latent has no image: sample it first", "samples")
+    if samples.begun is not None:
+        raise Refused("noise is left in these latents: another sampler goes on with them", "samples")
+    if samples.before:
+        raise Refused("the first latents are no part of the video: trim them, by TrimVideoLatent", "samples")
     if samples.decoded is not None:
         if samples.decoded_by not in vae.models:
             raise Refused(f"latents of {samples.decoded_by!r} are decoded by its own VAE", "vae")
@@ -171,7 +175,7 @@ def _upscale_by(samples: Latent, upscale_method: str, scale_by: float) -> tuple[
 
 
 _SAMPLES: Final = link("samples", "LATENT")
-_DECODED: Final = replace(_SAMPLES, takes_decoded=True)
+_DECODED: Final = replace(_SAMPLES, takes_decoded=True, takes_videos=True)
 _VAE: Final = link("vae", "VAE")
 _PIXELS: Final = link("pixels", "IMAGE")
 _OUT: Final = (Output("LATENT"),)

@@ -36,13 +36,13 @@ def found_models(catalog: Catalog, folder: Folder, name: str, named: str) -> tup
 
 def _checkpoint(catalog: Catalog, ckpt_name: str) -> tuple[ModelValue, ClipValue, VaeValue]:
     models = found_models(catalog, "checkpoints", ckpt_name, "ckpt_name")
-    return ModelValue(models), ClipValue(models), VaeValue(models)
+    return ModelValue(models, file=ckpt_name), ClipValue(models), VaeValue(models)
 
 
 def _unet(catalog: Catalog, unet_name: str, weight_dtype: str = "default") -> tuple[ModelValue]:
     if weight_dtype != "default":
         raise Refused("a registered model has the dtype of its config: only `default` is honoured", "weight_dtype")
-    return (ModelValue(found_models(catalog, "diffusion_models", unet_name, "unet_name")),)
+    return (ModelValue(found_models(catalog, "diffusion_models", unet_name, "unet_name"), file=unet_name),)
 
 
 def _clips(catalog: Catalog, **given: Any) -> tuple[ClipValue]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, get_args
 
 from configs.options import SamplerName
@@ -144,7 +145,7 @@ def _ancestral(eta: float, s_noise: float) -> tuple[Sampler]:
 
 _MODEL: Final = link("model", "MODEL")
 _POSITIVE, _NEGATIVE = link("positive", "CONDITIONING"), link("negative", "CONDITIONING")
-_LATENT: Final = link("latent_image", "LATENT")
+_LATENT: Final = replace(link("latent_image", "LATENT"), takes_videos=True)
 _SAMPLER: Final = link("sampler", "SAMPLER")
 _SIGMAS: Final = link("sigmas", "SIGMAS")
 _STEPS: Final = integer("steps", 20, 1, _MAX_STEP)

@@ -16,7 +16,7 @@ import numpy as np
 
 from configs.options import Sampler as SamplerOption
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.records import NO_PROMPT, REFERENCES, ControlNetUse, ImageRequest
+from deployments.records import NO_PROMPT, REFERENCES, ClipRequest, ControlNetUse, ImageRequest
 from deployments.records import LoraUse as RequestLora
 from deployments.workflows.backend import Backend, Catalog, ModelFacts, Report
 from deployments.workflows.records import Refused
@@ -41,6 +41,19 @@ from deployments.workflows.values import (
     ModelValue,
     Plan,
     Prompt,
+)
+from deployments.workflows.video_models import (
+    FRAME_RATE,
+    VIDEO_CLASSES,
+    begins,
+    check_first,
+    check_video,
+    filmed,
+    fitting,
+    guidance_of,
+    rate_of,
+    reads_rate,
+    whole_plan,
 )
 
 _TWICE: Final = ("heun", "dpm_2", "dpm_2_ancestral", "dpmpp_2s_ancestral")  # forwards a step
@@ -76,6 +89,10 @@ def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[
     if not plan.sigmas:
         return (plan.latent,) * count
     name, facts = _model(catalog, plan)
+    if facts.class_name in VIDEO_CLASSES:
+        return _filmed(plan, name, facts, count)
+    if plan.latent.frames:
+        raise Refused(f"the latent of a video, and a {facts.class_name} makes images here", "latent_image")
     if facts.class_name in STOCK_CLASSES:
         return _drawn_by_stock(plan, name, facts, count)
     ends_clean = plan.sigmas[-1] == 0
@@ -126,6 +143,40 @@ def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Lat
     return drawn(request, count)
 
 
+def _filmed(plan: Plan, name: str, facts: ModelFacts, count: int) -> tuple[Latent, ...] | Later:
+    """Return the latents of a video's plan: with their frames, or begun where noise is left in them."""
+    prompts = _read(plan)
+    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
+    _check_model(plan, facts)
+    for side, prompt in zip(("positive", "negative"), prompts, strict=False):
+        _check_prompt(prompt, positive, side, facts, plan.latent)
+    check_video(plan, prompts, facts.class_name)
+    if begins(plan):
+        check_first(plan, facts.class_name)
+        return (plan.latent.changed(samples=PENDING, begun=plan),) * count
+    whole, denoisers = whole_plan(plan, facts.class_name)
+    if whole.negative is not None and whole.cfg != 1:
+        (negative,) = whole.negative
+    latent = plan.latent.changed(begun=None)
+    request = ClipRequest(
+        model=name,
+        prompt=_words(positive, facts, "positive"),
+        negative_prompt=None if negative is None else _words(negative, facts, "negative"),
+        lora=_loras(whole.model, positive),
+        seed=whole.seed % 2**_SEED_BITS,
+        width=latent.width,
+        height=latent.height,
+        num_frames=latent.frames,
+        sampler=_sampler(replace(whole, cfg=1.0), latent),
+        output="frames",
+        reports_steps=True,
+        **guidance_of(whole, positive, facts.class_name),
+        **rate_of(positive, facts.class_name),
+        **denoisers,
+    )
+    return filmed(request, latent, positive.scene, count)
+
+
 def _model(catalog: Catalog, plan: Plan) -> tuple[str, ModelFacts]:
     """Return the registered model that has all parts of a plan."""
     names = plan.model.models
@@ -135,10 +186,17 @@ def _model(catalog: Catalog, plan: Plan) -> tuple[str, ModelFacts]:
             both = f"{', '.join(names)} and {', '.join(prompt.clip.models)}"
             raise Refused(f"no registered model has both the model and the text encoder: {both}", "model")
         names = found
-    facts = facts_of(catalog, names[0])
-    if facts.class_name not in FAMILIES and facts.class_name not in STOCK_CLASSES:
-        raise Refused(f"{names[0]} is a {facts.class_name}, whose steps this cluster does not run itself", "model")
-    return names[0], facts
+    begun = plan.latent.begun
+    if begun is not None:
+        names = tuple(name for name in names if name in begun.model.models)
+        if not names:
+            both = f"{', '.join(begun.model.models)} and {', '.join(plan.model.models)}"
+            raise Refused(f"no registered model has the files of both samplers: {both}", "model")
+    name = fitting(catalog, names, plan.positive[0].scene)
+    facts = facts_of(catalog, name)
+    if not any(facts.class_name in known for known in (FAMILIES, STOCK_CLASSES, VIDEO_CLASSES)):
+        raise Refused(f"{name} is a {facts.class_name}, whose steps this cluster does not run itself", "model")
+    return name, facts
 
 
 def facts_of(catalog: Catalog, model: str) -> ModelFacts:
@@ -250,6 +308,8 @@ def _check_prompt(prompt: Prompt, positive: Prompt, side: str, facts: ModelFacts
         why = "both prompts have one guidance"
     for kind, values in prompt.extra:
         if kind in READ or (kind == _GROWN_SIZES and _are_plain_sizes(values, latent)):
+            continue
+        if kind == FRAME_RATE and reads_rate(facts.class_name):
             continue
         why = why or f"{kind} is not honoured here"
     if why is not None:

@@ -45,6 +45,11 @@ _FLOWS: Final[Mapping[str, tuple[float, int]]] = {
     "Krea2Pipeline": (math.exp(1.15), _LONG_TABLE),
     "ErnieImagePipeline": (3.0, _TABLE),
     "Lumina2Pipeline": (6.0, _TABLE),
+    "WanPipeline": (8.0, _TABLE),
+    "WanImageToVideoPipeline": (8.0, _TABLE),
+    "WanVACEPipeline": (8.0, _TABLE),
+    "HunyuanVideoPipeline": (7.0, _TABLE),
+    "LTXPipeline": (math.exp(2.37), _LONG_TABLE),
 }
 _ADDED: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 _SHIFTED_BY_NODES: Final = ("HiDreamImagePipeline", "OvisImagePipeline")  # flows whose workflows say their shift
@@ -246,6 +251,21 @@ def flux_2(steps: int, width: int, height: int) -> Sigmas:
     shift = math.exp(mu)
     times = np.linspace(1, 0, steps + 1)[:-1]
     return _ended(shift * times / (1 + (shift - 1) * times))
+
+
+def ltxv(steps: int, tokens: int, shifts: tuple[float, float], terminal: float | None) -> Sigmas:
+    """Return LTXVScheduler's: `shifts` are those of 1,024 tokens and of 4,096; with a `terminal` it is the last level
+    before 0."""
+    base_shift, max_shift = shifts
+    slope = (max_shift - base_shift) / (4096 - 1024)
+    mu = tokens * slope + base_shift - slope * 1024
+    times = np.linspace(1, 0, steps + 1)[:-1]
+    levels = math.exp(mu) / (math.exp(mu) + 1 / times - 1)
+    if terminal is not None:
+        if levels[-1] == 1:
+            raise Refused("a single step cannot be stretched: it is noise alone", "stretch")
+        levels = 1 - (1 - levels) * (1 - terminal) / (1 - levels[-1])
+    return _ended(levels)
 
 
 def manual(text: str) -> Sigmas:

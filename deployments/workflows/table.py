@@ -16,6 +16,7 @@ from deployments.workflows.masks import MASKS
 from deployments.workflows.samplers import SAMPLERS
 from deployments.workflows.sigmas import SIGMA_KINDS
 from deployments.workflows.texts import TEXTS
+from deployments.workflows.videos import VIDEOS
 from deployments.workflows.writing import WRITING
 
 KINDS: Final = MappingProxyType(
@@ -23,7 +24,7 @@ KINDS: Final = MappingProxyType(
         kind.name: kind
         for group in (
             *(LOADERS, CONDITIONING, SAMPLERS, SIGMA_KINDS, LATENTS),
-            *(FILES, IMAGES, FILTERS, MASKS, TEXTS, WRITING, LOGIC),
+            *(FILES, IMAGES, FILTERS, MASKS, TEXTS, WRITING, LOGIC, VIDEOS),
         )
         for kind in group
     }

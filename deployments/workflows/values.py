@@ -7,7 +7,7 @@ or a latent, is `PENDING`: functions of nodes that hand such things on must not 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -27,7 +27,9 @@ class Pending(Enum):
 
 PENDING = Pending.PENDING
 
-Image: TypeAlias = "Array | Pending"  # (number, height, width, 3 or 4), from 0 to 1
+Frames: TypeAlias = npt.NDArray[np.uint8]
+# (number, height, width, 3 or 4), from 0 to 1. Frames of videos are bytes, until a node computes with them.
+Image: TypeAlias = "Array | Frames | Pending"
 Mask: TypeAlias = "Array | Pending"  # (number, height, width), from 0 to 1
 
 
@@ -80,8 +82,9 @@ class LoraUse:
 class ModelValue:
     """MODEL. `models` are the registered ones that have the file; what else is linked to a sampler decides which.
 
-    `controls` act on its forwards, for either prompt. `extra` has what further nodes say of it, by their kinds: a
-    sampler refuses what it does not know.
+    `controls` act on its forwards, for either prompt. The name of the `file` says which of two denoisers it has, for
+    much noise or for little. `extra` has what further nodes say of it, by their kinds: a sampler refuses what it does
+    not know.
     """
 
     models: tuple[str, ...]
@@ -89,6 +92,7 @@ class ModelValue:
     shift: Shift | None = None
     extra: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     controls: tuple[ControlUse, ...] = ()
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,21 @@ class VaeValue:
     models: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class VisionValue:
+    """CLIP_VISION: the image encoder of registered models."""
+
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenImage:
+    """CLIP_VISION_OUTPUT: the image that the encoder of registered models reads."""
+
+    models: tuple[str, ...]
+    image: Image
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Latent:
     """LATENT: (number, channels, height, width), or zeros of a size in pixels where `samples` are None.
@@ -114,6 +133,9 @@ class Latent:
     `noise_mask` is 1 where noise goes. `batch_index` are the places in a longer batch whose noise is drawn. `pixels`
     are the images that they were encoded from: pipelines that edit images take those. `decoded` are their images where
     diffusers' own code has run the model `decoded_by`: nothing else is known of such latents, which are pending.
+
+    Those of a video have so many `frames`, the first `before` places are no part of it, and where noise is left in them
+    they have `begun` by that plan, which has yet to run.
     """
 
     samples: Array | Pending | None = None
@@ -125,6 +147,9 @@ class Latent:
     pixels: Image | None = None
     decoded: Image | None = None
     decoded_by: str | None = None
+    frames: int = 0
+    before: int = 0
+    begun: Plan | None = None
 
     def changed(self, **changes: Any) -> Latent:
         """Return another one with some fields changed."""
@@ -172,6 +197,27 @@ class Inpainting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scene:
+    """The pictures that a video is made from, and its size.
+
+    `kind` "frames" begins at `start` and ends with `end`, and `seen` are those of them that an image encoder reads. Of
+    "vace", `control` is a video with parts to make anew, where `masks` are 1, and `reference` shows what is in it.
+    """
+
+    kind: Literal["frames", "vace"]
+    width: int
+    height: int
+    length: int
+    start: Image | None = None
+    end: Image | None = None
+    seen: tuple[SeenImage, ...] = ()
+    control: Image | None = None
+    masks: Mask | None = None
+    reference: Image | None = None
+    strength: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One entry of a CONDITIONING.
 
@@ -191,6 +237,7 @@ class Prompt:
     images: tuple[Image, ...] = ()
     references: tuple[Latent, ...] = ()
     inpainting: Inpainting | None = None
+    scene: Scene | None = None
     extra: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
@@ -248,7 +295,11 @@ class Video:
 
     frames: Image
     fps: float
-    audio: Any = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """AUDIO: the sound of a video, which is not read."""
 
 
 _CLASSES: Final[Mapping[str, type]] = {
@@ -265,6 +316,9 @@ _CLASSES: Final[Mapping[str, type]] = {
     "SAMPLER": Sampler,
     "GUIDER": Guider,
     "VIDEO": Video,
+    "CLIP_VISION": VisionValue,
+    "CLIP_VISION_OUTPUT": SeenImage,
+    "AUDIO": Unheard,
 }
 _AXES: Final[Mapping[str, int]] = {"IMAGE": 4, "MASK": 3}
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.records import ChatRequest, ImageRequest, as_record
-from deployments.workflows.backend import Array, Folder, ModelFacts, Report, SavedFile
+from deployments.records import ChatRequest, ClipRequest, ImageRequest, as_record
+from deployments.workflows.backend import Array, Folder, Frames, ModelFacts, Report, SavedFile
 from deployments.workflows.checking import check
 from deployments.workflows.reading import read_workflow
 from deployments.workflows.records import Workflow, WorkflowError
@@ -59,11 +59,18 @@ CLASSES: Final[Mapping[str, str]] = {
     r"hidream_i1": "HiDreamImagePipeline",
     r"ovis_image": "OvisImagePipeline",
     r"v1-5|dreamshaper": "StableDiffusionPipeline",
+    r"wan2\.\d_(i2v|flf2v|fun_inp)": "WanImageToVideoPipeline",
+    r"wan2\.1_vace": "WanVACEPipeline",
+    r"wan2\.\d_t2v|wan2\.2_ti2v": "WanPipeline",
+    r"hunyuan_video_t2v": "HunyuanVideoPipeline",
+    r"ltx-video-2b-v0\.9\.s": "LTXPipeline",
 }
 _PIXELS_PER_CELL: Final = 8
 _CHANNELS: Final = 16
 _INPUT_SIZE: Final = (384, 256)
+_INPUT_FRAMES: Final = 81
 _NOT_FOUND: Final = "another class"
+_SECOND_VAE: Final = "alpha_channel"  # in the name of a VAE beside that of the model
 
 
 class Finding(NamedTuple):
@@ -84,13 +91,16 @@ class StandIns:
                 name = node.inputs.get(one.name)
                 if one.folder is not None and isinstance(name, str):
                     self._files.setdefault(one.folder, set()).add(name)
-        self._models = sorted(self._files.get("checkpoints", set()) | self._files.get("diffusion_models", set()))
+        self._models = sorted(
+            map(_model_of, self._files.get("checkpoints", set()) | self._files.get("diffusion_models", set()))
+        )
 
     def files(self, folder: Folder) -> Sequence[str]:
         return sorted(self._files.get(folder, ()))
 
     def models_of(self, folder: Folder, name: str) -> Sequence[str]:
-        return [*self._models, name] if folder in ("text_encoders", "vae") else [name]
+        is_shared = folder in ("text_encoders", "vae", "clip_vision") and _SECOND_VAE not in name
+        return [*self._models, name] if is_shared else [_model_of(name)]
 
     def facts(self, model: str) -> ModelFacts:
         return ModelFacts(class_of(model), {"guidance_embeds": "schnell" not in model, "zero_cond_t": "2511" in model})
@@ -110,6 +120,9 @@ class StandIns:
             assert request.width is not None
             latents = np.zeros((request.n, _CHANNELS, request.height // cell, request.width // cell), np.float32)
         return np.concatenate([latents, latents]) if request.output == "latent_and_clean" else latents
+
+    async def video(self, request: ClipRequest, report: Report) -> Frames:
+        return np.zeros((request.num_frames or 0, request.height or 0, request.width or 0, 3), np.uint8)
 
     async def encode(self, model: str, images: Array) -> Array:
         number, height, width, _ = images.shape
@@ -133,6 +146,12 @@ class StandIns:
         Image.new("RGBA", _INPUT_SIZE, (200, 100, 50, 128)).save(file, "PNG")
         return file.getvalue()
 
+    async def read_video(self, name: str) -> tuple[Frames, float]:
+        return np.zeros((_INPUT_FRAMES, *_INPUT_SIZE[::-1], 3), np.uint8), 16.0
+
+    async def save_file(self, file: bytes, prefix: str, ending: str) -> SavedFile:
+        return SavedFile(f"{prefix}_00001_.{ending}", "", "output")
+
     async def save(
         self, images: Sequence[npt.NDArray[np.uint8]], prefix: str, type: Literal["output", "temp"]
     ) -> list[SavedFile]:
@@ -145,6 +164,11 @@ class _Unheard:
     def executing(self, node: str) -> None: ...
     def progress(self, node: str, value: int, max: int, preview: npt.NDArray[np.uint8] | None) -> None: ...
     def executed(self, node: str, output: Mapping[str, Any] | None) -> None: ...
+
+
+def _model_of(file: str) -> str:
+    """Return the model of a file: one has both denoisers, that for much noise and that for little."""
+    return re.sub("_(high|low)_noise(?=.*_fp8_scaled)", "", file)
 
 
 def class_of(file: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from deployments.records import ChatRequest, ImageRequest, as_record
+from deployments.records import ChatRequest, ClipRequest, ImageRequest, as_record
 from deployments.records.errors import InvalidRequest
 from deployments.workflows.backend import Folder, ModelFacts, Report, SavedFile
 from deployments.workflows.records import Link, Node, Workflow
@@ -42,6 +43,8 @@ class FakeBackend:
         self.inputs = dict(inputs or {})
         self.saved: list[tuple[str, str, npt.NDArray[np.uint8]]] = []
         self.asked: list[Any] = []
+        self.files_saved: list[bytes] = []
+        self.videos: dict[str, tuple[npt.NDArray[np.uint8], float]] = {}
         self.class_name = class_name
 
     def files(self, folder: Folder) -> Sequence[str]:
@@ -55,6 +58,13 @@ class FakeBackend:
 
     async def image(self, request: ImageRequest, report: Report) -> Array:
         raise NotImplementedError
+
+    async def video(self, request: ClipRequest, report: Report) -> npt.NDArray[np.uint8]:
+        await asyncio.sleep(0)
+        assert (request.output, request.reports_steps) == ("frames", True)
+        self.asked.append(request)
+        shape = request.num_frames or 0, request.height or 0, request.width or 0, 3
+        return np.arange(math.prod(shape), dtype=np.uint32).astype(np.uint8).reshape(shape)
 
     async def encode(self, model: str, images: Array) -> Array:
         await asyncio.sleep(0)
@@ -87,6 +97,15 @@ class FakeBackend:
         if name not in self.inputs:
             raise InvalidRequest(f"no uploaded file {name!r}; there are {', '.join(self.inputs) or 'none'}")
         return self.inputs[name]
+
+    async def read_video(self, name: str) -> tuple[npt.NDArray[np.uint8], float]:
+        await asyncio.sleep(0)
+        return self.videos[name]
+
+    async def save_file(self, file: bytes, prefix: str, ending: str) -> SavedFile:
+        await asyncio.sleep(0)
+        self.files_saved.append(file)
+        return SavedFile(f"{prefix}_{len(self.files_saved):05}_.{ending}", "", "output")
 
     async def save(
         self, images: Sequence[npt.NDArray[np.uint8]], prefix: str, type: Literal["output", "temp"]

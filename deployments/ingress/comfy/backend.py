@@ -19,19 +19,20 @@ from configs.cluster import LimitsConfig
 from deployments.ingress.comfy.files import WorkflowFiles
 from deployments.ingress.comfy.model_files import ModelFiles
 from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.uploads import decode_image
+from deployments.ingress.openai.uploads import decode_image, decode_video
 from deployments.ingress.service.service import Service
 from deployments.records import (
     MAX_PARTIAL_IMAGES,
     NO_PROMPT,
     ChatRequest,
+    ClipRequest,
     ImageProgress,
     ImageRequest,
     ImageResult,
     as_record,
 )
 from deployments.records.errors import InvalidRequest
-from deployments.workflows.backend import Array, Folder, ModelFacts, Report, SavedFile
+from deployments.workflows.backend import Array, Folder, Frames, ModelFacts, Report, SavedFile
 from deployments.workflows.records import Workflow
 from weights.records.errors import listed
 
@@ -112,6 +113,14 @@ class ServiceModels(ServiceCatalog):
         assert result is not None  # it is the last
         return _array_of(result)
 
+    async def video(self, request: ClipRequest, report: Report) -> Frames:
+        async def on_progress(progress: ImageProgress) -> None:
+            report(progress.step, progress.num_steps)
+
+        result = await self._service.make_clip(await self._service.checked_clip(request, "video"), on_progress)
+        assert result.frames is not None  # the request asks for them
+        return result.frames
+
     async def encode(self, model: str, images: Array) -> Array:
         fields: dict[str, Any] = {"pixels": np.ascontiguousarray(images[..., :3], np.float32), "output": "encoded"}
         return _array_of(await self._service.generate(_plain_request(model, fields)))
@@ -162,6 +171,15 @@ class ServiceBackend(ServiceModels):
         most = self._limits.max_upload_pixels
         image = await self._readers.read(decode_image, await self._own.read(input_file(name)), "image", most)
         return await asyncio.to_thread(png_file, image.with_alpha, {}, level=1)
+
+    async def read_video(self, name: str) -> tuple[Frames, float]:
+        """Return the frames of an uploaded video, which a process of its own reads."""
+        data = await self._own.read(input_file(name))
+        return await self._readers.read(decode_video, data, "file", self._limits)
+
+    async def save_file(self, file: bytes, prefix: str, ending: str) -> SavedFile:
+        (saved,) = await asyncio.to_thread(self._own.files.save, self._own.key, prefix, "output", [file], ending)
+        return saved
 
     async def save(
         self, images: Sequence[npt.NDArray[np.uint8]], prefix: str, type: Literal["output", "temp"]

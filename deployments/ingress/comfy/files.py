@@ -75,8 +75,10 @@ class WorkflowFiles:
                     return SavedFile(candidate, wanted.subfolder, wanted.type)
         raise InvalidRequest(f"image: {_MAX_SAME} files are called {name!r} or alike, the maximum", "image")
 
-    def save(self, key: str, prefix: str, type_: FileType, files: Sequence[bytes]) -> list[SavedFile]:
-        """Keep PNG files by a prefix, which may name folders, and the next numbers."""
+    def save(
+        self, key: str, prefix: str, type_: FileType, files: Sequence[bytes], ending: str = "png"
+    ) -> list[SavedFile]:
+        """Keep files of one ending by a prefix, which may name folders, and the next numbers."""
         subfolder, _, stem = prefix.replace("\\", "/").rpartition("/")
         folder, stem = self._folder_of(key, type_, subfolder), _checked_part(stem or "ComfyUI")
         found = []
@@ -85,7 +87,7 @@ class WorkflowFiles:
             for data in files:
                 while True:
                     number += 1
-                    name = f"{stem}_{number:05}_.png"
+                    name = f"{stem}_{number:05}_.{ending}"
                     with contextlib.suppress(FileExistsError):
                         self._write(folder / name, data)
                         break

@@ -27,7 +27,7 @@ ALIASES: Final[Mapping[str, Folder]] = {
 _ENDINGS: Final = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 _PLAIN: Final = _ENDINGS[0]  # of a model that has a folder and no file
 _FOLDERS_OF: Final[Mapping[str, tuple[Folder, ...]]] = {
-    "diffusion": ("checkpoints", "diffusion_models", "text_encoders", "vae"),
+    "diffusion": ("checkpoints", "diffusion_models", "text_encoders", "vae", "clip_vision"),
     "llm": ("text_encoders",),
     "adapter": ("loras",),
     "controlnet": ("controlnet", "model_patches"),

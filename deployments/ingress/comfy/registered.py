@@ -25,7 +25,7 @@ from deployments.ingress.service.service import Service
 from deployments.pipelines.runner import WorkflowResult
 from deployments.records import RequestModel
 from deployments.records.errors import Conflict, InvalidRequest, ModelUnavailable, ServiceError, UnknownModel
-from deployments.workflows.backend import SavedFile
+from deployments.workflows.backend import Frames, SavedFile
 from deployments.workflows.checking import check
 from deployments.workflows.named_nodes import find_ports, with_values
 from deployments.workflows.reading import api_form, read_workflow
@@ -155,6 +155,12 @@ class _RequestBackend(ServiceModels):
         first = len(self.made)
         self.made += images
         return [SavedFile(str(number), "", type) for number in range(first, len(self.made))]
+
+    async def read_video(self, name: str) -> tuple[Frames, float]:
+        raise InvalidRequest(f"the workflow reads a video {name[:80]!r}: a pipeline's requests bring images alone")
+
+    async def save_file(self, file: bytes, prefix: str, ending: str) -> SavedFile:
+        raise InvalidRequest(f"the workflow saves a file {ending!r}: a pipeline answers with images and texts alone")
 
 
 class _Silent:

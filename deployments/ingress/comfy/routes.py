@@ -51,7 +51,7 @@ from deployments.ingress.messages.responses import (
 )
 from deployments.ingress.messages.running_job import RunningJob, current_job
 from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.uploads import DecodedImage, decode_image, read_named_form
+from deployments.ingress.openai.uploads import DecodedImage, decode_image, decode_named, read_named_form
 from deployments.ingress.service.service import Service
 from deployments.records.errors import InvalidRequest
 from deployments.workflows.backend import SavedFile
@@ -66,7 +66,11 @@ _ERRORS: Final = documented_as(ComfyError, 400, 403, 404, 408, 409, 413, 429, 50
 # At the paths without /api, other servers' clients are answered while `http.compat.vllm` is on.
 _BELOW_API: Final[Mapping[str, Any]] = MappingProxyType({"response_model": None, "include_in_schema": False})
 _TEXTS: Final = "extra_pnginfo"
-_FORMATS: Final = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
+_FORMATS: Final = {
+    **{b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"},
+    b"\x1aE\xdf\xa3": "video/webm",
+}
+_MP4: Final = b"ftyp"  # behind a length
 _MAX_NAME: Final = 512
 _QUALITY: Final = 90
 Preview = Annotated[str | None, Query(max_length=32, description="webp or jpeg, and a quality: webp;90")]
@@ -288,6 +292,8 @@ async def _decoded(parts: ComfyParts, data: bytes) -> DecodedImage:
 
 
 def _media_type(data: bytes) -> str:
+    if data[4:8] == _MP4:
+        return "video/mp4"
     return next((type_ for begin, type_ in _FORMATS.items() if data.startswith(begin)), "application/octet-stream")
 
 
@@ -309,9 +315,10 @@ def _shown(image: DecodedImage, preview: str | None, channel: str) -> tuple[byte
 def _add_upload_routes(router: APIRouter, parts: ComfyParts) -> None:
     @router.post("/upload/image", response_model=None, responses=_ERRORS)
     async def upload(request: Request) -> Response:
-        """Keep an image for the workflows of this key."""
+        """Keep an image, or a video, for the workflows of this key."""
         name, data, fields = await _uploaded(parts, request)
-        await _decoded(parts, data)  # or it is refused here, and not in each workflow
+        # Or it is refused here, and not in each workflow.
+        await parts.readers.read(decode_named, {"image": data}, parts.limits)
         return await _keep(parts, name, data, fields)
 
     @router.post("/upload/mask", response_model=None, responses=_ERRORS)

@@ -60,8 +60,8 @@ def _container_of(data: bytes) -> str | None:
 
 def _decode_frames(
     data: bytes, max_frames: int, max_pixels: int, max_all_pixels: int, bound_time: Callable[[int], None]
-) -> tuple[int, int, int, bytes]:
-    """Return number, height and width of a video's frames, and the frames as RGB, turned upright.
+) -> tuple[int, int, int, float, bytes]:
+    """Return number, height, width and rate of a video's frames, and the frames as RGB, turned upright.
 
     `bound_time` gets the number of pixels before any is decoded. Raises ValueError for more than `max_frames`
     frames, more than `max_pixels` of one or more than `max_all_pixels` of all, and PyAV's errors for a damaged file.
@@ -92,9 +92,10 @@ def _decode_frames(
             size = image.size
             frames += image.tobytes()
             count += 1
+        rate = float(stream.average_rate or 0)
     if not count:
         raise ValueError("no frame is in it")
-    return count, size[1], size[0], bytes(frames)
+    return count, size[1], size[0], rate, bytes(frames)
 
 
 def _upright(frame: Any) -> Image.Image:
@@ -124,7 +125,8 @@ class DecodeJob(NamedTuple):
 class DecodeReply(NamedTuple):
     """The form of the following pixels, uint8 (height, width, channels), or the error.
 
-    `file_size` is the width and height of the upright image in its file. A video has this many `frames`.
+    `file_size` is the width and height of the upright image in its file. A video has this many `frames`, of which
+    `rate` are a second: 0 where it does not say.
     """
 
     problem: str = ""
@@ -133,6 +135,7 @@ class DecodeReply(NamedTuple):
     channels: int = 0
     file_size: tuple[int, int] = (0, 0)
     frames: int = 0
+    rate: float = 0.0
 
 
 def _check_container(data: bytes) -> None:
@@ -216,8 +219,8 @@ def _decode_video(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
         return DecodeReply("a video, which needs av on the server (pip install 'atelier-serve[video]')"), b""
     _bound_memory(job, _VIDEO_BYTES + 3 * 3 * job.max_video_pixels)  # growing buffers are copied, and sent as one piece
     bounds = job.max_frames, job.max_result_pixels, job.max_video_pixels
-    frames, height, width, pixels = _decode_frames(data, *bounds, lambda num_pixels: _bound_time(job, num_pixels))
-    return DecodeReply("", height, width, 3, (width, height), frames), pixels
+    frames, height, width, rate, pixels = _decode_frames(data, *bounds, lambda count: _bound_time(job, count))
+    return DecodeReply("", height, width, 3, (width, height), frames, rate), pixels
 
 
 def _plain(file: Image.Image) -> Image.Image:

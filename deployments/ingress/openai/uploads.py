@@ -31,6 +31,7 @@ from deployments.records.errors import InvalidRequest
 
 _MAX_FILES: Final = 8
 _MAX_FIELDS: Final = 64
+_MAX_FPS: Final = 120
 _OPAQUE: Final = 255
 _MEMBER: Final = re.compile(r"(\w+)\[\]\[(\w+)\]")  # of the objects in a list, in OpenAI's clients
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -138,6 +139,19 @@ def decode_named(given: Mapping[str, NamedFiles], limits: LimitsConfig) -> dict[
         else:
             found[field] = decoded[0] if isinstance(files, str | bytes) else tuple(decoded)
     return found
+
+
+def decode_video(data: bytes, field: str, limits: LimitsConfig) -> tuple[npt.NDArray[np.uint8], float]:
+    """Decode the frames of a video, (number, height, width, 3), and how many are a second.
+
+    Blocks, and raises, as `decode_image` does; InvalidRequest for a file that is no video.
+    """
+    bounds = {"max_frames": limits.max_frames, "max_video_pixels": limits.max_video_pixels}
+    reply, pixels = DECODERS.decode(data, field, limits.max_upload_pixels, limits.max_pixels, **bounds)
+    if not reply.frames or not 1 <= reply.rate <= _MAX_FPS:
+        shown = f"{reply.rate:g} frames a second" if reply.frames else "an image"
+        raise InvalidRequest(f"{field}: {shown}, expected a video of 1 to {_MAX_FPS} frames a second", field)
+    return np.frombuffer(pixels, np.uint8).reshape(reply.frames, reply.height, reply.width, 3), reply.rate
 
 
 def _decode_pictures(file: bytes | str, field: str, limits: LimitsConfig, left: int) -> npt.NDArray[np.uint8]:

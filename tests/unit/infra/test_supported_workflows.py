@@ -67,6 +67,8 @@ def test_numbers_are_by_the_first_words_of_names_and_add_up() -> None:
         ("flux-2-klein-4b.safetensors", "Flux2KleinPipeline"),
         ("sd_xl_base_1.0.safetensors", "StableDiffusionXLPipeline"),
         ("hidream_i1_dev_fp8.safetensors", "HiDreamImagePipeline"),
+        ("wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors", "WanImageToVideoPipeline"),
+        ("wan2.1_vace_14B_fp16.safetensors", "WanVACEPipeline"),
     ],
 )
 def test_files_belong_to_classes(file: str, expected: str) -> None:
