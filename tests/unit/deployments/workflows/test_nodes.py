@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from typing import Any
@@ -257,6 +258,10 @@ def test_an_image_is_read_with_its_transparency_and_turned() -> None:
     _, masks = read_image(png_file(pixels[..., :3]))
     assert masks.shape == (1, 64, 64)
     assert not masks.any()
+    deep = io.BytesIO()  # of 16 bits, which ComfyUI divides by 255
+    Image.fromarray(np.array([[0, 65_000, 65_535]], np.uint16)).save(deep, "PNG")
+    images, _ = read_image(deep.getvalue())
+    np.testing.assert_allclose(255 * images[0][0], np.repeat([[0], [254], [255]], 3, axis=1), atol=1e-4)
 
 
 async def test_inpainting_grays_and_grows_the_mask() -> None:
