@@ -74,7 +74,7 @@ def test_each_kind_has_its_folders() -> None:
         "embeddings": {"word", "word.safetensors"},
         "upscale_models": {"x4", "x4.safetensors", "RealESRGAN_x4.pth"},
         "clip_vision": set(),
-        "model_patches": set(),
+        "model_patches": {"edges", "edges.safetensors"},
     }
 
 
