@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator
 
 from configs.model import LongText, TextPadding
 from configs.options import DiffusionOptions, PictureOptions, Sampler
-from deployments.engines.records.clip_files import VideoFormat
+from deployments.engines.records.clip_files import VideoFormat as VideoFormat
 from deployments.engines.records.input_images import why_no_pixels
 from deployments.engines.records.protocol import DiffusionKind
 from deployments.engines.records.sounds import Sound, why_no_sound

@@ -27,9 +27,8 @@ class Pending(Enum):
 
 PENDING = Pending.PENDING
 
-Frames: TypeAlias = npt.NDArray[np.uint8]
 # (number, height, width, 3 or 4), from 0 to 1. Frames of videos are bytes, until a node computes with them.
-Image: TypeAlias = "Array | Frames | Pending"
+Image: TypeAlias = "Array | Pending"
 Mask: TypeAlias = "Array | Pending"  # (number, height, width), from 0 to 1
 
 

@@ -196,7 +196,7 @@ def filmed(request: ClipRequest, latent: Latent, scene: Scene | None, count: int
     async def act(backend: Backend, report: Report) -> tuple[Latent, ...]:
         pictures = {} if scene is None else await asyncio.to_thread(scene_pictures, scene)
         extra = request.extra if scene is None or scene.strength == 1 else _with_strength(request.extra, scene)
-        frames = await backend.video(request.model_copy(update={"images": pictures, "extra": extra}), report)
+        frames: Any = await backend.video(request.model_copy(update={"images": pictures, "extra": extra}), report)
         expected = (latent.frames, latent.height, latent.width, 3)
         if frames.shape != expected:
             raise Refused(f"frames of {frames.shape}: expected {expected}")
@@ -234,7 +234,7 @@ def scene_pictures(scene: Scene) -> dict[str, Any]:
 def _sized(images: Image, scene: Scene) -> Frames:
     assert isinstance(images, np.ndarray)
     if images.dtype == np.uint8:
-        images = images.astype(np.float32) / np.float32(255)
+        images = np.asarray(images / np.float32(255), np.float32)
     fitted = resized(images[..., :3], scene.width, scene.height, "bilinear", "center")
     return np.rint(np.clip(fitted, 0, 1) * 255).astype(np.uint8)
 

@@ -69,8 +69,8 @@ def _empty(width: int, height: int, length: int, batch_size: int) -> tuple[Laten
 
 
 def _empty_ltxv(width: int, height: int, length: int, batch_size: int) -> tuple[Latent]:
-    sides = (side // _LTX_CELL * _LTX_CELL for side in (width, height))
-    return (_latent(*sides, length, batch_size, frames=8),)
+    wide, high = (side // _LTX_CELL * _LTX_CELL for side in (width, height))
+    return (_latent(wide, high, length, batch_size, frames=8),)
 
 
 def _begun(
@@ -170,7 +170,9 @@ def _created(images: Image, fps: float, audio: Unheard | None = None) -> tuple[V
 
 def _loaded(file: str) -> Later:
     async def act(backend: Backend, report: Report) -> tuple[Video]:
-        return (Video(*await backend.read_video(file)),)
+        frames: Any
+        frames, fps = await backend.read_video(file)
+        return (Video(frames, fps),)
 
     return Later(act, (Video(PENDING, 1.0),))
 
@@ -192,7 +194,9 @@ def _prefixed(prefix: str) -> str:
 
 def _as_frames(images: Image) -> Frames:
     assert isinstance(images, np.ndarray)
-    return np.ascontiguousarray(images if images.dtype == np.uint8 else np.stack(as_pixels(images)))
+    frames: Any = images if images.dtype == np.uint8 else np.stack(as_pixels(images))
+    found: Frames = np.ascontiguousarray(frames)
+    return found
 
 
 def _saved(write: Any, images: Image, prefix: str, ending: str) -> Later:

@@ -146,8 +146,8 @@ def decode_video(data: bytes, field: str, limits: LimitsConfig) -> tuple[npt.NDA
 
     Blocks, and raises, as `decode_image` does; InvalidRequest for a file that is no video.
     """
-    bounds = {"max_frames": limits.max_frames, "max_video_pixels": limits.max_video_pixels}
-    reply, pixels = DECODERS.decode(data, field, limits.max_upload_pixels, limits.max_pixels, **bounds)
+    bounds, most = (limits.max_upload_pixels, limits.max_pixels), limits.max_video_pixels
+    reply, pixels = DECODERS.decode(data, field, *bounds, max_frames=limits.max_frames, max_video_pixels=most)
     if not reply.frames or not 1 <= reply.rate <= _MAX_FPS:
         shown = f"{reply.rate:g} frames a second" if reply.frames else "an image"
         raise InvalidRequest(f"{field}: {shown}, expected a video of 1 to {_MAX_FPS} frames a second", field)

@@ -382,7 +382,7 @@ async def test_frames_are_images_of_other_nodes_and_animations() -> None:
 def test_frames_that_nodes_hand_on_are_counted_once() -> None:
     frames, video = np.zeros((4, 8, 8, 3), np.uint8), Latent()
     workflow = film()
-    walk = Evaluation(workflow, KINDS, Films(), ["save"], max_bytes=frames.nbytes + 1000)
+    walk = Evaluation(workflow, KINDS, Films(), ["save"], max_bytes=frames.nbytes + 100)
     walk.give("sample", (video.changed(decoded=frames),))
     walk.give("decode", (frames,))
     walk.give("video", (Video(frames, 8.0),))
