@@ -142,6 +142,7 @@ def test_a_call_of_a_node_that_falls_silent_ends_and_is_told_from_a_death(tmp_pa
         elif ends == "death":
             (process,) = other.processes(sys.executable)
             process.kill()
+            server.wait(CONNECT_S)  # until then its socket may take one more connection
         else:
             other.kill()
         code, was_not_reached, *details = client.stdout.readline().split(maxsplit=2)
