@@ -78,11 +78,6 @@ class Lanes:
         returned_s = sum([waiting.cost_s for waiting in self._returned.values()])
         return returned_s + sum([turns.cost_s + turns.stalled_s for turns in self._classes.values()])
 
-    @property
-    def each_s(self) -> float:
-        """Replica seconds of a waiting request, in the mean; 0 without one."""
-        return self.cost_s / len(self._waiting) if self._waiting else 0.0
-
     def add(self, waiting: Waiting) -> None:
         """Add a request behind all earlier ones."""
         demand = waiting.demand
@@ -260,6 +255,11 @@ class Pool:
         self.fair_wait = _FairWait()
         self.failures = LoadFailures()
 
+    @property
+    def each_s(self) -> float:
+        """Replica seconds of a waiting request, in the mean; 0 without one."""
+        return self.lanes.cost_s / len(self.lanes) if len(self.lanes) else 0.0
+
     def is_at_hand(self, model: str) -> bool:
         """Return whether a request for the model is here, so that its times will be known soon."""
         return self.waiting.num_by_model[model] > 0 or self.slots.num_of(model) > 0
@@ -307,7 +307,7 @@ class Forecast:
         if times.is_stale(now_s) and not pool.is_at_hand(demand.model):
             return None  # one at a time is let in to measure whether the model is still as slow
         ahead_s = pool.lanes.ahead_s(demand)
-        wait_s = pool.slots.start_in_s(demand.share, ahead_s, pool.lanes.each_s, now_s) * _MARGIN
+        wait_s = pool.slots.start_in_s(demand.share, ahead_s, pool.each_s, now_s) * _MARGIN
         refusal = self._why_late(pool, times, demand, ahead_s, wait_s, now_s)
         return None if refusal and not wait_s and times.lets_try(demand.work, now_s) else refusal
 
@@ -331,13 +331,13 @@ class Forecast:
 
     def room_in_s(self, pool: Pool, demand: Demand, now_s: float) -> float:
         """Return the seconds until a full queue has room again for a good part of the refused clients."""
-        start_s = pool.slots.start_in_s(demand.share, _DRAINED * pool.lanes.cost_s, pool.lanes.each_s, now_s)
+        start_s = pool.slots.start_in_s(demand.share, _DRAINED * pool.lanes.cost_s, pool.each_s, now_s)
         return start_s if start_s < math.inf else self.cost_s(demand)
 
     def late_ones(self, pool: Pool, now_s: float) -> Iterator[tuple[Waiting, Refusal]]:
         """Yield waiting requests that can no longer end in time. Take each out before the next one."""
         late_s: dict[tuple[str, float, float], float] = {}  # many waiting requests are alike
-        each_s = pool.lanes.each_s
+        each_s = pool.each_s
         for waiting, ahead_s in pool.lanes.walk(self.cost_s):
             demand = waiting.demand
             budget_s = demand.deadline_s - now_s

@@ -148,15 +148,13 @@ def _apply_load(
     state: ClusterState, load: _Load, policy: ScalingConfig, current: int, start_s: float
 ) -> tuple[int, str]:
     """Return the workers that the load keeps busy at the policy's utilization, with other reasons for workers."""
-    speeds = [worker.speed for worker in state.workers.values()]
-    speed = sum(speeds) / len(speeds) if speeds else 1.0
-    still_s = max(0.0, load.waiting_s - start_s * len(speeds) * speed)  # when the workers asked for now come
-    draining = min(still_s / policy.drain_s, load.waiting * speed)
+    still_s = max(0.0, load.waiting_s - start_s * len(state.workers))  # when the workers asked for now come
+    draining = min(still_s / policy.drain_s, load.waiting)
     arriving = load.arriving / policy.target_utilization
-    if load.arriving <= current * speed * (1 + policy.target_utilization) / 2:
-        arriving = min(arriving, current * speed)
+    if load.arriving <= current * (1 + policy.target_utilization) / 2:
+        arriving = min(arriving, current)
     # Old arrivals decay in the rates, and never vanish quite.
-    wanted = max(math.ceil(min((arriving + draining + load.switching) / speed, 1e9) - 1e-9), 1 if load.is_used else 0)
+    wanted = max(math.ceil(min(arriving + draining + load.switching, 1e9) - 1e-9), 1 if load.is_used else 0)
     if load.is_used and wanted < current and (least_models := _workers_by_bytes(state)) > wanted:
         return min(current, least_models), f"; models in use fill {least_models}"  # models in use stay resident
     return wanted, ""

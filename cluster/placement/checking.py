@@ -18,7 +18,7 @@ from cluster.placement.state import (
 )
 
 MAX_IGNORED: Final = 100  # lines of explanation for one state; the rest is counted
-_HUGE: Final = 1e15  # no time, rate or speed of a cluster is above it
+_HUGE: Final = 1e15  # no time or rate of a cluster is above it
 _INF: Final = float("inf")
 _NO_STATE: Final = ClusterState()
 
@@ -109,7 +109,6 @@ def _checked_worker(
             and 0 < worker.slots < _HUGE
             and 0.0 <= worker.ready_in_s < _HUGE
             and 0.0 <= worker.idle_s < _HUGE
-            and 0.0 < worker.speed < _HUGE
             and 0.0 <= worker.fixed_switch_s < _HUGE
             and 1.0 <= worker.attach_bytes_per_s < _HUGE
             and 1.0 <= worker.load_bytes_per_s < _HUGE
@@ -176,7 +175,6 @@ _WORKER_BOUNDS: Final = {
     "slots": (1, _HUGE),
     "ready_in_s": (0.0, _HUGE),
     "idle_s": (0.0, _HUGE),
-    "speed": (1e-9, _HUGE),
     "fixed_switch_s": (0.0, _HUGE),
     "attach_bytes_per_s": (1.0, _HUGE),
     "load_bytes_per_s": (1.0, _HUGE),

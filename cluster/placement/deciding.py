@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cluster.admission.records import OnDemandSwitch, Placement, Refusal
@@ -65,14 +65,6 @@ class _GivenOrder:
     is_taken: bool = False
 
 
-@dataclass(slots=True)
-class _OrderTable:
-    """The orders that workers have or are about to get, and the models that they drain for."""
-
-    given: dict[str, list[_GivenOrder]] = field(default_factory=dict)
-    reserved: dict[str, str] = field(default_factory=dict)
-
-
 class Deciding:
     """The sequence of decisions. `order_ids` are the ids of its orders, unique across restarts."""
 
@@ -81,7 +73,8 @@ class Deciding:
         self.policy = policy
         self._observations = observations
         self._order_ids = order_ids
-        self._table = _OrderTable()
+        self._given: dict[str, list[_GivenOrder]] = {}  # by worker: those that it has or is about to get
+        self._reserved: dict[str, str] = {}  # the model that a worker drains for
         self._going_on: Collection[tuple[str, str, str]] = ()  # decisions of the plan before
         self._waits_since: dict[str, float] = {}
         self._by_order: Recent[str, LoggedDecision] = Recent(MAX_DECISIONS)
@@ -102,11 +95,11 @@ class Deciding:
         observed = self._observations.observe(now_s, overrides, self._unconfirmed())
         if observed is None:
             return None
-        if self._table.reserved:
+        if self._reserved:
             state = observed.state
             reserved = {
                 name: replace(state.workers[name], reserved_for=model)
-                for name, model in self._table.reserved.items()
+                for name, model in self._reserved.items()
                 if name in state.workers and model in state.models
             }
             observed = replace(observed, state=replace(state, workers={**state.workers, **reserved}))
@@ -121,7 +114,7 @@ class Deciding:
     def _unconfirmed(self) -> dict[str, tuple[str, float]]:
         return {
             worker: (given.order.model, given.order.switch_s)
-            for worker, all_given in self._table.given.items()
+            for worker, all_given in self._given.items()
             for given in all_given
             if given.order.action == "switch" and not given.is_taken
         }
@@ -129,15 +122,15 @@ class Deciding:
     def _settle(self, now_s: float) -> None:
         """Take in the workers' reports on their orders, and forget the finished ones."""
         reports = self._observations.workers
-        for worker, all_given in list(self._table.given.items()):
+        for worker, all_given in list(self._given.items()):
             report = reports.get(worker)
             for given in all_given:
                 given.is_taken |= report is not None and given.order.id in report.taken
             left = [given for given in all_given if report is not None and now_s - given.at_s < _lifetime_s(given)]
             if left:
-                self._table.given[worker] = left
+                self._given[worker] = left
             else:
-                del self._table.given[worker]
+                del self._given[worker]
         for report in reports.values():
             self._note_outcomes(report)
 
@@ -152,7 +145,7 @@ class Deciding:
     def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> tuple[Decision, ...]:
         """Log the decisions, and give the orders that were not given yet. Return the new decisions."""
         new = []
-        self._table.reserved = {one.worker: one.model for one in decisions if one.action == "drain"}
+        self._reserved = {one.worker: one.model for one in decisions if one.action == "drain"}
         going_on = {(one.action, one.worker, one.model) for one in decisions}
         for decision in decisions:
             logged = LoggedDecision(wall_s, decision)
@@ -161,7 +154,7 @@ class Deciding:
                     self.log.append(logged)
                     new.append(decision)
                 continue
-            given = self._table.given.setdefault(decision.worker, [])
+            given = self._given.setdefault(decision.worker, [])
             if any(one.order.action == decision.action and one.order.model == decision.model for one in given):
                 continue
             logged.order = next(self._order_ids)
@@ -179,13 +172,13 @@ class Deciding:
         asked = workers[int(now_s / _ASKED_S) % len(workers)] if workers else None
         return {
             name: Orders(
-                tuple(given.order for given in self._table.given.get(name, ())),
+                tuple(given.order for given in self._given.get(name, ())),
                 tuple(one for one in observed.unknown if one[0] not in worker.unable)[:MAX_ASKED]
                 if name == asked
                 else (),
                 _movable(observed, placement, worker) if worker.is_draining else (),
             )
-            if name == asked or worker.is_draining or name in self._table.given
+            if name == asked or worker.is_draining or name in self._given
             else _NO_ORDERS
             for name, worker in observed.state.workers.items()
         }

@@ -33,11 +33,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class UsualSwitch:
-    """The usual seconds of switches, and the speed of the fastest worker that can take an order."""
+    """The usual seconds of switches."""
 
     fixed_s: float
     attach_bytes_per_s: float
-    top_speed: float
 
     def seconds(self, model: ModelState) -> float:
         """Return the seconds of a switch to the model from a node's memory."""
@@ -132,7 +131,7 @@ def outlook_of(state: ClusterState) -> Outlook:
     for id_, worker in state.workers.items():
         work_s = worker.ready_in_s
         for each, count in worker.running.items():
-            work_s += 0.5 * count * state.models[each].service_s / worker.speed
+            work_s += 0.5 * count * state.models[each].service_s
         busy_s[id_] = work_s
         for each in worker.models:
             (leaving if worker.is_draining else serving).setdefault(each, []).append(id_)
@@ -179,7 +178,6 @@ def _usual_switch(workers: list[WorkerState]) -> UsualSwitch:
     return UsualSwitch(
         max([worker.fixed_switch_s for worker in workers], default=0.0),
         attach[len(attach) // 2] if attach else 10e9,
-        max([worker.speed for worker in workers], default=1.0),
     )
 
 

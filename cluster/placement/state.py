@@ -112,7 +112,6 @@ class WorkerState:
     is_frozen: bool = False
     idle_s: float = 0.0
     age_s: float = 0.0
-    speed: float = 1.0
     fixed_switch_s: float = 0.0
     attach_bytes_per_s: float = 10e9
     load_bytes_per_s: float = 2e9
@@ -156,11 +155,9 @@ class ClusterState:
         ready = [worker for id_ in workers if model in (worker := self.workers[id_]).models]
         return sum([max(0, worker.slots - sum(worker.running.values())) for worker in ready])
 
-    def queue_s(self, models: Iterable[ModelState] | None = None) -> float:
-        """Return the seconds that all workers together take for the waiting requests, of all models or of these."""
-        speed = sum([worker.speed for worker in self.workers.values()])
-        asked = self.models.values() if models is None else models
-        return sum([model.waiting * model.service_s for model in asked]) / max(speed, 1e-9)
+    def queue_s(self) -> float:
+        """Return the seconds that all workers together take for the waiting requests."""
+        return sum([model.waiting * model.service_s for model in self.models.values()]) / max(len(self.workers), 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ WANTED_TWICE: Final = 2.0
 TURN_SWITCHES: Final = 4.0  # times its switch: the least turn of a model in a round, if it has the work
 SILENCES: Final = 2.0  # the next request comes no sooner than in this many times the time that none has come
 EMPTY_MARGIN: Final = 0.25  # of the policy's margin, for a worker that loses nothing by a switch
+MAX_DUE_SHARE: Final = 0.25  # of the workers are on their way to a model at once because it is due
 PUSH_SWITCHES: Final = 2.0  # a queue that lasts no longer than this many switches there and back is not interrupted
 _USUAL, _DUE, _STARVING = range(3)  # the order in which needs are looked at
 
@@ -70,14 +71,12 @@ class SwitchingPolicy:
     """The weights of the policy.
 
     `margin` is the share by which a gain must exceed its cost. `amortization` is the work that a switch must
-    bring, in times of its duration. `max_due_share` of the workers at most are on their way to a model at once because
-    it is due.
+    bring, in times of its duration.
     """
 
     mode: str = "latency-first"
     margin: float = 0.25
     amortization: float = 0.0
-    max_due_share: float = 0.25
 
 
 LATENCY_FIRST: Final = SwitchingPolicy()
@@ -187,9 +186,9 @@ def _find_needs(outlook: Outlook) -> list[_Need]:
     return list(islice(lacking, MAX_NEEDS))
 
 
-def _ended_per_s(model: ModelState, num: float, switch_s: float, speed: float = 1.0) -> float:
+def _ended_per_s(model: ModelState, num: float, switch_s: float) -> float:
     """Return the weighted requests that a worker ends per second by a switch for `num` of the model's."""
-    return model.slo.weight * num / max(switch_s + num * model.service_s / speed, 1e-9)
+    return model.slo.weight * num / max(switch_s + num * model.service_s, 1e-9)
 
 
 def _round_s(outlook: Outlook, waiting: Iterable[ModelState]) -> float:
@@ -217,7 +216,7 @@ def _serve_needs(outlook: Outlook, policy: SwitchingPolicy) -> Outlook:
     outlook = outlook.with_notes(*notes)
     needs = _find_needs(outlook)
     candidates = Candidates(outlook.open, [need.model for need in needs])
-    max_due = max(1.0, policy.max_due_share * len(outlook.state.workers))
+    max_due = max(1.0, MAX_DUE_SHARE * len(outlook.state.workers))
     for need in needs:
         if need.is_due and outlook.num_on_the_way >= max_due:
             need = replace(need, rank=_USUAL)
@@ -266,9 +265,8 @@ def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState) -> Opt
     state, switch_s = outlook.state, outlook.state.switch_s(model, worker)
     if (going := _what_goes(outlook, model, worker, switch_s)) is None:
         return None
-    drain_s = sum([worker.running.get(id_, 0) * state.models[id_].service_s for id_ in going]) / worker.speed
-    slower_s = model.service_s * (1 / worker.speed - 1 / outlook.usual.top_speed)
-    ready_s = drain_s + switch_s + slower_s
+    drain_s = sum([worker.running.get(id_, 0) * state.models[id_].service_s for id_ in going])
+    ready_s = drain_s + switch_s
     lost_s = ready_s - drain_s * (1 + 1 / worker.slots) / 2  # half of the slots are empty until the last has ended
     return Option(worker, tuple(going), drain_s > 0, switch_s, ready_s, lost_s, sum(going.values()))
 
@@ -278,7 +276,7 @@ def _what_goes(outlook: Outlook, model: ModelState, worker: WorkerState, switch_
     state = outlook.state
     if state.bytes_together(worker, (*worker.models, model.id)) <= worker.budget_bytes:
         return {}
-    away_s = 2 * switch_s + model.waiting * model.service_s / worker.speed
+    away_s = 2 * switch_s + model.waiting * model.service_s
     movable = [state.models[id_] for id_ in worker.models if id_ not in worker.pinned]
     harms = {each.id: _harm_of(outlook, each, worker, away_s) for each in movable}
     stay = [id_ for id_ in worker.models if harms.get(id_, math.inf) == math.inf]
@@ -359,7 +357,7 @@ def _is_worth_it(
         )
     others = pushed or _expected(outlook, option)
     back_s = max([_way_back_s(model, each, worker) for each in others], default=0.0)
-    away_s = option.lost_s + num * model.service_s / worker.speed + back_s
+    away_s = option.lost_s + num * model.service_s + back_s
     by_switch = model.slo.weight * num / max(away_s, 1e-9)
     if not pushed:
         goes_on = _coming_per_s(others, worker)
@@ -370,7 +368,7 @@ def _is_worth_it(
     if need.rank == _DUE:
         late_s = away_s + option.ready_s - option.lost_s
         return all(each.slack_s > late_s + each.service_s for each in pushed)
-    return by_switch > least * max([each.slo.weight * worker.speed / each.service_s for each in pushed])
+    return by_switch > least * max([each.slo.weight / each.service_s for each in pushed])
 
 
 def _way_back_s(model: ModelState, gone: ModelState, worker: WorkerState) -> float:
@@ -397,7 +395,7 @@ def _coming_per_s(models: Iterable[ModelState], worker: WorkerState) -> float:
     for model in models:
         rate = min(model.rate_long, 1 / max(SILENCES * worker.idle_s, 1e-9))
         per_s += model.slo.weight * rate
-        busy += rate * model.service_s / worker.speed
+        busy += rate * model.service_s
     return per_s / (1 + busy)
 
 

@@ -353,13 +353,16 @@ def bench_optimum(
 def bench_refusals(
     cases: Annotated[int, typer.Option(min=1, max=100_000, help="Cases that are drawn at each load.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the first case; each further one has the next.")] = 0,
+    foresees: Annotated[
+        bool, typer.Option("--foresees", help="Beside one who knows what requests take, and plays them forward: slow.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Judge what the admission queue refuses and lets in at 0.5 to 10 times the capacity, by replay on a fake clock."""
-    from infra.bench.refusals import measure_refusals, print_refusal_figures
+    from infra.bench.refusals import LOADS, measure_refusals, print_refusal_figures
 
     with _err.status("measuring: takes some minutes"):
-        verdicts = measure_refusals(cases, seed)
+        verdicts = measure_refusals(cases, seed, LOADS, (False, True) if foresees else (False,))
     print_refusal_figures(verdicts, as_json)
 
 

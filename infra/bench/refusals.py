@@ -3,22 +3,27 @@
 A case is drawn: workers, slots, models, tenants, and requests of 1 to 1,000 units of work that come at a multiple of
 what the workers can do. The real queue decides. Then each refused request is played again in a copy of everything,
 where it is let in: of those, hardly any should be done in time. Of those that were let in, nearly all should be.
+
+Beside the queue stands one who foresees: it knows what each request here really takes, and plays all of them forward by
+the queue's own order. What it misses, only those who come later would tell.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import pickle  # noqa: TID251  a copy of the play, made and read in this process
 import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from multiprocessing import get_context
 from typing import Final
 
+from cluster.admission.outcomes import EndedLog
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Refused
 from configs.admission import AdmissionConfig
@@ -33,6 +38,7 @@ REPLAYED: Final = 16  # refused requests of a case, drawn
 MOST_WRONG: Final = 0.01  # of those refused
 LEAST_RIGHT: Final = 0.98  # of those let in
 IN_TIME, LATE = "in time", "too late"
+FORESEEN: Final = "foreseen"
 _DONE: Final = 1e-9
 
 
@@ -64,6 +70,7 @@ class Verdict:
 
     seed: int
     load: float
+    foresees: bool
     outcomes: Counter[str]
     replayed: Counter[str] = field(default_factory=Counter)  # by the reason of the refusal
     wrong: Counter[str] = field(default_factory=Counter)  # of those: would have been in time
@@ -155,56 +162,81 @@ class _Workers:
         return 1 + self._slowdown * (len(running) - 1)
 
 
-def play(case: Case, let_in: int | None = None) -> dict[int, str]:
-    """Return each request's outcome, by place: in time, late, or the reason of its refusal.
+class Play:
+    """A play of a case: `found` has outcomes by ticket, in time, late, or the reason of the refusal.
 
-    With `let_in` that request is not refused, whatever the queue says of it, and the play ends with it.
+    By the queue's own rule; or else, if it `foresees`, a request is let in where it would be in time if no other came,
+    which it plays first. `before` has the play at the moment when each request came.
     """
-    queue, workers, now_s = AdmissionQueue(case.config), _Workers(case), 0.0
-    queue.set_replicas(POOL, workers.names, now_s)
-    found: dict[int, str] = {}
-    coming, here = 0, dict[int, float]()  # deadlines of those that are not done
-    while coming < len(case.calls) or here:
-        next_s = case.calls[coming].at_s if coming < len(case.calls) else math.inf
-        next_s = min(next_s, now_s + workers.next_s(), queue.look_again_s(), min(here.values(), default=math.inf))
-        next_s, before_s = max(now_s, next_s), now_s
-        now_s = next_s
-        for ticket in workers.advance(now_s - before_s):
-            workers.end(ticket)
-            queue.leave(ticket, now_s, is_answered=True)
-            del here[ticket]
-            found[ticket] = IN_TIME
-        for ticket in [each for each, deadline_s in here.items() if deadline_s <= now_s]:  # it is given up
-            workers.end(ticket)
-            queue.leave(ticket, now_s)
-            del here[ticket]
-            found[ticket] = LATE
-        while coming < len(case.calls) and case.calls[coming].at_s <= now_s:
-            demand = case.calls[coming].demand
-            here[coming] = demand.deadline_s
-            queue.submit(coming, replace(demand, deadline_s=math.inf) if coming == let_in else demand, now_s)
-            coming += 1
-        for event in queue.pump(now_s):
-            if isinstance(event, Refused):
-                del here[event.ticket]
-                is_new = case.calls[event.ticket].at_s == now_s
-                found[event.ticket] = f"{event.refusal.reason}{'' if is_new else ' after a wait'}"
-            else:
-                workers.start(event.ticket, event.replica, case.calls[event.ticket])
-        if let_in in found:
-            break
-    return found
+
+    def __init__(self, case: Case, foresees: bool = False) -> None:
+        self.found: dict[int, str] = {}
+        self.before: dict[int, bytes] = {}
+        self._case, self._foresees = case, foresees
+        self._queue, self._workers, self._now_s = AdmissionQueue(case.config), _Workers(case), 0.0
+        self._queue.set_replicas(POOL, self._workers.names, 0.0)
+        self._coming, self._here = 0, dict[int, float]()  # deadlines of those that are not done
+
+    def run(self, let_in: int | None = None, most: int | None = None) -> None:
+        """Play on, at `most` so many requests. The play ends with `let_in`, which nothing refuses."""
+        calls = self._case.calls[:most]
+        while (self._coming < len(calls) or self._here) and let_in not in self.found:
+            next_s = calls[self._coming].at_s if self._coming < len(calls) else math.inf
+            next_s = min(next_s, self._now_s + self._workers.next_s(), self._queue.look_again_s())
+            next_s, before_s = max(self._now_s, min([next_s, *self._here.values()])), self._now_s
+            self._now_s = next_s
+            for ticket in self._workers.advance(self._now_s - before_s):
+                self._end(ticket, IN_TIME)
+            for ticket in [each for each, deadline_s in self._here.items() if deadline_s <= self._now_s]:
+                self._end(ticket, LATE)  # it is given up
+            while self._coming < len(calls) and calls[self._coming].at_s <= self._now_s:
+                self._come(calls[self._coming].demand, let_in)
+            for event in self._queue.pump(self._now_s):
+                if isinstance(event, Refused):
+                    del self._here[event.ticket]
+                    is_new = self._case.calls[event.ticket].at_s == self._now_s
+                    self.found[event.ticket] = f"{event.refusal.reason}{'' if is_new else ' after a wait'}"
+                else:
+                    self._workers.start(event.ticket, event.replica, self._case.calls[event.ticket])
+
+    def again(self, ticket: int, most: int | None = None) -> str:
+        """Return the outcome of a request that is let in, where at `most` so many come."""
+        other = Play.__new__(Play)
+        vars(other).update(pickle.loads(self.before[ticket]), _case=self._case, before={}, found={})
+        other.run(ticket, most)
+        return other.found[ticket]
+
+    def _come(self, demand: Demand, let_in: int | None) -> None:
+        ticket = self._coming
+        if demand.deadline_s < math.inf and ticket != let_in and (self._foresees or let_in is None):
+            self._queue.ended = EndedLog()  # nobody reads it here
+            kept = {name: value for name, value in vars(self).items() if name not in ("_case", "before", "found")}
+            self.before[ticket] = pickle.dumps(kept)
+        self._coming += 1
+        if self._foresees and ticket in self.before and self.again(ticket, ticket + 1) == LATE:
+            self.found[ticket] = FORESEEN
+            return
+        self._here[ticket] = demand.deadline_s
+        is_free = self._foresees or ticket == let_in
+        self._queue.submit(ticket, replace(demand, deadline_s=math.inf) if is_free else demand, self._now_s)
+
+    def _end(self, ticket: int, outcome: str) -> None:
+        self._workers.end(ticket)
+        self._queue.leave(ticket, self._now_s, is_answered=outcome == IN_TIME)
+        del self._here[ticket]
+        self.found[ticket] = outcome
 
 
-def judge(seed: int, load: float, number: int = 300, replayed: int = REPLAYED) -> Verdict:
+def judge(seed: int, load: float, foresees: bool = False, number: int = 300, replayed: int = REPLAYED) -> Verdict:
     """Return the verdict on a drawn case. So many of its refused requests are played again."""
-    case = draw_case(seed, load, number)
-    found = {ticket: outcome for ticket, outcome in play(case).items() if ticket >= NUM_WARM}
-    verdict = Verdict(seed, load, Counter(found.values()))
+    play = Play(draw_case(seed, load, number), foresees)
+    play.run()
+    found = {ticket: outcome for ticket, outcome in play.found.items() if ticket >= NUM_WARM}
+    verdict = Verdict(seed, load, foresees, Counter(found.values()))
     refused = sorted(ticket for ticket, outcome in found.items() if outcome not in (IN_TIME, LATE))
     for ticket in random.Random(seed).sample(refused, min(replayed, len(refused))):
         verdict.replayed[found[ticket]] += 1
-        verdict.wrong[found[ticket]] += play(case, let_in=ticket)[ticket] == IN_TIME
+        verdict.wrong[found[ticket]] += play.again(ticket) == IN_TIME
     return verdict
 
 
@@ -230,30 +262,37 @@ def shares(verdicts: Iterable[Verdict]) -> Shares:
     return Shares(refused / outcomes.total(), wrong / max(played, 1), outcomes[IN_TIME] / max(let_in, 1))
 
 
-def measure_refusals(cases: int, first_seed: int, loads: Sequence[float] = LOADS) -> list[Verdict]:
-    """Return the verdicts on so many cases at each of the loads, on all cores."""
+def measure_refusals(
+    cases: int, first_seed: int, loads: Sequence[float] = LOADS, rules: Sequence[bool] = (False,)
+) -> list[Verdict]:
+    """Return the verdicts on so many cases at each of the loads, on all cores; a rule is whether it foresees."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        drawn = list(product(range(first_seed, first_seed + cases), loads))
+        drawn = list(product(range(first_seed, first_seed + cases), loads, rules))
         return list(pool.map(judge, *zip(*drawn, strict=True), chunksize=4))
 
 
 def print_refusal_figures(verdicts: Sequence[Verdict], as_json: bool) -> None:
-    """Show the shares by load, and the reasons of the refusals that were wrong."""
-    by_load = {load: [one for one in verdicts if one.load == load] for load in sorted({one.load for one in verdicts})}
-    lines = [(load, shares(those), _reasons(those)) for load, those in by_load.items()]
+    """Show the shares by rule and load, and the reasons of the refusals that were wrong."""
+    kinds = sorted({(one.foresees, one.load) for one in verdicts})
+    groups = [[one for one in verdicts if (one.foresees, one.load) == kind] for kind in kinds]
+    lines = [(*kind, shares(those), _reasons(those)) for kind, those in zip(kinds, groups, strict=True)]
     if as_json:
         figures = [
-            {"load": load, "refused": one.refused, "wrong": one.wrong, "right": one.right, "reasons": dict(reasons)}
-            for load, one, reasons in lines
+            {"load": load, "foresees": foresees, **asdict(one), "reasons": dict(reasons)}
+            for foresees, load, one, reasons in lines
         ]
         print(json.dumps({"loads": figures, "most_wrong": MOST_WRONG, "least_right": LEAST_RIGHT}, indent=2))
         return
-    columns = [Column(name) for name in ("load", "refused", "in time if let in", "in time of those let in", "reasons")]
+    names = ("rule", "load", "refused", "in time if let in", "in time of those let in", "reasons")
     rows = [
-        (f"{load:g}", f"{one.refused:.1%}", f"{one.wrong:.2%}", f"{one.right:.2%}", _listed_reasons(reasons))
-        for load, one, reasons in lines
+        (
+            "foresees" if foresees else "queue",
+            *(f"{load:g}", f"{one.refused:.1%}", f"{one.wrong:.2%}", f"{one.right:.2%}"),
+            _listed_reasons(reasons),
+        )
+        for foresees, load, one, reasons in lines
     ]
-    print_table(columns, rows)
+    print_table([Column(name) for name in names], rows)
     print_line(f"at most {MOST_WRONG:.0%} and at least {LEAST_RIGHT:.0%} are wanted")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 KeyT = TypeVar("KeyT")
@@ -16,6 +16,10 @@ class Recent(OrderedDict[KeyT, ValueT]):
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
+
+    def __reduce__(self) -> tuple[type[Recent[KeyT, ValueT]], tuple[int], None, None, Iterator[tuple[KeyT, ValueT]]]:
+        """Return the class, the bound and the entries of a copy."""
+        return type(self), (self.most,), None, None, iter(self.items())
 
     def note(self, key: KeyT, value: ValueT) -> None:
         """Put an entry in, or another value in its place; the one that was used longest ago goes for it."""

@@ -138,13 +138,9 @@ def mistakes(state: ClusterState, plan: SwitchPlan) -> list[str]:
                 )
             }
             by_hand = worker.reserved_for == model.id or model.id in worker.pinned
-            per_s = (
-                model.slo.weight
-                * model.waiting
-                / max(order.switch_s + model.waiting * model.service_s / worker.speed, 1e-9)
-            )
+            per_s = model.slo.weight * model.waiting / max(order.switch_s + model.waiting * model.service_s, 1e-9)
             others = [state.models[id_] for id_ in is_sole]
-            is_more = all(per_s > each.slo.weight * worker.speed / each.service_s for each in others)
+            is_more = all(per_s > each.slo.weight / each.service_s for each in others)
             if is_sole and not (by_hand or is_more or order.reason.startswith("due")):
                 found.append(f"{order}: leaves the queue of {is_sole}")
     for id_, workers in plan.planned.items():

@@ -12,15 +12,16 @@ from kit.drawing import seeds
 from cluster.admission.pool import Forecast
 from cluster.admission.records import Refusal
 from infra.bench.refusals import (
+    FORESEEN,
     IN_TIME,
     LATE,
     LEAST_RIGHT,
     LOADS,
     NUM_WARM,
+    Play,
     draw_case,
     judge,
     measure_refusals,
-    play,
     print_refusal_figures,
     shares,
 )
@@ -65,26 +66,43 @@ def test_a_queue_that_lets_in_what_it_cannot_do_is_seen(monkeypatch: pytest.Monk
     assert found.wrong == 0.0  # nothing was played again
 
 
+def played(number: int, seed: int = 7, foresees: bool = False, let_in: int | None = None) -> Play:
+    play = Play(draw_case(seed, 3.0, number), foresees)
+    play.run(let_in)
+    return play
+
+
 def test_a_play_is_the_same_each_time_and_ends_each_request_once() -> None:
-    case = draw_case(7, 3.0, number=60)
-    found = play(case)
-    assert found == play(case)
+    play = played(60)
+    found = dict(play.found)
+    assert found == played(60).found
     assert sorted(found) == list(range(NUM_WARM + 60))
     assert all(found[warm] == IN_TIME for warm in range(NUM_WARM))
-    refused = next(ticket for ticket, outcome in found.items() if outcome not in (IN_TIME, LATE))
-    again = play(case, let_in=refused)
-    assert again[refused] in (IN_TIME, LATE)
-    earlier = [ticket for ticket in again if ticket < refused and found[ticket] not in (IN_TIME, LATE)]
-    assert all(again[ticket] == found[ticket] for ticket in earlier)
+    refused = [ticket for ticket, outcome in found.items() if outcome not in (IN_TIME, LATE)]
+    again = {ticket: play.again(ticket) for ticket in refused[::8]}
+    assert set(again.values()) == {IN_TIME, LATE}
+    assert again == {ticket: played(60, let_in=ticket).found[ticket] for ticket in again}  # from the beginning
+    assert play.found == found
+
+
+def test_who_foresees_is_right_unless_others_come() -> None:
+    play = played(40, 100, foresees=True)
+    let_in = [ticket for ticket in range(NUM_WARM, NUM_WARM + 40) if play.found[ticket] != FORESEEN]
+    alone = {ticket: play.again(ticket, ticket + 1) for ticket in play.before}
+    assert {ticket for ticket, outcome in alone.items() if outcome == IN_TIME} == set(let_in)
+    assert 0 < len(let_in) < 40
+    assert {play.found[ticket] for ticket in let_in} <= {IN_TIME, LATE}
 
 
 def test_figures_are_told_by_load_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    verdicts = [judge(1, load, number=40, replayed=3) for load in (0.5, 10.0)]
+    verdicts = [judge(1, load, load > 1, number=40, replayed=1) for load in (0.5, 10.0)]
     print_refusal_figures(verdicts, as_json=False)
-    assert "in time of those let in" in " ".join(capsys.readouterr().out.split())
+    told_text = " ".join(capsys.readouterr().out.split())
+    assert "in time of those let in" in told_text
+    assert FORESEEN in told_text
     print_refusal_figures(verdicts, as_json=True)
     told = json.loads(capsys.readouterr().out)
-    assert [one["load"] for one in told["loads"]] == [0.5, 10.0]
+    assert [(one["load"], one["foresees"]) for one in told["loads"]] == [(0.5, False), (10.0, True)]
     assert told["least_right"] == LEAST_RIGHT
 
 
