@@ -55,7 +55,7 @@ class StockRule:
         """Return the parameters of guidance by `cfg`, and of what FluxGuidance said."""
         if self.scale == "beyond_one":
             return {"guidance_scale": cfg - 1}
-        found = {self.scale: cfg}
+        found: dict[str, Any] = {self.scale: cfg}
         return found | {"guidance_scale": guidance} if self.reads_guidance else found
 
     def size(self, width: int, height: int) -> tuple[int, int]:

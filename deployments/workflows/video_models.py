@@ -32,7 +32,7 @@ FRAME_RATE: Final = "frame_rate"  # what a node says on a prompt
 
 @dataclass(frozen=True, slots=True)
 class VideoRule:
-    """What the pipeline of a class does: how many frames a place of a latent has, what its sides are multiples of, and
+    """Rules of the pipeline of a class: how many frames a place of a latent has, what its sides are multiples of, and
     the kind of the scene that it reads. It may read a guidance of FluxGuidance, or a frame rate."""
 
     frames: int = 4
