@@ -56,6 +56,7 @@ from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from weights.formats.folder import check_inside
 from weights.platform.processor import auto_dtype, processor_flags
+from weights.platform.syntax_trees import parse_in_turn
 from weights.records.errors import FormatError, SourceRefused
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.storage.store import WeightStore
@@ -169,6 +170,7 @@ class WeightRegistry:
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         configure_logs(config.logging.format)
+        parse_in_turn()
         self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)

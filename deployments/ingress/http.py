@@ -113,6 +113,7 @@ from deployments.records import (
 )
 from deployments.records.tasks import shared_task
 from deployments.replicas.replica_calls import ReplicaStates, WhyNone
+from weights.platform.syntax_trees import parse_in_turn
 
 __all__ = ["Ingress", "create_http_app"]
 
@@ -325,6 +326,7 @@ class Ingress:
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
+        parse_in_turn()
         begin_tracing(config.tracing)
         self._http_host = _checked_host(config)
         name = ray.get_runtime_context().get_actor_name()

@@ -37,6 +37,7 @@ from deployments.modules.encoders import TextEncoderBuilder
 from deployments.modules.loading import ComponentBuilder
 from deployments.records.errors import ServiceError, as_service_errors
 from weights.memory.devices import open_device
+from weights.platform.syntax_trees import parse_in_turn
 from weights.records.errors import WeightsError
 from weights.records.manifest import Component, Manifest, ModelKind
 from weights.storage.store import WeightStore
@@ -139,6 +140,7 @@ class ModelReplica:
     ) -> RayExtents:
         """Open the devices, connect to the registry, and return the extents of this node's keeper."""
         configure_logs(config.logging.format)
+        parse_in_turn()
         limit_torch_threads(num_threads, settings.num_cpus)
         for name in (settings.device, *settings.other_devices):
             open_device(name, config.simulated)

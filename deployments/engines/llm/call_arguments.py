@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from weights.platform.syntax_trees import parsed_expression
-
 _JSON_NAMES: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None}
 _MAX_DEPTH: Final = 32
 _MAX_CHARACTERS: Final = 2**18  # of a call that is read as a whole
@@ -135,7 +133,7 @@ def _read(text: str) -> Any:
         if len(text) > _MAX_CHARACTERS or text[:1] not in "[{(TFN'\"":
             return text
         try:
-            return _literal(parsed_expression(text))
+            return _literal(ast.parse(text, mode="eval").body)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return text
     return found
@@ -148,7 +146,7 @@ def python_calls(text: str) -> list[tuple[str, str]] | None:
     text = text.strip()
     source = text if text.startswith("[") else f"[{','.join(line for line in text.splitlines() if line.strip())}]"
     try:
-        found = parsed_expression(source)
+        found = ast.parse(source, mode="eval").body
         calls = found.elts if isinstance(found, ast.List) else []
         return [_python_call(call) for call in calls] or None
     except (ValueError, SyntaxError, RecursionError, MemoryError):

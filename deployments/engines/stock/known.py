@@ -27,7 +27,6 @@ from deployments.engines.libraries.library_classes import (
 )
 from deployments.engines.libraries.tokenizer_files import check_tokenizer
 from deployments.engines.records.protocol import EngineError
-from weights.platform.syntax_trees import parsed_module
 
 _CLASS: Final = re.compile(r"^class (\w+Pipeline)\b", re.MULTILINE)
 _OUTPUT: Final = re.compile(r"Output$")
@@ -234,7 +233,7 @@ def _missing_packages(class_name: str) -> list[str]:
 
 def bodies_of(class_name: str) -> Iterator[ast.ClassDef]:
     """Yield a class, and the pipelines that it inherits from, the nearest first."""
-    tree = parsed_module(_class_files()[class_name].read_text("utf-8"))
+    tree = ast.parse(_class_files()[class_name].read_text("utf-8"))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     yield found
     for base in found.bases:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import gc
+import inspect
+import os
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weights.platform.syntax_trees import parsed_expression, parsed_module
+from weights.platform.syntax_trees import parse_in_turn
 
 SOURCE = Path(ast.__file__).read_text("utf-8")
 
@@ -32,7 +34,13 @@ def collections_that_let_others_run() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-@pytest.mark.usefixtures("collections_that_let_others_run")
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ast, "parse", inspect.unwrap(ast.parse))
+    parse_in_turn()
+
+
+@pytest.mark.usefixtures("turns", "collections_that_let_others_run")
 def test_threads_that_parse_at_once_have_their_trees() -> None:
     """Calls of `ast.parse` alone sometimes end with SystemError in Python 3.11."""
     whole, found = len(ast.parse(SOURCE).body), list[int | str]()
@@ -40,7 +48,8 @@ def test_threads_that_parse_at_once_have_their_trees() -> None:
     def parse() -> None:
         for _ in range(6):
             try:
-                found.append(len(parsed_module(SOURCE).body))
+                found.append(len(ast.parse(SOURCE).body))
+                inspect.signature(object.__new__)
             except SystemError as error:
                 found.append(str(error))
 
@@ -52,7 +61,32 @@ def test_threads_that_parse_at_once_have_their_trees() -> None:
     assert found == [whole] * 24
 
 
-def test_an_expression_is_one() -> None:
-    assert ast.dump(parsed_expression("1 + a")) == ast.dump(ast.parse("1 + a", mode="eval").body)
+@pytest.mark.usefixtures("turns")
+def test_a_copy_of_a_process_parses_whoever_had_the_turn() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(str):
+        def __bool__(self) -> bool:
+            begun.set()
+            return goes_on.wait(10)
+
+    thread = threading.Thread(target=ast.parse, args=("1",), kwargs={"type_comments": Slow()})
+    thread.start()
+    assert begun.wait(10)
+    if not (child := os.fork()):
+        thread_of_child = threading.Thread(target=ast.parse, args=("1",), daemon=True)
+        thread_of_child.start()
+        thread_of_child.join(10)
+        os._exit(thread_of_child.is_alive())
+    goes_on.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.usefixtures("turns")
+def test_turns_are_taken_once() -> None:
+    parse = ast.parse
+    parse_in_turn()
+    assert ast.parse is parse
     with pytest.raises(SyntaxError):
-        parsed_expression("a = 1")
+        ast.parse("a b")
