@@ -73,7 +73,7 @@ def test_each_kind_has_its_folders() -> None:
         "controlnet": {"edges", "edges.safetensors"},
         "embeddings": {"word", "word.safetensors"},
         "upscale_models": {"x4", "x4.safetensors", "RealESRGAN_x4.pth"},
-        "clip_vision": set(),
+        "clip_vision": own,
         "model_patches": {"edges", "edges.safetensors"},
     }
 
