@@ -84,12 +84,16 @@ def unused_mirrors(sources: Path, needed: Collection[str]) -> list[Path]:
 
 def _lock(mirror: Path, held: contextlib.ExitStack, *, wait: bool) -> bool:
     """Lock a mirror; False when it is taken (without `wait`), or was removed while we waited."""
-    mirror.mkdir(parents=True, exist_ok=True)
     try:
+        mirror.mkdir(parents=True, exist_ok=True)
         lock = held.enter_context((mirror / _LOCK).open("ab"))
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         return _is_at(lock.fileno(), mirror / _LOCK)
     except (BlockingIOError, FileNotFoundError):
+        return False
+    except FileExistsError:  # a folder that went at this very moment, too
+        if mirror.is_file():
+            raise
         return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.waiting import wait_until
 
 from weights.formats.tensors import FileTensor
 from weights.operations.externalize import externalize
@@ -357,12 +359,30 @@ def test_gc_removes_the_mirrors_that_no_model_came_from(pipeline: Path, bucket, 
     import_model(store, "p", bucket.url("models/p"), options=options)
 
 
+def test_a_mirror_that_goes_while_its_folder_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, is_dir = tmp_path / "b" / "p", Path.is_dir
+    folder.mkdir(parents=True)
+
+    def is_dir_no_more(path: Path) -> bool:
+        if path == folder and not (folder / ".mirror.lock").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_no_more)
+    with locked(folder):
+        assert (folder / ".mirror.lock").exists()
+    (tmp_path / "b" / "file").touch()
+    with pytest.raises(FileExistsError), locked(tmp_path / "b" / "file"):
+        pass
+
+
 def test_who_waits_for_a_mirror_that_is_removed_begins_anew(tmp_path: Path) -> None:
     folder = tmp_path / "sources" / "b" / "p"
-    waits, got, removed = threading.Event(), threading.Event(), threading.Event()
+    got, removed = threading.Event(), threading.Event()
 
     def wait() -> None:
-        waits.set()
         with locked(folder):
             assert (folder / ".mirror.lock").exists()
             got.set()
@@ -372,7 +392,8 @@ def test_who_waits_for_a_mirror_that_is_removed_begins_anew(tmp_path: Path) -> N
     with ThreadPoolExecutor() as pool:
         with locked(folder):
             waiting = pool.submit(wait)
-            assert waits.wait(WAIT_S)
+            inode = (folder / ".mirror.lock").stat().st_ino
+            wait_until(lambda: re.search(rf"-> .*:{inode} ", Path("/proc/locks").read_text()), "who waits", WAIT_S)
             shutil.rmtree(folder)  # as somebody does who holds the lock
         assert got.wait(WAIT_S)
         assert not remove_mirror(folder)
