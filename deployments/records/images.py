@@ -33,6 +33,7 @@ from deployments.records.requests import (
 NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_NAMED_IMAGES = 8
+_COLORS = 3
 _MAX_FLOATS = 2**26  # of an array: an image of 4,096 x 4,096 pixels has fewer
 REFERENCES = "image"  # among `images`, those that a model changes
 
@@ -210,7 +211,8 @@ class ImageRequest(ServedRequest, ImageOptions):
 
 @dataclass(frozen=True, slots=True)
 class ImageResult:
-    """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used.
+    """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used. Of a class that
+    draws transparency they have a fourth channel.
 
     A request for another output has it in `array`, float32, and no images.
 
@@ -228,6 +230,14 @@ class ImageResult:
     warnings: tuple[str, ...] = ()
     guidance_scale: float | None = None
     array: npt.NDArray[np.float32] | None = None
+
+    def opaque(self, taker: str) -> ImageResult:
+        """Return the result for a taker of three colors, with a warning where that loses transparency."""
+        if all(image.shape[-1] == _COLORS for image in self.images):
+            return self
+        images = [np.ascontiguousarray(image[..., :_COLORS]) for image in self.images]
+        lost = f"{taker} has no transparency: the colors that the model drew are given without it"
+        return replace(self, images=images, warnings=(*self.warnings, lost))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
