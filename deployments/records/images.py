@@ -152,6 +152,8 @@ class ImageRequest(ServedRequest, ImageOptions):
     The same prompt, seed, steps and guidance give the image that the stock diffusers pipeline gives with
     `torch.Generator("cpu").manual_seed(seed)`, up to rounding where requests share a step.
 
+    `prompt_2` is read by all text encoders but the first, in place of `prompt`, where the class has a family.
+
     `init_image` makes it image-to-image: `strength` (None is the pipeline's default) is the part of the steps that run,
     so 1 keeps nothing of it. `mask_image` makes that inpainting: what is 128 or more is painted anew. All images have
     the size of the result; where `width` and `height` are None, they are those of `init_image`, else of the first of
@@ -177,6 +179,7 @@ class ImageRequest(ServedRequest, ImageOptions):
     `scaled_from` is the width and height of a file that was larger than an image may be.
     """
 
+    prompt_2: str | None = Field(None, min_length=1)
     init_image: Pixels | None = None
     mask_image: Mask | None = None
     control: tuple[ControlNetUse, ...] = ()
