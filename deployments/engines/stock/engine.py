@@ -283,7 +283,8 @@ class _Run:
             generator = host_generator(self.request.seed)
             try:
                 output = decoder(**decoding_arguments(self._arguments, tensors["latents"], generator))
-                self._preview = as_pixels(next(output[name] for name in OUTPUTS["images"] if name in output))
+                made = next(output[name] for name in OUTPUTS["images"] if name in output)
+                self._preview = as_pixels(made)[..., :3]  # a preview is a JPEG to some
                 self._num_previews += 1
             except Exception as error:
                 forget_frames(error)
