@@ -154,9 +154,8 @@ def check(
         return
     unseen = [id_ for id_ in loaded.entries if id_ not in sources]
     total = size(sum(source.record.nbytes for source in sources.values()))
-    _out.print(
-        f"{config}: {len(sources)} models and adapters, {len(loaded.pipelines)} pipelines, {total}: nothing wrong"
-    )
+    counts = f"{len(sources)} models and adapters, {len(loaded.pipelines)} pipelines, {total}"
+    _out.print(f"{config}: {counts}: nothing wrong", markup=False, soft_wrap=True)
     if (each := loaded.worker.num_processes) > 1:
         _out.print(_ranks_line(loaded.worker, each), markup=False, soft_wrap=True)
         from deployments.preflight import computed_by_rank_0, weights_of_ranks
@@ -326,7 +325,7 @@ def start_attached(
         stop_on_signals(stop, says=True)
         with cluster_up(config, str(path.resolve()), stop, display.show, timeout_s) as url:
             display.close()
-            _out.print(f"cluster {config.name!r} is up at {url} after {display.elapsed_s:.1f} s")
+            _out.print(f"cluster {config.name!r} is up at {url} after {display.elapsed_s:.1f} s", soft_wrap=True)
             if config.access.keys_file is None or os.environ.get(KEY_VARIABLE):
                 print_models(Client(url).models())
             pages = f"create: {url}/   cluster: {url}/cluster   " if config.http.web else ""
@@ -367,7 +366,8 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
 
         record = _wait_for_record(config.name, process, log, show)
     page = f"; open {record.url}/ in a browser" if config.http.web else ""
-    _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}){page}; stop: `atelier down`")
+    place = f"{record.url} (process {record.pid})"
+    _out.print(f"cluster {config.name!r} is up at {place}{page}; stop: `atelier down`", soft_wrap=True)
     if record.lacking:
         _out.print(record.lacking, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(UP_IN_PART)

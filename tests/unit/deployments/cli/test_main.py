@@ -457,6 +457,18 @@ def test_what_up_would_refuse_check_finds_with_the_same_options(run: Run, tmp_pa
     assert "`atelier keys add NAME --admin` makes a key" in err
 
 
+def test_what_check_says_is_one_line_whatever_the_path(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "[b]" / ("x" * 90)
+    folder.mkdir(parents=True)
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    (folder / "c.yaml").write_text(json.dumps({"store": {"path": "store"}, "models": [model]}))
+    code, out, _ = run("check", str(folder / "c.yaml"))
+    assert code == 0
+    assert re.fullmatch(
+        re.escape(f"{folder}/c.yaml: 1 models and adapters, 0 pipelines, ") + r"[^\n]*: nothing wrong\n", out
+    )
+
+
 def test_check_counts_the_processes_of_workers_of_several_ranks(run: Run, tmp_path: Path) -> None:
     model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
     config = {"ray": {"num_cpus": 9}, "store": {"path": "store"}, "models": [model]}

@@ -91,6 +91,8 @@ async def test_a_workflow_is_asked_as_a_pipeline(http: httpx.AsyncClient, regist
     assert (answer.status_code, answer.json()["kind"], answer.json()["state"]) == (201, "workflow", "ready")
     (listed,) = (await http.get("/v1/pipelines")).json()["pipelines"]
     assert (listed["id"], listed["description"], listed["problem"]) == ("posters", "Posters", None)
+    said = {one["name"]: f"optional {one['type']}" for one in listed["inputs"]}
+    assert (answer.json()["inputs"], answer.json()["outputs"]) == (said, {"poster": "image"})
     types = {one["name"]: (one["type"], one["optional"]) for one in listed["inputs"]}
     assert types == {
         "prompt": ("text", True),
