@@ -179,7 +179,7 @@ def _batch(images: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any]]:
     if all(one.dtype == np.uint8 and one.shape[1:] == given[0].shape[1:] for one in given):  # frames of videos
         bounded(sum(map(len, given)), *given[0].shape[1:3])
         return (np.concatenate(given),)
-    return (joined([np.float32(one) / np.float32(255) if one.dtype == np.uint8 else one for one in given]),)
+    return (joined([one.astype(np.float32) / np.float32(255) if one.dtype == np.uint8 else one for one in given]),)
 
 
 def _from_batch(image: Array, batch_index: int, length: int) -> tuple[Array]:

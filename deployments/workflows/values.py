@@ -188,8 +188,8 @@ class ControlUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:
-    """What a model reads in further channels: the latent of a control image, or of one whose masked part is gray, with
-    the mask in pixels."""
+    """The latent that a model reads in further channels: that of a control image, or of one whose masked part is gray,
+    with the mask in pixels."""
 
     latent: Latent
     mask: Mask | None = None

@@ -290,9 +290,9 @@ class ConditionedRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BesideLatents:
-    """What a model reads in channels beside its latents, float32: latents (1, C, h, w) of an image in the VAE's space.
+    """Latents of an image that a model reads in channels beside its own: float32 (1, C, h, w) in the VAE's space.
 
-    To fill in a part of it, the model has a `mask` (1, height, width), 1 where it paints.
+    To fill in a part of the image, the model has a `mask` (1, height, width), 1 where it paints.
     """
 
     latents: npt.NDArray[np.float32]

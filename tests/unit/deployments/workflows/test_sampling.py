@@ -623,7 +623,7 @@ async def test_a_workflow_of_two_passes_makes_the_image_of_diffusers(tmp_path):
 
 
 async def beside_of(kind: str, backend: FakeBackend, **inputs: Any) -> tuple[Any, ...]:
-    """Return what a node makes of an image beside prompts, over the backend's VAE."""
+    """Return the outputs of a node that puts an image beside prompts, over the backend's VAE."""
     prompts = {side: parts("fill")[side] for side in ("positive", "negative")}
     later = KINDS[kind].function(backend, vae=VaeValue(("fill",)), **prompts, **inputs)
     return await later.act(backend, lambda *_: None)  # type: ignore[no-any-return]
