@@ -170,9 +170,10 @@ class ImageRequest(ServedRequest, ImageOptions):
     several of one name where the class takes a list. `references` are those that an editing model changes.
 
     With a `sampler` a request may begin at `latents` (None: at zeros), and paint where `noise_mask` is 1, and softly
-    where it is less. `reference_latents`, (1, channels, height, width) each, are read beside its own. `output` says
-    what it gives in place of an image, as a DiffusionRequest has it; a request for encoded `pixels` or decoded
-    `latents` reads nothing else.
+    where it is less. `reference_latents`, (1, channels, height, width) each, are read beside its own. A class that has
+    channels for them reads `beside_latents` there: those of a control image, or of one with a part to fill in where
+    `beside_mask` is 1, in pixels. `output` says what it gives in place of an image, as a DiffusionRequest has it; a
+    request for encoded `pixels` or decoded `latents` reads nothing else.
 
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
     `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
@@ -188,6 +189,8 @@ class ImageRequest(ServedRequest, ImageOptions):
     latents: Floats | None = None
     noise_mask: NoiseMask | None = None
     reference_latents: tuple[Floats, ...] = Field((), max_length=MAX_NAMED_IMAGES)
+    beside_latents: Floats | None = None
+    beside_mask: NoiseMask | None = None
     pixels: Floats | None = None
     output: DiffusionKind = "image"
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)

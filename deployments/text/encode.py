@@ -321,12 +321,14 @@ def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[Conditio
     return replace(request, long_text="chunk"), ()
 
 
-def _with_second_text(plan: Sequence[EncodeItem], text: str | None) -> Sequence[EncodeItem]:
+def _with_second_text(plan: tuple[EncodeItem, ...], text: str | None) -> tuple[EncodeItem, ...]:
     """Return a plan whose encoders read another prompt, all but the first."""
     if text is None:
         return plan
     first = plan[0].component
-    return [item if item.role == "negative" or item.component == first else replace(item, text=text) for item in plan]
+    return tuple(
+        item if item.role == "negative" or item.component == first else replace(item, text=text) for item in plan
+    )
 
 
 def _stand_ins(

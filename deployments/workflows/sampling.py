@@ -24,7 +24,10 @@ from deployments.workflows.references import READ, check_references, reference_l
 from deployments.workflows.resizing import resized
 from deployments.workflows.schedules import MAX_STEPS, Levels, levels_of
 from deployments.workflows.stock_models import (
+    DIFFERENTIAL,
+    NORMED,
     STOCK_CLASSES,
+    beside_fields,
     check_stock,
     drawn,
     stock_images,
@@ -68,17 +71,19 @@ _OF_CLIPS: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # w
 _UNWEIGHTED: Final = (
     *("Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "QwenImageEditPipeline"),
     *("QwenImageEditPlusPipeline", "ZImagePipeline", "QwenImage21Pipeline", "Krea2Pipeline", "ErnieImagePipeline"),
+    "LongCatImagePipeline",
 )
 # As many as ComfyUI's T5 reads, or the most that a class reads.
 _MOST_TOKENS: Final[Mapping[str, int]] = {
     "FluxPipeline": 256,
     "FluxKontextPipeline": 256,
+    "FluxFillPipeline": 256,
+    "FluxControlPipeline": 256,
     "StableDiffusion3Pipeline": 77,
     "Lumina2Pipeline": 512,
 }
 _PATCHED: Final = ("ZImagePipeline",)  # whose ControlNets ComfyUI has as patches of models
 _GROWN_SIZES: Final = "sdxl_sizes"
-_NORMED: Final = "CFGNorm"
 
 
 def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[Latent, ...] | Later:
@@ -131,10 +136,11 @@ def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Lat
         seed=plan.seed % 2**_SEED_BITS,
         width=plan.latent.width or None,
         height=plan.latent.height or None,
-        sampler=_sampler(replace(plan, cfg=1.0), plan.latent),
+        sampler=_sampler(plan, plan.latent, facts).model_copy(update={"cfg": 1.0, "zeroes_negative": False}),
         max_sequence_length=_MOST_TOKENS.get(facts.class_name),
         images={REFERENCES: pictures} if pictures else {},
         extra=options | sized,
+        **beside_fields(positive, plan.latent),
         **rule.scales(plan.cfg, _guidance(positive)),
     )
     return drawn(request, count)
@@ -160,7 +166,7 @@ def _filmed(plan: Plan, name: str, facts: ModelFacts, count: int) -> tuple[Laten
         width=latent.width,
         height=latent.height,
         num_frames=latent.frames,
-        sampler=_sampler(replace(whole, cfg=1.0), latent),
+        sampler=_sampler(replace(whole, cfg=1.0), latent, facts),
         output="frames",
         reports_steps=True,
         **guidance_of(whole, positive, facts.class_name),
@@ -235,7 +241,7 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
         "lora": _loras(plan.model, positive),
         "n": batch,
         "seed": plan.seed % 2**_SEED_BITS,
-        "sampler": _sampler(plan, latent),
+        "sampler": _sampler(plan, latent, facts),
         "latents": given,
         "noise_mask": None if mask is None else _for_batch(mask, batch),
         "output": output,
@@ -271,8 +277,9 @@ def _sides(latent: Latent, facts: ModelFacts) -> dict[str, int]:
 
 
 def _check_model(plan: Plan, facts: ModelFacts) -> None:
-    for kind, _ in plan.model.extra:
-        if kind != _NORMED or len(plan.model.extra) > 1:
+    kinds = [kind for kind, _ in plan.model.extra]
+    for kind in kinds:
+        if kind not in (NORMED, DIFFERENTIAL) or kinds.count(kind) > 1:
             raise Refused(f"{kind} changes the model in a way that this cluster does not", "model")
     if plan.model.controls and facts.class_name not in _PATCHED:
         raise Refused(
@@ -303,6 +310,8 @@ def _check_prompt(prompt: Prompt, positive: Prompt, side: str, facts: ModelFacts
         why = "both prompts are read by the same text encoder, with the same LoRAs"
     elif [_control_key(use) for use in prompt.controls] != [_control_key(use) for use in positive.controls]:
         why = "a ControlNet acts on both prompts, or on none"
+    elif prompt.beside is not None and prompt.beside.mask is None and facts.class_name in FAMILIES:
+        why = f"an image in further channels is not read by a {facts.class_name}"
     elif facts.class_name in _FLUXES and _guidance(prompt) != _guidance(positive):
         why = "both prompts have one guidance"
     for kind, values in prompt.extra:
@@ -383,10 +392,15 @@ def _summed(uses: tuple[LoraUse, ...]) -> dict[str, float]:
     return scales
 
 
-def _sampler(plan: Plan, latent: Latent) -> SamplerOption:
+def _sampler(plan: Plan, latent: Latent, facts: ModelFacts) -> SamplerOption:
     fields: dict[str, Any] = {"cfg": plan.cfg, "adds_noise": plan.adds_noise, "noise_seed": plan.seed}
     fields["zeroes_negative"] = plan.cfg != 1 and plan.negative is not None and plan.negative[0].zeroed
-    fields["cfg_norm"] = next((values[0] for _, values in plan.model.extra if plan.cfg != 1 or values != (1.0,)), None)
+    changes = dict(plan.model.extra)
+    norm = changes.get(NORMED)
+    fields["cfg_norm"] = norm[0] if norm is not None and (plan.cfg != 1 or norm != (1.0,)) else None
+    if DIFFERENTIAL in changes and latent.noise_mask is not None:
+        levels = levels_of(facts.class_name, facts.variant, facts.scheduler, plan.model.shift)
+        fields["masks_until"] = max(levels.lowest, plan.sigmas[-1])
     picks = latent.batch_index if plan.adds_noise else None
     name: Any = plan.sampler.name
     if name == "ddim" and latent.noise_mask is not None:
