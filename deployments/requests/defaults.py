@@ -167,7 +167,7 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
     _refuse_latents(request, f"a {class_name}, which diffusers' own code runs,")
-    others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), *_NOT_OF_STOCK]
+    others = ["control", "prompt_2", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), *_NOT_OF_STOCK]
     for name in others:
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)

@@ -62,6 +62,7 @@ _LAST_TIME: Final = 999.0  # of Stable Diffusion
 _SEED_BITS: Final = 63  # of an image's seed; the noise has its own, of 64
 _GUIDANCE: Final = 3.5  # what FLUX reads where nobody says another
 _FLUXES: Final = ("FluxPipeline", "Flux2Pipeline")
+_OF_TWO_TEXTS: Final = ("FluxPipeline", "StableDiffusionXLPipeline")  # for either of their two text encoders
 _OF_CLIPS: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # whose prompts may have weights
 # Languages models read these models' prompts, and brackets are characters of theirs.
 _UNWEIGHTED: Final = (
@@ -115,11 +116,7 @@ def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[
 
 def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Later:
     """Return the latents of a plan whose model is run by diffusers' own code: only their images are there."""
-    prompts = _read(plan)
-    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
-    _check_model(plan, facts)
-    for side, prompt in zip(("positive", "negative"), prompts, strict=False):
-        _check_prompt(prompt, positive, side, facts, plan.latent)
+    prompts, positive, negative = _checked_prompts(plan, facts)
     check_stock(plan, prompts, facts.class_name)
     rule = STOCK_CLASSES[facts.class_name]
     pictures, sized = stock_images(positive, rule)
@@ -145,11 +142,7 @@ def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Lat
 
 def _filmed(plan: Plan, name: str, facts: ModelFacts, count: int) -> tuple[Latent, ...] | Later:
     """Return the latents of a video's plan: with their frames, or begun where noise is left in them."""
-    prompts = _read(plan)
-    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
-    _check_model(plan, facts)
-    for side, prompt in zip(("positive", "negative"), prompts, strict=False):
-        _check_prompt(prompt, positive, side, facts, plan.latent)
+    prompts, positive, negative = _checked_prompts(plan, facts)
     check_video(plan, prompts, facts.class_name)
     if begins(plan):
         check_first(plan, facts.class_name)
@@ -216,14 +209,19 @@ def _read(plan: Plan) -> tuple[Prompt, ...]:
     return tuple(side[0] for _, side in sides)
 
 
-def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequest:
-    prompts, latent = _read(plan), plan.latent
-    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
-    if plan.cfg != 1 and negative is None:
-        raise Refused("guidance needs a negative prompt", "negative")
+def _checked_prompts(plan: Plan, facts: ModelFacts) -> tuple[tuple[Prompt, ...], Prompt, Prompt | None]:
+    """Return the prompts that are read, all and by their side. Raises Refused for what no request says of a model."""
+    prompts = _read(plan)
     _check_model(plan, facts)
     for side, prompt in zip(("positive", "negative"), prompts, strict=False):
-        _check_prompt(prompt, positive, side, facts, latent)
+        _check_prompt(prompt, prompts[0], side, facts, plan.latent)
+    return prompts, prompts[0], prompts[1] if len(prompts) > 1 else None
+
+
+def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequest:
+    (prompts, positive, negative), latent = _checked_prompts(plan, facts), plan.latent
+    if plan.cfg != 1 and negative is None:
+        raise Refused("guidance needs a negative prompt", "negative")
     check_references(prompts, facts.class_name, facts.variant)
     pictures = reference_pixels(positive)
     given = latent.samples if isinstance(latent.samples, np.ndarray) else None
@@ -232,6 +230,7 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
     fields: dict[str, Any] = {
         "model": name,
         "prompt": _words(positive, facts, "positive"),
+        "prompt_2": _second_words(positive, facts),
         "negative_prompt": None if negative is None else _words(negative, facts, "negative"),
         "lora": _loras(plan.model, positive),
         "n": batch,
@@ -298,7 +297,7 @@ def _check_prompt(prompt: Prompt, positive: Prompt, side: str, facts: ModelFacts
         why = "ConditioningZeroOut is honoured on a negative prompt"
     elif (prompt.start, prompt.end) != (0.0, 1.0):
         why = "a prompt is read in all steps, and not in a part of them"
-    elif any(own != prompt.text for _, own in prompt.texts):
+    elif (side == "negative" or facts.class_name not in _OF_TWO_TEXTS) and _second_text(prompt) is not None:
         why = "all text encoders read one text"
     elif prompt.clip.loras != positive.clip.loras or prompt.clip.last_layer != positive.clip.last_layer:
         why = "both prompts are read by the same text encoder, with the same LoRAs"
@@ -352,6 +351,16 @@ def _words(prompt: Prompt, facts: ModelFacts, side: str) -> str:
             raise Refused(f"weights in prompts are for CLIP, and a {facts.class_name} has another text encoder", side)
         words = words.replace("\\(", "(").replace("\\)", ")")
     return words or NO_PROMPT
+
+
+def _second_text(prompt: Prompt) -> str | None:
+    """Return the text of the second encoder where it has one of its own."""
+    return next((own for _, own in prompt.texts if own != prompt.text), None)
+
+
+def _second_words(prompt: Prompt, facts: ModelFacts) -> str | None:
+    own = _second_text(prompt)
+    return None if own is None else _words(replace(prompt, text=own), facts, "positive")
 
 
 def _guidance(prompt: Prompt) -> float:

@@ -337,7 +337,8 @@ class DenoiseTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiffusionOutput:
-    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3).
+    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3), or 4 with
+    transparency.
 
     Those of a pipeline that makes video are its frames; one that makes audio ends with `samples`, float32 (channels,
     number), of which `sample_rate` are a second. A request for latents ends with them, on the host. A pipeline without

@@ -122,6 +122,15 @@ async def test_a_ksampler_is_one_request():
     assert (latent.batch, latent.width, latent.height) == (2, 64, 96)
 
 
+async def test_a_second_encoder_may_read_a_text_of_its_own():
+    for of, name in (("sdxl", "clip_g"), ("flux", "t5xxl")):
+        positive = (Prompt(ClipValue((of,)), "a cat", ((name, "a fat cat"),)),)
+        request = await asked("KSampler", **ksampler(of=of, cfg=1.0, positive=positive))
+        assert (request.prompt, request.prompt_2) == ("a cat", "a fat cat")
+        same = await asked("KSampler", **ksampler(of=of, cfg=1.0, positive=(replace(positive[0], texts=()),)))
+        assert same.prompt_2 is None
+
+
 async def test_a_refiner_is_sampled_as_its_family():
     request = await asked("KSampler", **ksampler(of="refiner"))
     plain = await asked("KSampler", **ksampler())
@@ -287,7 +296,8 @@ def pair_of(model: str = "sdxl", **prompt: Any) -> dict[str, Any]:
         (pair_of(zeroed=True), "positive", "a negative prompt"),
         (pair_of(start=0.5), "positive", "all steps"),
         (pair_of(extra=(("sdxl_sizes", (64, 96, 8, 0, 64, 96)),)), "positive", "sdxl_sizes"),
-        (pair_of(texts=(("clip_g", "another"),)), "positive", "one text"),
+        ({"of": "qwen", **pair_of("qwen", texts=(("clip_g", "another"),))}, "positive", "one text"),
+        ({"negative": (replace(parts()["negative"][0], texts=(("clip_g", "another"),)),)}, "negative", "one text"),
         ({"of": "flux", "positive": (Prompt(ClipValue(("flux",)), "a (cat:1.2)"),)}, "positive", "weights"),
         ({"positive": (Prompt(ClipValue(("sdxl",)), "embedding:cat"),)}, "positive", "embeddings"),
     ],
