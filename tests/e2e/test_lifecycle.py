@@ -72,14 +72,17 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
             return pool.submit(atelier, *arguments, env=environment)
 
         listed, chat = begin("models", "--json"), begin("chat", "What is 12 + 7?")
+        again = begin("up", str(DEMO), "--port", port)
         refused = {
             "no model 'nope' (known: ": begin("generate", "x", "-m", "nope"),
-            "cluster 'demo' is already up": begin("up", str(DEMO), "--port", port),
+            "cluster 'demo' is already up": begin("up", str(DEMO), "--port", str(free_port())),
             "cannot listen on 127.0.0.1:": begin("up", str(small_config)),
         }
     models = json.loads(listed.result().stdout)["models"]
     assert ("adder", "ready") in [(model["id"], model["state"]) for model in models]
     assert chat.result().stdout.strip() == "19."
+    assert (again.result().returncode, "is already up at" in again.result().stdout) == (0, True), again.result().stderr
+    assert "digits-flux-inverted" in again.result().stdout
     for reason, command in refused.items():
         assert command.result().returncode == 1
         assert reason in command.result().stderr
