@@ -1,7 +1,8 @@
 """The state of this process and of its libraries that a test could leave changed for all that run behind it.
 
 Warning filters are not looked at, since pytest has its own for each test; nor what a test's thread holds, and modules,
-loggers and names of libraries that were not there before.
+loggers and names of libraries that were not there before. Of a file that loads a library, neither added variables nor
+loggers are: libraries set theirs once in a process, in whichever file comes first.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ import pytest
 
 State = Mapping[str, Mapping[str, Any]]  # values by what they are of, and by name
 
-# When they are loaded or first used, once in a process: torch's own logger takes out its handler, scikit-learn sets two
-# variables for OpenMP, and a reader of safetensors, which `bench load` measures beside us, one for itself.
+# When they are first used, once in a process: torch's own logger takes out its handler, scikit-learn sets two variables
+# for OpenMP, and a reader of safetensors, which `bench load` measures beside us, one for itself.
 _OF_LIBRARIES: Final = {
     "torch.__trace",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "RUNAI_STREAMER_PROCESS_GROUP_SIZE",
 }
+_ENVIRONMENT, _MODULES, _LOGGERS = "os.environ", "the name of a module", "the name of a logger"
 _GROWING: Final = "the name of "  # of these groups only the names that were there before are compared
 _OF_PYTEST: Final = {"PYTEST_CURRENT_TEST", "SIGALRM", "last_type"}  # of this test, its time, and the last failure
 _LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_DATA", "RLIMIT_NOFILE")
@@ -66,12 +68,12 @@ def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
 def process_state() -> State:
     """Return the present state. It lacks the groups of libraries that are not loaded."""
     state: dict[str, Mapping[str, Any]] = {
-        "os.environ": dict(os.environ),
+        _ENVIRONMENT: dict(os.environ),
         "signal.getsignal": {one.name: signal.getsignal(one) for one in signal.Signals},
         "resource.getrlimit": {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
         "python": _of_python(),
-        f"{_GROWING}a module": dict(sys.modules),
-        f"{_GROWING}a logger": {"root": _of_logger(logging.root)} | _of_loggers(),
+        _MODULES: dict(sys.modules),
+        _LOGGERS: {"root": _of_logger(logging.root)} | _of_loggers(),
     }
     if "numpy" in sys.modules:
         state["numpy"] = {"geterr": sys.modules["numpy"].geterr()}
@@ -85,15 +87,21 @@ def process_state() -> State:
 
 def changes(before: State, now: State) -> list[str]:
     """Return a line for each change."""
-    found = []
+    found, has_loaded = [], bool(_libraries(now) - _libraries(before))
     for group in before.keys() & now.keys():
         old, new = before[group], now[group]
         names = old.keys() if group.startswith(_GROWING) else old.keys() | new.keys()
         for name in names - _OF_PYTEST - _OF_LIBRARIES:
             was, has = old.get(name, "missing"), new.get(name, "missing")
+            if has_loaded and (group == _LOGGERS or (group == _ENVIRONMENT and name not in old)):
+                continue
             if was is not has and _differ(group, was, has):
                 found.append(f"{group}, {name}: was {was!r:.100}, is {has!r:.100}")
     return sorted(found)
+
+
+def _libraries(state: State) -> set[str]:
+    return {name.partition(".")[0] for name in state[_MODULES]}
 
 
 def _differ(group: str, was: Any, has: Any) -> bool:

@@ -42,7 +42,7 @@ def changed(folder: Path) -> Iterator[None]:
         patch.setattr(torch.nn.Linear, "forward", print)
         patch.setattr(torch, "sim", ModuleType("sim"), raising=False)
         patch.setattr(shutil, "brought", print, raising=False)  # what was not there before is not told
-        patch.setitem(sys.modules, "brought", ModuleType("brought"))
+        patch.setitem(sys.modules, "logging.brought", ModuleType("logging.brought"))
         logging.getLogger("brought")
         logger.setLevel(logging.ERROR)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -61,6 +61,9 @@ def test_each_change_is_told_and_none_that_was_taken_back(tmp_path: Path) -> Non
     before = process_state()
     with changed(tmp_path):
         found = changes(before, process_state())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "a_library", ModuleType("a_library"))
+            of_library = changes(before, process_state())
     assert [line.partition(": was ")[0] for line in found] == [
         "os.environ, NEW",
         "os.environ, PATH",
@@ -76,6 +79,10 @@ def test_each_change_is_told_and_none_that_was_taken_back(tmp_path: Path) -> Non
         "torch, sim",
     ]
     assert "os.environ, NEW: was 'missing', is 'b'" in found
+    assert set(found) - set(of_library) == {
+        "os.environ, NEW: was 'missing', is 'b'",
+        *(line for line in found if line.startswith("the name of a logger, known")),
+    }
     assert changes(before, process_state()) == []
 
 
