@@ -248,7 +248,7 @@ class LeadingCalls:
         return found
 
     def _said_adapters(self, tensors: list[torch.Tensor]) -> Plan:
-        """Return what to say of the adapters, and put the tensors of those that are new behind the others."""
+        """Return the words about the adapters, and put the tensors of those that are new behind the others."""
         kept, uses, new = self._ranks.kept, [], []
         for pairs, strength in self._adapters:
             number, is_new = kept.number_of(pairs)
