@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,7 @@ from deployments.engines.records.protocol import (
     StockRequest,
 )
 from deployments.engines.stock.adapted import AdaptedModules
+from deployments.engines.stock.beside import put_beside
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
 from deployments.engines.stock.footprints import METHODS
 from deployments.engines.stock.inputs import CallInputs
@@ -46,7 +47,7 @@ from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.prompted import reading_images
 from deployments.engines.stock.ranked_calls import LeadingCalls
-from deployments.engines.stock.sampled import check_sampled, set_boundary
+from deployments.engines.stock.sampled import check_sampled, noting_prompts, set_boundary
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
 
@@ -80,7 +81,7 @@ class StockEngine:
 
     Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
     do with the steps of other engines. `memory` lends what calls of modules take (`StockRequest.forward_bytes`).
-    Other `ranks` compute parts of the calls of these denoisers, but for requests with adapters.
+    Other `ranks` compute parts of the calls of these denoisers, but for requests with images as prompts.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class StockEngine:
         """Take in a request. Raises EngineError for options that the class does not take."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        ranks = {} if request.adapters or request.image_prompts else self._ranks
+        ranks = {} if request.image_prompts else self._ranks
         run = _Run(self.model, request, self.inputs, self._adapted, self._turn, self._memory, ranks)
         self._runs[request.request_id] = run
 
@@ -235,14 +236,16 @@ class _Run:
         for one in (pipeline, *(part for part in vars(pipeline).values() if hasattr(part, "progress_bar"))):
             one.progress_bar = self._progress_bar
         modules = [one for one in self._model.modules.values() if isinstance(one, nn.Module)]
+        given = {**self._arguments, **self._audio_for(pipeline), **put_beside(pipeline, self.request)}
         shown = {}
         if self.request.num_previews and self.request.texts is not None and shows_previews(self._model.cls):
             shown = {"callback_on_step_end": self._show_step}
         spans = self._adapted.spans_of(pipeline, self.request.adapters, self.request.loras)
         words = reading_words(pipeline, self.request.adapters, self.request.loras)
         images = reading_images(pipeline, self.request.image_prompts, self.request.prompters)
-        with _on_device(modules), self._turns(modules, spans), words, images as seen:
-            output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown, **seen)
+        norms = noting_prompts(pipeline, self.request.sampler)
+        with _on_device(modules), self._turns(modules, spans), words, images as seen, norms:
+            output = pipeline(**given, **shown, **seen)
         makes = read_class(self._model.cls.__name__).makes or "images"
         made = next((output[name] for name in OUTPUTS[makes] if name in output), None)
         if makes == "audio":
@@ -283,7 +286,8 @@ class _Run:
             generator = host_generator(self.request.seed)
             try:
                 output = decoder(**decoding_arguments(self._arguments, tensors["latents"], generator))
-                self._preview = as_pixels(next(output[name] for name in OUTPUTS["images"] if name in output))
+                made = next(output[name] for name in OUTPUTS["images"] if name in output)
+                self._preview = as_pixels(made)[..., :3]  # a preview is a JPEG to some
                 self._num_previews += 1
             except Exception as error:
                 forget_frames(error)
@@ -307,7 +311,7 @@ class _Run:
         hooks = [module.register_forward_pre_hook(begin) for module in modules]
         hooks += [block.register_forward_pre_hook(begin_block) for block in blocks if block not in modules]
         borrowed.take()
-        self._put_ranks()
+        self._put_ranks(spans)
         self._put_lenders(borrowed)
         try:
             with applied_adapters(spans, by_keyword=True):
@@ -331,11 +335,11 @@ class _Run:
         finally:
             borrowed.take()
 
-    def _put_ranks(self) -> None:
-        """Make this call's denoisers run on all ranks."""
+    def _put_ranks(self, spans: Sequence[AdaptedSpan]) -> None:
+        """Make this call's denoisers run on all ranks, with the request's LoRAs."""
         for name, channel in self._ranks.items():
             module: Any = self._model.modules[name]
-            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module), module.forward)
+            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module, spans), module.forward)
 
     def _ranked(self, calls: LeadingCalls, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)  # some callers inspect its parameters
