@@ -356,7 +356,7 @@ def computed_by_rank_0(config: ClusterConfig, sources: Mapping[str, ReadSource])
         return
     from deployments.engines.diffusion.families import FAMILIES
     from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES  # it needs torch
-    from deployments.engines.stock.ranked_calls import DENOISERS, computes_calls
+    from deployments.engines.stock.ranked_calls import DENOISERS, REMAKING_CLASSES, computes_calls
 
     for id_, source in sources.items():
         checkpoint = source.checkpoint
@@ -369,7 +369,10 @@ def computed_by_rank_0(config: ClusterConfig, sources: Mapping[str, ReadSource])
             alone = {name for name in classes if not computes_calls(name, ranks.cfg, ranks.sequence)}
         else:
             alone = classes - SHARED_CLASSES if ranks.cfg == 1 else set()
-        if not classes:
+        parts = {one.class_name for one in checkpoint.components}
+        if family is None and "UNet2DConditionModel" in classes and parts & REMAKING_CLASSES:
+            yield f"{id_} (a {checkpoint.class_name} makes a denoiser of its own)"
+        elif not classes:
             yield f"{id_} (a {checkpoint.class_name} has no denoiser that ranks know)"
         elif alone:
             yield f"{id_} (no plan divides the {'tokens' if ranks.cfg == 1 else 'calls'} of a {alone.pop()})"

@@ -1,8 +1,9 @@
 """A transformer's forward whose tokens several ranks share: each has a part of the image's and, mostly, of the text's.
 
-diffusers' plan of a class says which tensors are cut, and which output is whole again. All layers but attention see a
-token alone. Attention gets all tokens of a part of the heads (Ulysses): ranks exchange heads for tokens before it, and
-back behind it. Each of their weights is whole. A text that a class leaves whole is attended to without an exchange.
+A plan says of a class which tensors are cut, and which output is whole again: diffusers' own, but for LTX-2. All layers
+but attention see a token alone. Attention gets all tokens of a part of the heads (Ulysses): ranks exchange heads for
+tokens before it, and back behind it. Each of their weights is whole. A text that a class leaves whole is attended to
+without an exchange.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from deployments.engines.diffusion.families.base import Rows
-from deployments.engines.libraries.library_seam import SequencePart, TokenCut, is_text_shared, sequence_plan
+from deployments.engines.libraries.library_seam import SequencePart, TokenCut, sequence_plan
 from deployments.engines.ranks.following import RankChannel
 from deployments.engines.ranks.group import RankGroup, RankLost
 
@@ -28,12 +30,32 @@ SHARED_CLASSES: Final = frozenset(
     {
         *("FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
         *("WanTransformer3DModel", "ChronoEditTransformer3DModel", "LTXVideoTransformer3DModel"),
+        *("HeliosTransformer3DModel", "LTX2VideoTransformer3DModel"),
     }
 )
+Whole = Literal["keys", "queries"]
+_ANGLES: Final = ("rope", "cross_attn_rope")
+# The video of LTX-2 is shared; its text and its sound, a few tokens a second, are not. diffusers' plan cuts the text,
+# and leaves the video's angles whole where it meets the sound.
+_LTX2: Final = (
+    SequencePart("", {"hidden_states": TokenCut(1, 3), "timestep": TokenCut(1, 2)}, {}, None),
+    SequencePart("", {"video_keyframes_mask": TokenCut(1, 3)}, {}, None),
+    *(SequencePart(path, {}, dict.fromkeys((0, 1), TokenCut(1, 3)), None) for path in _ANGLES),  # (B, S, D)
+    *(SequencePart(path, {}, dict.fromkeys((0, 1), TokenCut(2, 4)), None) for path in _ANGLES),  # or (B, H, S, D)
+    SequencePart("proj_out", {}, {}, 1),
+)
+_PLANS: Final = {"LTX2VideoTransformer3DModel": _LTX2}
+# Options of a class with which an attention counts tokens as if it had all of them.
+_COUNTING: Final[Mapping[str, str]] = {"HeliosTransformer3DModel": "is_amplify_history"}
+# Attentions by the last name of their path, and what of them each rank has whole.
+_WHOLE: Final[Mapping[str, Whole]] = {"audio_attn1": "keys", "video_to_audio_attn": "queries"}
 
 
 class CannotShare(ValueError):
-    """Tokens or heads that are no multiple of the ranks. All ranks find it at the same place, and none waits."""
+    """Tokens or heads that are no multiple of the ranks, a mask of more than keys, or an attention that counts tokens.
+
+    All ranks find it at the same place, and none waits.
+    """
 
 
 def can_share(denoiser: Any, rows: Rows, count: int) -> bool:
@@ -52,19 +74,23 @@ def shared_sequence(denoiser: Any, group: RankGroup, whole_keys: tuple[int, int]
     them: `whole_keys`. HAZARD: one thread at a time may run the module. Raises CannotShare within the block.
     """
     handles: list[Any] = []
-    kind: Any = type(denoiser)
+    kind, plan = type(denoiser).__name__, _plan_of(type(denoiser))
+    if (option := _COUNTING.get(kind)) and denoiser.config.get(option):
+        raise CannotShare(f"a {kind} with {option} counts its tokens")
+    is_text_shared = any(_TEXT in part.inputs for part in plan)
     attention = _SharedAttention(group, None if whole_keys is None else _order(*whole_keys, group.size(_AXIS)))
     try:
         for path, module in denoiser.named_modules():
-            for part in sequence_plan(kind):
+            for part in plan:
                 if not _is_at(path, part.path):
                     continue
                 if part.inputs:
                     handles.append(module.register_forward_pre_hook(_cutting(part.inputs, group), with_kwargs=True))
                 if part.outputs or part.gathered is not None:
                     handles.append(module.register_forward_hook(_changing(part, group)))
-            if not is_text_shared(kind) and hasattr(module, "processor"):
-                handles.append(module.register_forward_pre_hook(attention.begin_module, with_kwargs=True))
+            if not is_text_shared and hasattr(module, "processor"):
+                begin = partial(attention.begin_module, _WHOLE.get(path.rpartition(".")[2]))
+                handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
                 handles.append(module.register_forward_hook(attention.end_module))
         with attention:
             yield
@@ -87,6 +113,10 @@ def run_shared(
         raise
     except Exception as error:
         raise ranks.broken(error) from error
+
+
+def _plan_of(kind: Any) -> tuple[SequencePart, ...]:
+    return _PLANS.get(kind.__name__) or sequence_plan(kind)
 
 
 def _is_at(path: str, pattern: str) -> bool:
@@ -146,20 +176,23 @@ class _SharedAttention(TorchFunctionMode):
     def __init__(self, group: RankGroup, order: torch.Tensor | None) -> None:
         super().__init__()
         self._group, self._order = group, order
-        self._has_whole_keys = False
+        self._whole: Whole | None = None
 
-    def begin_module(self, module: torch.nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """Note that the keys of an attention are a text's, which each rank has whole."""
-        self._has_whole_keys = _given(module, inputs, options).get(_TEXT) is not None
+    def begin_module(
+        self, whole: Whole | None, module: torch.nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> None:
+        """Note what each rank has whole of an attention: by default the keys of a text."""
+        has_text = _given(module, inputs, options).get(_TEXT) is not None
+        self._whole = whole or ("keys" if has_text else None)
 
     def end_module(self, *_: Any) -> None:
         """Note the end of that attention."""
-        self._has_whole_keys = False
+        self._whole = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention and not self._has_whole_keys:
+        if func is F.scaled_dot_product_attention and self._whole != "keys":
             return self._attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -175,6 +208,11 @@ class _SharedAttention(TorchFunctionMode):
         if query.shape[1] % count:
             raise CannotShare(f"{query.shape[1]} heads are no multiple of {count} ranks")
         mask = None if attn_mask is None else self._whole_mask(attn_mask, query.shape[1], key.shape[2])
+        if self._whole == "queries":
+            own = query.chunk(count, dim=1)[self._group.place.sequence]
+            key, value = self._heads(torch.stack([key, value]))
+            attended = F.scaled_dot_product_attention(own, key, value, attn_mask=mask, **options)
+            return torch.cat(list(self._group.gather(attended, _AXIS)), dim=1)
         if query.shape[2] == key.shape[2]:
             query, key, value = self._heads(torch.stack([query, key, value])).unbind()
         else:
@@ -194,9 +232,9 @@ class _SharedAttention(TorchFunctionMode):
         if mask.dim() == 4 and mask.shape[1] == num_heads > 1:
             mask = mask.chunk(count, dim=1)[self._group.place.sequence]
         if mask.shape[-2] != 1:
-            raise ValueError(f"a mask {list(mask.shape)} came, expected one of keys alone")
+            raise CannotShare(f"a mask {list(mask.shape)} came, expected one of keys alone")
         if mask.shape[-1] == num_keys:  # of this rank's keys: all ranks have masks of one shape
             return torch.cat(list(self._group.gather(mask.contiguous(), _AXIS)), dim=-1)
         if self._order is None or mask.shape[-1] != len(self._order):
-            raise ValueError(f"a mask {list(mask.shape)} came, expected one of {num_keys} keys")
+            raise CannotShare(f"a mask {list(mask.shape)} came, expected one of {num_keys} keys")
         return mask[..., self._order.to(mask.device)]

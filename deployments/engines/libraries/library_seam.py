@@ -344,8 +344,3 @@ def sequence_plan(kind: type[nn.Module]) -> tuple[SequencePart, ...]:
         else:
             return ()
     return tuple(found)
-
-
-def is_text_shared(kind: Any) -> bool:
-    """Return whether ranks share the tokens of a text, too, by the plan of a class; if not, each has all of them."""
-    return any("encoder_hidden_states" in part.inputs for part in sequence_plan(kind))

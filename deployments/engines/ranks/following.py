@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from deployments.engines.ranks.group import Plan, RankGroup, RankLost
 
@@ -11,12 +14,37 @@ TO = "to"  # the key of a plan that names its channel
 Follower = Callable[[Plan], None]
 
 
+@dataclass(slots=True)
+class KeptThings:
+    """What followers keep of rank 0's things, by numbers: as long as rank 0 itself has each of them."""
+
+    _things: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _next: Iterator[int] = field(default_factory=itertools.count)
+
+    def number_of(self, thing: Any) -> tuple[int, bool]:
+        """Return the number of a thing, and whether it is new: then the followers get the thing with it."""
+        for number, known in self._things.items():
+            if known() is thing:
+                return number, False
+        number = next(self._next)
+        self._things[number] = weakref.ref(thing)
+        return number, True
+
+    def gone(self) -> list[int]:
+        """Return the numbers of things that are no more, for the followers to let go of; once."""
+        found = [number for number, known in self._things.items() if known() is None]
+        for number in found:
+            del self._things[number]
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class RankChannel:
-    """A group as one engine has it: what it says goes to the followers of its name."""
+    """A group as its engines have it: what they say goes to the followers of its name, which keep some of it."""
 
     group: RankGroup
     name: str
+    kept: KeptThings = field(default_factory=KeptThings, compare=False)
 
     def say(self, plan: Plan) -> None:
         """Tell the followers of a step. Of rank 0."""

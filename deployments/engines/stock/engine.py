@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -81,7 +81,7 @@ class StockEngine:
 
     Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
     do with the steps of other engines. `memory` lends what calls of modules take (`StockRequest.forward_bytes`).
-    Other `ranks` compute parts of the calls of these denoisers, but for requests with adapters.
+    Other `ranks` compute parts of the calls of these denoisers, but for requests with images as prompts.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StockEngine:
         """Take in a request. Raises EngineError for options that the class does not take."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        ranks = {} if request.adapters or request.image_prompts else self._ranks
+        ranks = {} if request.image_prompts else self._ranks
         run = _Run(self.model, request, self.inputs, self._adapted, self._turn, self._memory, ranks)
         self._runs[request.request_id] = run
 
@@ -311,7 +311,7 @@ class _Run:
         hooks = [module.register_forward_pre_hook(begin) for module in modules]
         hooks += [block.register_forward_pre_hook(begin_block) for block in blocks if block not in modules]
         borrowed.take()
-        self._put_ranks()
+        self._put_ranks(spans)
         self._put_lenders(borrowed)
         try:
             with applied_adapters(spans, by_keyword=True):
@@ -335,11 +335,11 @@ class _Run:
         finally:
             borrowed.take()
 
-    def _put_ranks(self) -> None:
-        """Make this call's denoisers run on all ranks."""
+    def _put_ranks(self, spans: Sequence[AdaptedSpan]) -> None:
+        """Make this call's denoisers run on all ranks, with the request's LoRAs."""
         for name, channel in self._ranks.items():
             module: Any = self._model.modules[name]
-            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module), module.forward)
+            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module, spans), module.forward)
 
     def _ranked(self, calls: LeadingCalls, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)  # some callers inspect its parameters

@@ -3,7 +3,8 @@
 The pipeline runs on rank 0, and the arguments of a call go to the others: tensors and plain values. A pipeline that
 calls its denoiser once for each branch of guidance has the second call computed beside the first one: its arguments
 are guessed by the steps before, and the result is taken only where they were right. What ranks cannot divide is
-computed by rank 0 alone.
+computed by rank 0 alone. LoRAs of a request go to the others with its first call, whole, and stay as long as rank 0 has
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -20,21 +21,25 @@ from torch import nn
 
 from deployments.engines.costs.memory_limits import is_out_of_memory
 from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES, CannotShare, run_shared
+from deployments.engines.nn.feature_maps import Gains, MappedPair, Mixed, Turns
+from deployments.engines.nn.lora import AdaptedSpan, FittedPairs, applied_adapters
 from deployments.engines.ranks.following import TO, RankChannel
 from deployments.engines.ranks.group import Plan, RankGroup, RankLost, forms_of
 from deployments.engines.ranks.outcomes import gather_results
+from weights.operations.adapters import LoraPair
 
 Forward = Callable[..., Any]
 Shape = tuple[torch.Size, ...]  # of all tensors of a call
 DENOISERS: Final = ("transformer", "transformer_2", "unet")
 # Classes of diffusers whose calls give by rows what one rank gives (test_ranked_calls), and those that pipelines call
 # once for each branch of guidance, whose calls leave nothing for the next. Others have not been tried.
-DIVIDED_CLASSES: Final = frozenset(
+FRAMED_CLASSES: Final = frozenset({"UNetMotionModel"})  # a row has a text for each of its frames
+DIVIDED_CLASSES: Final = FRAMED_CLASSES | frozenset(
     {
         *("AuraFlowTransformer2DModel", "BriaFiboTransformer2DModel", "BriaTransformer2DModel"),
         *("CogVideoXTransformer3DModel", "CogView3PlusTransformer2DModel", "DiTTransformer2DModel"),
         *("DreamLiteUNetModel", "ErnieImageTransformer2DModel", "HunyuanDiT2DModel", "I2VGenXLUNet"),
-        *("Kandinsky3UNet", "LTXVideoTransformer3DModel"),
+        *("Kandinsky3UNet", "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel"),
         *("LatteTransformer3DModel", "LuminaNextDiT2DModel", "MochiTransformer3DModel", "PRXTransformer2DModel"),
         *("PixArtTransformer2DModel", "SD3Transformer2DModel", "SanaTransformer2DModel"),
         *("SanaVideoTransformer3DModel", "StableAudioDiTModel", "UNet2DConditionModel", "UNet3DConditionModel"),
@@ -51,10 +56,13 @@ REPEATED_CLASSES: Final = frozenset(
         *("WanTransformer3DModel", "WanVACETransformer3DModel"),
     }
 )
+# With one of these beside it, a pipeline makes a denoiser of its own of a plain UNet: that is rank 0's alone.
+REMAKING_CLASSES: Final = frozenset({"ControlNetXSAdapter", "MotionAdapter"})
 _AXIS: Final = "cfg"
 _TIMESTEP: Final = "timestep"
 _TENSOR: Final = "tensor"
 _MAX_MISSES: Final = 3  # wrong guesses: no more follow
+_RECORDS: Final[Mapping[str, Any]] = {kind.__name__: kind for kind in (LoraPair, MappedPair, Gains, Turns, Mixed)}
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +101,13 @@ class Call(NamedTuple):
         is_tensor = next(iter(self.form.values()), None) == {_TENSOR: 0} and self.tensors[0].dim() > 0
         return len(self.tensors[0]) if is_tensor else 0
 
-    def rows(self, start: int, stop: int) -> Call:
-        """Return the call with these rows of all tensors that have as many as the first."""
-        count = self.num_rows
-        cut = (one[start:stop] if one.dim() and len(one) == count else one for one in self.tensors)
+    def rows(self, start: int, stop: int, *, has_frames: bool = False) -> Call:
+        """Return the call with these rows of all tensors that have as many as the first, or several for each row."""
+        count, cut = self.num_rows, list[torch.Tensor]()
+        for one in self.tensors:
+            each, rest = divmod(len(one), count) if one.dim() else (0, 0)
+            is_by_row = not rest and (each == 1 or (each > 1 and has_frames))
+            cut.append(one[start * each : stop * each] if is_by_row else one)
         return self._replace(tensors=tuple(cut))
 
     def is_at_step_of(self, other: Call) -> bool:
@@ -156,16 +167,23 @@ class NextCalls:
 
 
 class LeadingCalls:
-    """The calls of one pipeline's denoiser, on rank 0: its own `forward`, to which calls of it within `run` come."""
+    """The calls of one pipeline's denoiser, on rank 0: its own `forward`, to which calls of it within `run` come.
 
-    def __init__(self, ranks: RankChannel, module: Any) -> None:
+    There the adapters of `spans` are in place, on all rows; the other ranks put in those that change this denoiser.
+    """
+
+    def __init__(self, ranks: RankChannel, module: Any, spans: Sequence[AdaptedSpan] = ()) -> None:
         self._ranks, self._module = ranks, module
+        paths = {part: path for path, part in module.named_modules()}
+        uses = [use for span in spans for use in span.uses if use[1]]
+        self._adapters = [(pairs, strength) for pairs, strength in uses if next(iter(pairs)) in paths]
+        self._paths = paths if self._adapters else {}
         self._forward: Forward = module.forward
         self._processors = _processors_of(module)
         self._guesses = NextCalls()
-        self._ahead: tuple[Call, torch.Tensor] | None = None  # a guessed call, and its result
+        self._ahead: tuple[Call, torch.Tensor] | None = None  # a guessed call, and its results
         self._unshared: set[Shape] = set()  # shapes whose tokens ranks cannot divide
-        self._as_asked: Callable[[torch.Tensor], Any] = _as_tuple  # the last answer's form
+        self._as_asked: Callable[[torch.Tensor], Any]  # the last answer's form
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Return `forward(*inputs, **options)`, of which ranks compute a part each.
@@ -183,8 +201,9 @@ class LeadingCalls:
         group, kind = self._ranks.group, type(self._module).__name__
         parts, guess = [call], None
         if group.size(_AXIS) > 1 and kind in DIVIDED_CLASSES and call.num_rows > 1:
-            middle = call.num_rows // 2
-            parts = [call.rows(0, middle), call.rows(middle, call.num_rows)]
+            middle, has_frames = call.num_rows // 2, kind in FRAMED_CLASSES
+            ends = (0, middle), (middle, call.num_rows)
+            parts = [call.rows(*part, has_frames=has_frames) for part in ends]
         elif group.size(_AXIS) > 1 and kind in REPEATED_CLASSES:
             guess = self._guesses.guess(call)
             parts += [] if guess is None else [guess]
@@ -218,8 +237,9 @@ class LeadingCalls:
         tensors = list({id(one): one for part in parts for one in part.tensors}.values())
         places = {id(one): place for place, one in enumerate(tensors)}
         said = [[part.form, [places[id(one)] for one in part.tensors]] for part in parts]
-        plan = {"forms": forms_of(tensors), "parts": said, "shares": shares, "threads": torch.get_num_threads()}
-        self._ranks.say(plan)
+        adapters = self._said_adapters(tensors)
+        plan = {"forms": forms_of(tensors), "parts": said, "adapters": adapters, "shares": shares}
+        self._ranks.say({**plan, "threads": torch.get_num_threads()})
         self._ranks.group.spread(tensors)
         own = _Share(self._ranks, self._module, parts)
         found = own.results(self._own_call, shares=shares)
@@ -227,9 +247,21 @@ class LeadingCalls:
             self._unshared.add(shape)
         return found
 
+    def _said_adapters(self, tensors: list[torch.Tensor]) -> Plan:
+        """Return what to say of the adapters, and put the tensors of those that are new behind the others."""
+        kept, uses, new = self._ranks.kept, [], []
+        for pairs, strength in self._adapters:
+            number, is_new = kept.number_of(pairs)
+            uses.append([number, strength])
+            if is_new:
+                form = {self._paths[layer]: _packed(pair, tensors) for layer, pair in pairs.items()}
+                new.append([number, form])
+        return {"uses": uses, "new": new, "gone": kept.gone()}
+
     def _own_call(self, **options: Any) -> Any:
         found = self._module(**options)  # not its `forward` alone: tokens are cut by hooks
-        self._as_asked = _as_tuple if isinstance(found, tuple) else partial(_as_record, type(found), next(iter(found)))
+        names = None if isinstance(found, tuple) else tuple(found)
+        self._as_asked = partial(_as_asked, type(found), names, [one.shape[1:] for one in _outputs_of(found)])
         return found
 
 
@@ -238,24 +270,36 @@ class CallsFollower:
 
     def __init__(self, group: RankGroup, module: Any) -> None:
         self._group, self._module = group, module
+        self._adapters: dict[int, FittedPairs] = {}  # by number
 
     def __call__(self, plan: Plan) -> None:
         """Compute this rank's part of a call. An error of its own is rank 0's to know. Raises RankLost."""
         group, device = self._group, self._module.device
         tensors = [one.to(device) for one in group.receive(plan["forms"])]
+        self._keep(plan["adapters"], tensors)
         if group.place.cfg >= len(plan["parts"]) or (group.place.sequence and not plan["shares"]):
             return
         if torch.get_num_threads() != plan["threads"]:
             torch.set_num_threads(plan["threads"])
         parts = [Call(form, tuple(tensors[place] for place in places)) for form, places in plan["parts"]]
+        uses = [(self._adapters[number], strength) for number, strength in plan["adapters"]["uses"]]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), applied_adapters([AdaptedSpan(uses)], by_keyword=True):
                 share = _Share(RankChannel(group, plan[TO]), self._module, parts)
                 share.results(self._module, shares=plan["shares"])
         except RankLost:
             raise
         except Exception as error:
             logger.warning("a call of another rank failed: %s", error)
+
+    def _keep(self, said: Plan, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep the adapters that are new, and let go of those that rank 0 has no more."""
+        for number in said["gone"]:
+            del self._adapters[number]
+        for number, form in said["new"]:
+            layers = {path: self._module.get_submodule(path) for path in form}
+            pairs = {layers[path]: _unpacked(pair, tensors) for path, pair in form.items()}
+            self._adapters[number] = FittedPairs(pairs)
 
 
 class _Share:
@@ -286,11 +330,7 @@ class _Share:
         return found
 
     def _computed(self, run: Forward) -> torch.Tensor:
-        found = run(**self._own.arguments())
-        if len(found) != 1 or not isinstance(found[0], torch.Tensor):
-            raise TypeError(f"{type(found).__name__} of {len(found)} came, expected one tensor")
-        output: torch.Tensor = found[0]
-        return output
+        return _joined(_outputs_of(run(**self._own.arguments())))
 
 
 def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -304,6 +344,8 @@ def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {type(value).__name__: [_packed(one, tensors) for one in value]}
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {"dict": {name: _packed(one, tensors) for name, one in value.items()}}
+    if (kind := type(value).__name__) in _RECORDS:
+        return {kind: {one.name: _packed(getattr(value, one.name), tensors) for one in fields(value)}}
     raise NotPlain(type(value).__name__)
 
 
@@ -313,8 +355,9 @@ def _unpacked(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     ((kind, content),) = form.items()
     if kind == _TENSOR:
         return tensors[content]
-    if kind == "dict":
-        return {name: _unpacked(one, tensors) for name, one in content.items()}
+    if kind == "dict" or kind in _RECORDS:
+        named = {name: _unpacked(one, tensors) for name, one in content.items()}
+        return _RECORDS[kind](**named) if kind in _RECORDS else named
     return (list if kind == "list" else tuple)(_unpacked(one, tensors) for one in content)
 
 
@@ -326,9 +369,27 @@ def _processors_of(module: nn.Module) -> list[Any]:
     return [part.processor for part in module.modules() if hasattr(part, "processor")]
 
 
-def _as_tuple(output: torch.Tensor) -> tuple[torch.Tensor]:
-    return (output,)
+def _outputs_of(answer: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a call's answer. Raises TypeError for another kind of answer."""
+    found = answer if isinstance(answer, tuple) else answer.to_tuple()
+    if not found or not all(isinstance(one, torch.Tensor) for one in found):
+        raise TypeError(f"{type(answer).__name__} of {len(found)} came, expected tensors")
+    return tuple(found)
 
 
-def _as_record(kind: Any, name: str, output: torch.Tensor) -> Any:
-    return kind(**{name: output})
+def _joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensors of an answer as one, whose rows have those of all of them. Raises TypeError."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if len({one.dtype for one in outputs}) > 1:
+        raise TypeError(f"{', '.join(str(one.dtype) for one in outputs)} came, expected tensors of one type")
+    return torch.cat([one.flatten(1) for one in outputs], dim=1)
+
+
+def _as_asked(kind: Any, names: Sequence[str] | None, shapes: Sequence[torch.Size], joined: torch.Tensor) -> Any:
+    """Return `joined` as tensors with rows of these shapes: a tuple, or a record of that kind with these `names`."""
+    outputs = [joined]
+    if len(shapes) > 1:
+        parts = torch.split(joined, [shape.numel() for shape in shapes], dim=1)
+        outputs = [part.reshape(len(joined), *shape) for part, shape in zip(parts, shapes, strict=True)]
+    return tuple(outputs) if names is None else kind(**dict(zip(names, outputs, strict=True)))

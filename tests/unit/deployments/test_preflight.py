@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,8 +17,9 @@ from kit.programs import Classifier, export_classifier
 from safetensors.torch import load_file, save_file
 
 from cluster.registry.importing import import_checkpoint
+from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
-from deployments.preflight import check_config
+from deployments.preflight import check_config, computed_by_rank_0
 from weights.operations.intake import import_model
 from weights.storage.store import WeightStore
 
@@ -99,6 +101,44 @@ def test_a_language_model_that_ranks_cannot_divide_is_refused_with_its_numbers(m
     assert found.keys() == {"models.1.path"}
     assert "worker.ranks: 4 query heads cannot be divided among 3 ranks (tensor 3)" in found["models.1.path"]
     assert mistakes(ray={"num_cpus": 9}, worker={"ranks": {"tensor": 2}}, models=[FLUX, ADDER]) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "class_name", "parts", "said"),
+    [
+        ({"sequence": 2}, "LTX2Pipeline", {"transformer": "LTX2VideoTransformer3DModel"}, None),
+        ({"cfg": 2}, "LTX2Pipeline", {"transformer": "LTX2VideoTransformer3DModel"}, None),
+        ({"cfg": 2}, "AnimateDiffPipeline", {"unet": "UNetMotionModel", "motion_adapter": "MotionAdapter"}, None),
+        (
+            {"cfg": 2},
+            "AnimateDiffPipeline",
+            {"unet": "UNet2DConditionModel", "motion_adapter": "MotionAdapter"},
+            "m (a AnimateDiffPipeline makes a denoiser of its own)",
+        ),
+        (
+            {"sequence": 2},
+            "StableDiffusionXLPipeline",
+            {"unet": "UNet2DConditionModel"},
+            "m (no plan divides the tokens of a UNet2DConditionModel)",
+        ),
+        (
+            {"cfg": 2},
+            "CosmosTextToWorldPipeline",
+            {"transformer": "CosmosTransformer3DModel"},
+            "m (no plan divides the calls of a CosmosTransformer3DModel)",
+        ),
+        ({"cfg": 2}, "DDPMPipeline", {}, "m (a DDPMPipeline has no denoiser that ranks know)"),
+        ({"tensor": 2}, "DDPMPipeline", {}, None),
+    ],
+)
+def test_models_that_one_rank_computes_alone_are_told_with_the_reason(
+    ranks: dict[str, int], class_name: str, parts: dict[str, str], said: str | None
+) -> None:
+    config = ClusterConfig.model_validate({"store": {"path": "store"}, "models": [FLUX], "worker": {"ranks": ranks}})
+    components = [SimpleNamespace(name=name, class_name=kind) for name, kind in parts.items()]
+    checkpoint = SimpleNamespace(kind="diffusion", class_name=class_name, components=components)
+    sources: Any = {"m": SimpleNamespace(checkpoint=checkpoint)}
+    assert list(computed_by_rank_0(config, sources)) == ([] if said is None else [said])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -102,6 +104,46 @@ def ltx() -> Case:
     }
 
 
+def ltx2(rope_type: str = "split") -> Case:
+    """Its sound has a number of tokens that no ranks divide, and so may its text."""
+    model = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_attention_heads=4, attention_head_dim=8, cross_attention_dim=32,
+        audio_in_channels=6, audio_out_channels=6, audio_num_attention_heads=4, audio_attention_head_dim=4,
+        audio_cross_attention_dim=16, num_layers=2, caption_channels=16, rope_type=rope_type,
+        rope_double_precision=False, use_keyframes_abs_pos_embedding=True,
+    )  # fmt: skip
+    mask = torch.ones(ROWS, TEXT - 1)
+    mask[1, 11:] = 0
+    return model, {
+        "hidden_states": random(ROWS, 24, 8),
+        "audio_hidden_states": random(ROWS, 7, 6),
+        "encoder_hidden_states": random(ROWS, TEXT - 1, 16),
+        "audio_encoder_hidden_states": random(ROWS, TEXT - 1, 16),
+        **{"encoder_attention_mask": mask, "audio_encoder_attention_mask": mask},
+        "timestep": torch.rand(ROWS, 24) * 1000,
+        "audio_timestep": torch.tensor([700.0, 200.0]),
+        "video_keyframes_mask": torch.randint(0, 2, (ROWS, 24, 1)),
+        **{"num_frames": 2, "height": 3, "width": 4, "audio_num_frames": 7},
+    }
+
+
+def helios(**own: Any) -> Case:
+    """Its last frames are tokens as well, and those of long ago few."""
+    model = diffusers.HeliosTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=12, in_channels=16, out_channels=16,
+        text_dim=16, freq_dim=16, ffn_dim=16, num_layers=2, rope_dim=(4, 4, 4), **own,
+    )  # fmt: skip
+    frames = torch.arange(4).expand(ROWS, -1)
+    return model, {
+        "hidden_states": random(ROWS, 16, 2, 4, 8),
+        "encoder_hidden_states": random(ROWS, TEXT - 1, 16),
+        "timestep": torch.tensor([700, 200]),
+        "indices_hidden_states": frames[:, 2:],
+        "indices_latents_history_short": frames[:, :2],
+        "latents_history_short": random(ROWS, 16, 2, 4, 8),
+    }
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "FluxTransformer2DModel": flux,
     "Flux2Transformer2DModel": flux2,
@@ -109,15 +151,25 @@ CASES: dict[str, Callable[[], Case]] = {
     "WanTransformer3DModel": lambda: of_wan(diffusers.WanTransformer3DModel),
     "ChronoEditTransformer3DModel": lambda: of_wan(diffusers.ChronoEditTransformer3DModel),
     "LTXVideoTransformer3DModel": ltx,
+    "LTX2VideoTransformer3DModel": ltx2,
+    "HeliosTransformer3DModel": helios,
 }
+FORMS = {**CASES, "LTX-2 as it was at first": lambda: ltx2("interleaved")}
+PLAN = "\n    _cp_plan = {\n"
+UNSERVED = {"MiniMaxH3Transformer3DModel"}  # no pipeline class of diffusers has it
 
 
 def test_each_class_that_may_share_is_judged() -> None:
     assert CASES.keys() == SHARED_CLASSES
+    files = [file.read_text("utf-8") for file in Path(diffusers.__file__).parent.glob("models/**/*.py")]
+    planned = {
+        re.findall(r"^class (\w+)", text[: text.index(PLAN)], re.MULTILINE)[-1] for text in files if PLAN in text
+    }
+    assert planned == SHARED_CLASSES | UNSERVED
 
 
 def made(name: str) -> Case:
-    model, inputs = CASES[name]()
+    model, inputs = FORMS[name]()
     model.eval().requires_grad_(False)
     for parameter in model.parameters():  # some begin as zeros, behind which nothing is seen
         parameter += 0.1 * torch.randn_like(parameter)
@@ -133,21 +185,22 @@ def cloned(model: Any) -> Any:
 
 @pytest.mark.drawn(over="count")
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_shared_forward_is_that_of_one_rank(name: str, count: int) -> None:
     """Attention sums the keys in another order: float32 differs by that alone."""
     model, inputs = made(name)
-    expected = model(**inputs, return_dict=False)[0]
+    expected = model(**inputs, return_dict=False)
 
-    def rank_of(group: RankGroup) -> tuple[torch.Tensor, int]:
+    def rank_of(group: RankGroup) -> tuple[tuple[torch.Tensor, ...], int]:
         own = cloned(model)
         with torch.no_grad(), shared_sequence(own, group):
-            found = own(**inputs, return_dict=False)[0]
+            found = own(**inputs, return_dict=False)
         return found, group.sent_bytes["sequence"]
 
     for found, sent in run_ranks(RankLayout(sequence=count), rank_of):
-        assert found.shape == expected.shape
-        assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape
+            assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
         assert sent > 0
 
 
@@ -168,3 +221,24 @@ def test_tokens_or_heads_that_are_no_multiple_are_told_on_each_rank(name: str) -
 
     for found in run_ranks(RankLayout(sequence=5), rank_of):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "given", "said"),
+    [
+        (flux, {"joint_attention_kwargs": {"attention_mask": torch.zeros(1, 1, 40, 40)}}, r"a mask \[1, 1, 40, 40\]"),
+        (lambda: helios(is_amplify_history=True), {}, "with is_amplify_history counts its tokens"),
+    ],
+)
+def test_what_an_attention_needs_of_all_tokens_is_told_on_each_rank(
+    case: Callable[[], Case], given: dict[str, Any], said: str
+) -> None:
+    model, inputs = case()
+    model.requires_grad_(False)
+
+    def rank_of(group: RankGroup) -> None:
+        own = cloned(model)
+        with torch.no_grad(), pytest.raises(CannotShare, match=said), shared_sequence(own, group):
+            own(**inputs, **given)
+
+    run_ranks(RankLayout(sequence=2), rank_of)

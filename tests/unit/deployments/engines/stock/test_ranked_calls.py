@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,12 @@ from kit.ranks import run_ranks
 from kit.tiny.pipelines import saved
 from kit.tiny.requests import case_of, request_to
 from torch import nn
+from unit.deployments.engines.stock.test_stock_adapters import denoiser_of, use_of, write_lora
 from unit.deployments.engines.stock.test_stock_pipelines import load
 
 from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES
+from deployments.engines.nn.feature_maps import Gains, MappedPair, Mixed, Turns
+from deployments.engines.nn.lora import AdaptedSpan, FittedPairs, applied_adapters
 from deployments.engines.ranks.following import RankChannel, follow
 from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.ranks.layout import RankLayout
@@ -29,6 +35,7 @@ from deployments.engines.stock.ranked_calls import (
     LeadingCalls,
     computes_calls,
 )
+from weights.operations.adapters import LoraPair
 
 PAIR = RankLayout(cfg=2)
 # A pipeline of each class of denoisers whose calls ranks divide.
@@ -52,6 +59,7 @@ GUIDED = {
     "Kandinsky3UNet": "Kandinsky3Pipeline",
     "Kandinsky5Transformer3DModel": "Kandinsky5I2VPipeline",
     "Krea2Transformer2DModel": "Krea2Pipeline",
+    "LTX2VideoTransformer3DModel": "LTX2Pipeline",
     "LTXVideoTransformer3DModel": "LTXConditionPipeline",
     "LatteTransformer3DModel": "LattePipeline",
     "LongCatAudioDiTTransformer": "LongCatAudioDiTPipeline",
@@ -71,11 +79,16 @@ GUIDED = {
     "UNet2DConditionModel": "CycleDiffusionPipeline",
     "UNet3DConditionModel": "TextToVideoSDPipeline",
     "UNetControlNetXSModel": "StableDiffusionControlNetXSPipeline",
+    "UNetMotionModel": "AnimateDiffPipeline",
     "UNetSpatioTemporalConditionModel": "StableVideoDiffusionPipeline",
     "WanTransformer3DModel": "LucyEditPipeline",
     "WanVACETransformer3DModel": "WanVACEPipeline",
 }
-SHARED = ("WanPipeline", "LTXPipeline", "ChronoEditPipeline", "FluxControlPipeline", "Flux2KleinPipeline")
+SHARED = (
+    *("WanPipeline", "LTXPipeline", "ChronoEditPipeline", "FluxControlPipeline", "Flux2KleinPipeline"),
+    *("LTX2Pipeline", "HeliosPipeline"),
+)
+LARGER = {"HeliosPipeline": {"height": 64, "width": 64}}  # or its frames of long ago are an odd number of tokens
 STEPS = 3  # the second one is the first whose calls can be guessed
 
 
@@ -95,8 +108,10 @@ def differences(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def compared(self: LeadingCalls, *inputs: Any, **options: Any) -> Any:
         output, expected = run(self, *inputs, **options), self._forward(*inputs, **options)
-        assert (type(output), output[0].shape) == (type(expected), expected[0].shape)
-        found.append(float((output[0] - expected[0]).abs().max() / expected[0].abs().max()))
+        assert (type(output), len(output)) == (type(expected), len(expected))
+        for one, other in ((output[place], expected[place]) for place in range(len(expected))):
+            assert one.shape == other.shape
+            found.append(float((one - other).abs().max() / other.abs().max()))
         return output
 
     monkeypatch.setattr(LeadingCalls, "run", compared)
@@ -105,27 +120,44 @@ def differences(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def made_on(layout: RankLayout, class_name: str, folder: Path) -> tuple[Any, dict[Any, int]]:
     """Return the result of a tiny pipeline of that class, and the bytes that rank 0 has sent, by axis."""
-    pipeline = saved(case_of(class_name)[0], folder)
+    results, sent, _ = all_made_on(layout, class_name, folder, saved(case_of(class_name)[0], folder), [dict])
+    return results[-1], sent
+
+
+def all_made_on(
+    layout: RankLayout, class_name: str, folder: Path, pipeline: Any, uses: list[Callable[[], Mapping[str, Any]]]
+) -> tuple[list[Any], dict[Any, int], int]:
+    """Return the results of the same request with other fields each time, the bytes that rank 0 has sent, by axis, and
+    the number of adapters that the others still have."""
     request = request_to(class_name, pipeline)
     if "num_inference_steps" in request.fields:
-        request.fields["num_inference_steps"] = STEPS  # type: ignore[index]
+        request = replace(
+            request, fields={**request.fields, "num_inference_steps": STEPS, **LARGER.get(class_name, {})}
+        )
     models = [load(folder) for _ in range(layout.size)]
 
     def rank_of(group: RankGroup) -> Any:
         modules = {name: one for name, one in models[group.rank].modules.items() if name in DENOISERS}
         if group.rank:
-            return follow(group, {name: CallsFollower(group, module) for name, module in modules.items()})
+            followers = {name: CallsFollower(group, module) for name, module in modules.items()}
+            follow(group, followers)
+            return sum(len(one._adapters) for one in followers.values())
         engine = StockEngine(models[0], ranks={name: RankChannel(group, name) for name in modules})
-        engine.add_request(request)
-        outputs: list[Any] = []
-        while engine.has_work:
-            outputs = engine.step()
-            for error in engine.failures.values():
-                raise error
+        results = []
+        for use in uses:
+            gc.collect()
+            engine.add_request(replace(request, **use()))
+            outputs: list[Any] = []
+            while engine.has_work:
+                outputs = engine.step()
+                for error in engine.failures.values():
+                    raise error
+            results.append(outputs[-1])
         group.close()
-        return outputs[-1], dict(group.sent_bytes)
+        return results, dict(group.sent_bytes)
 
-    return run_ranks(layout, rank_of)[0]
+    (results, sent), *kept = run_ranks(layout, rank_of)
+    return results, sent, sum(kept)
 
 
 def test_each_class_whose_calls_are_divided_is_judged() -> None:
@@ -151,6 +183,30 @@ def test_tokens_of_a_call_are_shared(
     _, sent = made_on(layout, class_name, tmp_path)
     assert max(differences) <= 1e-5
     assert sent["sequence"] > 0
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("class_name", "layout"),
+    [
+        *(("CogView4Pipeline", PAIR), ("LTXPipeline", PAIR), ("PixArtSigmaPipeline", PAIR)),
+        *(("WanPipeline", RankLayout(sequence=2)), ("WanPipeline", RankLayout(cfg=2, sequence=2))),
+    ],
+)
+def test_a_lora_is_on_all_ranks_for_its_request_alone(
+    class_name: str, layout: RankLayout, tmp_path: Path, differences: list[float]
+) -> None:
+    """Rank 0 says it once, and the others let go of it when rank 0 does."""
+    pipeline = saved(case_of(class_name)[0], tmp_path / "model")
+    files = [write_lora(tmp_path / f"{name}.safetensors", pipeline, denoiser_of(pipeline)[0]) for name in "ab"]
+    loras = [lambda file=file: use_of(file) for file in files]
+    results, sent, num_kept = all_made_on(layout, class_name, tmp_path / "model", pipeline, [dict, *loras, dict])
+    plain, first, second, last = (one.images.astype(int) for one in results)
+    assert max(differences) <= (0 if layout == PAIR and class_name == "CogView4Pipeline" else 1e-5)
+    assert all(sent[axis] > 0 for axis in ("cfg", "sequence") if getattr(layout, axis) > 1)
+    assert (plain == last).all()
+    assert all((one != other).any() for one, other in ((plain, first), (plain, second), (first, second)))
+    assert num_kept == 0
 
 
 def test_tokens_that_cannot_be_divided_are_computed_by_each_and_told_once(
@@ -262,6 +318,54 @@ def test_an_error_of_another_rank_is_its_calls_alone(monkeypatch: pytest.MonkeyP
         return found
 
     assert torch.equal(led(lead), 2 + torch.eye(2, 3))
+
+
+class Matrix(nn.Module):
+    """A denoiser of one layer."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return (self.layer(hidden_states),)
+
+
+def pairs_of_each_kind() -> dict[str, LoraPair]:
+    down, up, turns = torch.randn(2, 4), torch.randn(4, 2), torch.linalg.qr(torch.randn(1, 2, 2, 2)).Q
+    empty = torch.empty(0, 4), torch.empty(4, 0), 0.5
+    return {
+        "with a bias": LoraPair(down, up, 0.5, bias=torch.randn(4)),
+        "by rows": LoraPair(down, up, 0.5, magnitude=torch.rand(4) + 1),
+        "by columns": LoraPair(down, up, 0.5, magnitude=torch.rand(4) + 1, by_input=True),
+        "gains": MappedPair(*empty, features=Gains(torch.randn(4), of_inputs=True)),
+        "turns": MappedPair(*empty, features=Turns(turns, torch.rand(4))),
+        "mixed": MappedPair(down, up, 0.5, features=Mixed(torch.randn(2, 4), torch.randn(4, 2))),
+    }
+
+
+@pytest.mark.parametrize("kind", pairs_of_each_kind())
+def test_each_kind_of_adapter_goes_to_the_other_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked_calls, "DIVIDED_CLASSES", frozenset({"Matrix"}))
+    module, pair, latents = Matrix(), pairs_of_each_kind()[kind], torch.randn(2, 4)
+    modules = [module, copy.deepcopy(module)]
+
+    def rank_of(group: RankGroup) -> Any:
+        own = modules[group.rank]
+        if group.rank:
+            return follow(group, {"tiny": CallsFollower(group, own)})
+        spans = [AdaptedSpan([(FittedPairs({own.layer: pair}), 0.8)])]
+        with applied_adapters(spans):
+            expected = own(latents)[0]
+            (found,) = LeadingCalls(RankChannel(group, "tiny"), own, spans).run(latents)
+        group.close()
+        return found, expected
+
+    found, expected = run_ranks(PAIR, rank_of)[0]
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, module.layer(latents))
 
 
 def while_there_is_work(engine: StockEngine) -> None:
