@@ -29,7 +29,7 @@ def test_one_rank_exchanges_with_itself(device: torch.device) -> None:
 
 
 def test_two_devices_exchange(device: torch.device, second_device: torch.device) -> None:
-    """What a rank gets is on its own device: sums in the order of the ranks, heads for tokens, and what rank 0 says."""
+    """Results are on a rank's own device: sums in the order of the ranks, heads for tokens, and what rank 0 says."""
     devices, store, layout = (device, second_device), distributed.HashStore(), RankLayout(tensor=2)
     rows, parts = torch.randn(2, 300, 257), torch.randn(2, 2, 7)
 

@@ -31,7 +31,7 @@ class AdapterWriter:
         self._paths: dict[nn.Module, str] = {}
 
     def plan(self, spans: Iterable[Sequence[Use]], tensors: list[torch.Tensor]) -> tuple[Plan, list[Said]]:
-        """Return what to say of adapters, and of each span its uses.
+        """Return the part of a plan for adapters, and the uses of each span by number.
 
         The tensors of those that the other ranks do not have yet are put behind the others that go to them.
         """
