@@ -88,7 +88,8 @@ class Sampler(BaseModel):
     have. Without `adds_noise` the latents of the request have theirs. `eta` and `s_noise` are those of the samplers
     that add noise as they go. With `cfg_norm` what guidance finds clean is in no place longer than what the prompt
     alone finds there, and then multiplied by it: ComfyUI's CFGNorm. With `zeroes_negative` the negative prompt's
-    vectors are all 0: its ConditioningZeroOut.
+    vectors are all 0: its ConditioningZeroOut. With `masks_until` a mask paints at each level of noise where it is as
+    much as that level's share of the times from the first level to this one: its DifferentialDiffusion.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -103,6 +104,7 @@ class Sampler(BaseModel):
     s_noise: _Finite = Field(1.0, ge=0, le=100)
     cfg_norm: _Finite | None = Field(None, ge=0, le=100, description="bounds guidance by the prompt's own prediction")
     zeroes_negative: bool = False
+    masks_until: _Finite | None = Field(None, ge=0, description="the level of noise at which a mask paints everywhere")
 
     @property
     def num_steps(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_serializer
 
 from configs.model import Bytes, StrictModel
 
@@ -15,6 +15,10 @@ class SimulatedConfig(StrictModel):
     link_gbps: float = Field(25.0, gt=0, allow_inf_nan=False, description="speed of the link, in 10^9 bytes per second")
     unsupported_ops: frozenset[str] = Field(frozenset(), description="ops that raise NotImplementedError")
     host_ops: frozenset[str] = Field(frozenset(), description="ops that run on the host, with counted copies")
+
+    @field_serializer("unsupported_ops", "host_ops", when_used="json")
+    def _in_order(self, ops: frozenset[str]) -> list[str]:
+        return sorted(ops)  # the same text in any process, whose sets have an order of their own
 
 
 def parse_simulated(text: str) -> SimulatedConfig:

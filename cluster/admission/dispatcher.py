@@ -119,7 +119,7 @@ class Dispatcher:
         try:
             self._queue.submit(ticket, replace(demand, deadline_s=now_s + demand.deadline_s), now_s)
             self.pump()
-            if self._queue.places.is_unplaced(demand, now_s):
+            if self._queue.places.is_unplaced(demand):
                 self.changed.set()
         except BaseException:  # nobody will call `leave`
             del self._slots[ticket]

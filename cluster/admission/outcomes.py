@@ -6,7 +6,7 @@ Counts are by model and tenant, of a limited number of both. Pure: times are tho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -103,11 +103,6 @@ class _Counts:
     refused: int = 0
 
 
-def _key_of(demand: Demand) -> TenantKey:
-    """Return the key that a request is counted under."""
-    return demand.pool, demand.model, demand.tenant
-
-
 class TenantCounts:
     """The counts of the last used pairs of model and tenant, `MAX_TENANT_LOADS` of them."""
 
@@ -125,15 +120,14 @@ class TenantCounts:
         self._counts_of(demand).refused += 1
 
     def _counts_of(self, demand: Demand) -> _Counts:
-        return self._counts.used(_key_of(demand), _Counts)
+        return self._counts.used((demand.pool, demand.model, demand.tenant), _Counts)
 
-    def loads(self, lines: Iterable[tuple[TenantKey, int, float]], now_s: float) -> tuple[TenantLoad, ...]:
-        """Return the load of each tenant. `lines` gives the number that wait, and the time when the oldest came."""
-        waiting = {key: (number, now_s - first_s) for key, number, first_s in lines}
+    def loads(self, waiting: Mapping[TenantKey, tuple[int, float]], now_s: float) -> tuple[TenantLoad, ...]:
+        """Return the load of each tenant. `waiting` has the number that wait, and the time when the oldest came."""
         found = []
         for key in {**self._counts, **waiting}:
-            known = self._counts.get(key) or _Counts()
-            found.append(TenantLoad(*key, *waiting.get(key, (0, 0.0)), known.started, known.waited_s, known.refused))
+            (number, first_s), known = waiting.get(key, (0, now_s)), self._counts.get(key) or _Counts()
+            found.append(TenantLoad(*key, number, now_s - first_s, known.started, known.waited_s, known.refused))
         return _most_telling(found)
 
 

@@ -20,12 +20,11 @@ class Places:
         self._pools = pools
         self._times = times
         self._placement = Placement()
-        self._holds = True  # the placement, as far as was looked
         self._allowed: dict[tuple[str, str], list[str]] = {}  # by pool and replica: the models that it lets start there
 
     def set_placement(self, placement: Placement) -> None:
         """Let requests start only where `placement` does."""
-        self._placement, self._holds = placement, True
+        self._placement = placement
         self._allowed = {}
         for (pool_name, model), replicas in placement.replicas.items():
             for replica in replicas:
@@ -37,41 +36,39 @@ class Places:
 
     def drop_what_is_over(self, now_s: float) -> None:
         """Drop the placement once its time is over: everything may start everywhere."""
-        if self._holds and now_s >= self._placement.until_s:
-            self._holds = False
-            for pool in self._pools.values():
-                pool.lanes.set_stalled(())
-                pool.look_at_all()
+        if now_s >= self._placement.until_s:
+            self.set_placement(Placement())
 
     def stalled(self, pool: str) -> Collection[str]:
         """Return the models that may start nowhere yet."""
-        return self._placement.unplaced(pool) if self._holds else ()
+        return self._placement.unplaced(pool)
 
     def models_on(self, pool: str, replica: str) -> Collection[str]:
         """Return the models that the placement names for a replica."""
         return self._allowed.get((pool, replica), ())
 
-    def rivals(self, pool: str, replica: str, now_s: float) -> list[str]:
+    def rivals(self, pool: str, replica: str) -> list[str]:
         """Return the models that a replica has and that may start there."""
-        at_hand = self._pools[pool].slots.replicas[replica].recent
-        return self._placement.models_of(pool, replica, at_hand, now_s)
+        at_hand, placed = self._pools[pool].slots.replicas[replica].recent, self._placement.replicas
+        return [model for model in at_hand if replica in placed.get((pool, model), (replica,))]
 
-    def is_unplaced(self, demand: Demand, now_s: float) -> bool:
+    def is_unplaced(self, demand: Demand) -> bool:
         """Return whether the placement has no replica for such a request: it waits for the controller."""
-        return self._placement.replicas_of(demand.pool, demand.model, now_s) == ()
+        return self._placement.replicas.get((demand.pool, demand.model)) == ()
 
     def why_never(self, demand: Demand, now_s: float) -> Refusal | None:
         """Return why a waiting request will never start; None if it may."""
         if demand.deadline_s <= now_s:
             return Refusal("expired")
-        return self._placement.refusal_of(demand.pool, demand.model, now_s)
+        return self._placement.unservable.get((demand.pool, demand.model))
 
     def options(self, waiting: Waiting, full: Collection[str], now_s: float) -> Options:
         """Return the replicas where a request may start, without the `full` ones, and the figures of its model."""
         demand, placement = waiting.demand, self._placement
-        among = self._able(demand, placement.replicas_of(demand.pool, demand.model, now_s), now_s)
+        key = demand.pool, demand.model
+        among = self._able(demand, placement.replicas.get(key), now_s)
         times = self._times.times(demand.model)
-        on_demand = placement.on_demand_of(demand.pool, demand.model, now_s) or {}
+        on_demand = placement.on_demand.get(key, {})
         return Options(
             among and [each for each in among if each not in full],
             self._times.switch_s(demand.model),
@@ -89,10 +86,10 @@ class Places:
         able = [name for name in pool.slots.replicas.names() if name not in unable]
         return [name for name in able if among is None or name in among] if able else among
 
-    def is_full(self, pool: str, model: str, now_s: float, full: Collection[str] = ()) -> bool:
+    def is_full(self, pool: str, model: str, full: Collection[str] = ()) -> bool:
         """Return whether the placement has no room for any request of the model, so that none need be tried."""
-        among = self._placement.replicas_of(pool, model, now_s)
-        if among is None or self._placement.refusal_of(pool, model, now_s) is not None:
+        among = self._placement.replicas.get((pool, model))
+        if among is None or (pool, model) in self._placement.unservable:
             return False
         named = [each for each in among if each not in full] if full else among
         return not self._pools[pool].slots.replicas.has_room(LEAST_SHARE, named)

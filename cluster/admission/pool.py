@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
-from cluster.admission.records import Demand, Reason, Refusal, Waiting
+from cluster.admission.records import Demand, Reason, Refusal, TenantKey, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from cluster.admission.shares import Crowd
@@ -48,7 +48,7 @@ class Lanes:
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = Crowd(config)
+        self._crowd = Crowd(config.weight_of)
         self._crowds: dict[str, Crowd] = {}  # by model
 
     def __len__(self) -> int:
@@ -72,6 +72,15 @@ class Lanes:
                 for line in lane.models.values():
                     yield priority, next(iter(line.values())), len(line)
 
+    def counts(self) -> dict[TenantKey, tuple[int, float]]:
+        """Return the number of requests of each model and tenant, and the arrival of the oldest."""
+        found: dict[TenantKey, tuple[int, float]] = {}
+        for _, first, number in self.lines():
+            key = first.demand.pool, first.demand.model, first.demand.tenant
+            before, first_s = found.get(key, (0, math.inf))
+            found[key] = before + number, min(first_s, first.arrived_s)
+        return found
+
     @property
     def cost_s(self) -> float:
         """Replica seconds of all waiting requests."""
@@ -84,7 +93,7 @@ class Lanes:
         self._class(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
         self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, Crowd(self.config)).add(demand.tenant)
+        self._crowds.setdefault(demand.model, Crowd(self.config.weight_of)).add(demand.tenant)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""
@@ -201,7 +210,7 @@ class Lanes:
         for turns in self._classes.values():
             turns.reweigh(config)
         for crowd in (self._crowd, *self._crowds.values()):
-            crowd.reweigh(config)
+            crowd.reweigh(config.weight_of)
 
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""

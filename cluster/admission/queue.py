@@ -237,17 +237,16 @@ class AdmissionQueue:
         waiting: Counter[str] = Counter()
         running: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
-        lines: list[tuple[TenantKey, int, float]] = []
+        lines: dict[TenantKey, tuple[int, float]] = {}
         for pool in self._pools.values():
             running += pool.slots.running()
-            waiting += pool.waiting.num_by_model
-            tenants += pool.waiting.tenants
-            for line in pool.waiting.lines():
-                lines.append(line)
-                (_, model, _), _, first_s = line
-                oldest[model] = min(first_s, oldest.get(model, math.inf))
+            lines |= pool.lanes.counts()
             for model, first_s in pool.waiting.deadlines():
                 earliest[model] = min(first_s, earliest.get(model, math.inf))
+        for (_, model, tenant), (number, first_s) in lines.items():
+            tenants[tenant] += number
+            waiting[model] += number
+            oldest[model] = min(first_s, oldest.get(model, math.inf))
         loads = []
         for model, counts in self._counts:
             times = self._times.times(model) or ModelTimes()

@@ -7,7 +7,7 @@ of one replica add up to at most 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -212,26 +212,9 @@ class Placement:
     chances: Mapping[str, float] = field(default_factory=dict)
     ready: Mapping[str, Collection[str]] = field(default_factory=dict)
 
-    def replicas_of(self, pool: str, model: str, now_s: float) -> tuple[str, ...] | None:
-        """Return the replicas for a model; None for all."""
-        return self.replicas.get((pool, model)) if now_s < self.until_s else None
-
     def unplaced(self, pool: str) -> list[str]:
         """Return the models that may start nowhere yet."""
         return [model for (name, model), replicas in self.replicas.items() if name == pool and not replicas]
-
-    def models_of(self, pool: str, replica: str, models: Iterable[str], now_s: float) -> list[str]:
-        """Return the models that may start on the replica."""
-        allowed = [(model, self.replicas_of(pool, model, now_s)) for model in models]
-        return [model for model, replicas in allowed if replicas is None or replica in replicas]
-
-    def on_demand_of(self, pool: str, model: str, now_s: float) -> Mapping[str, OnDemandSwitch] | None:
-        """Return the switches on demand to a model, by replica; None where it has none."""
-        return self.on_demand.get((pool, model)) if now_s < self.until_s else None
-
-    def refusal_of(self, pool: str, model: str, now_s: float) -> Refusal | None:
-        """Return the refusal of requests for a model; None if they may stay."""
-        return self.unservable.get((pool, model)) if now_s < self.until_s else None
 
 
 @dataclass(frozen=True, slots=True)

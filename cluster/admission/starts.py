@@ -16,7 +16,7 @@ class Starts:
     """The starts of a pool. `held_until_s` is when the first request held back in spite of room elsewhere goes on."""
 
     def __init__(self, name: str, pool: Pool, places: Places, now_s: float) -> None:
-        pool.maybe_open = {model for model in pool.maybe_open if not places.is_full(name, model, now_s)}
+        pool.maybe_open = {model for model in pool.maybe_open if not places.is_full(name, model)}
         self._name, self._pool, self._places, self._now_s = name, pool, places, now_s
         self._models = OpenModels(set(pool.maybe_open))
         self._full: set[str] = set()  # replicas that an earlier request waits for
@@ -45,7 +45,7 @@ class Starts:
         at_hand = self._pool.slots.replicas[where.replica].recent
         if self._now_s >= options.held_until_s or waiting.demand.model in at_hand:
             return waiting
-        rivals = self._places.rivals(self._name, where.replica, self._now_s)
+        rivals = self._places.rivals(self._name, where.replica)
         return self._pool.lanes.beside(waiting, [model for model in rivals if model in self._models.names]) or waiting
 
     def _skip_model(self, model: str, among: Collection[str], until_s: float) -> None:
@@ -61,5 +61,5 @@ class Starts:
         """Try no more requests of models that the last room of these replicas was for."""
         for replica in replicas:
             for model in self._places.models_on(self._name, replica):
-                if model in self._models.names and self._places.is_full(self._name, model, self._now_s, self._full):
+                if model in self._models.names and self._places.is_full(self._name, model, self._full):
                     self._models.close(model)

@@ -1,6 +1,6 @@
-"""The waiting requests, counted by model and tenant, with the oldest arrival and the first deadline. Pure.
+"""The waiting requests by model: how many there are, and the first deadline. Pure.
 
-With n requests waiting a change costs O(log n); a look costs the number of models and tenants, whatever n is.
+With n requests waiting a change costs O(log n); a look costs the number of models, whatever n is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from cluster.admission.records import TenantKey, Waiting
+from cluster.admission.records import Waiting
 
 _MOST_STALE: Final = 64  # stale entries of a heap, beside one for each waiting request
 
@@ -22,9 +22,6 @@ class _Earliest:
     def __init__(self) -> None:
         self._times: dict[int, float] = {}  # by ticket
         self._heap: list[tuple[float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._times)
 
     def add(self, ticket: int, at_s: float) -> None:
         """Count a request."""
@@ -50,41 +47,24 @@ class WaitingBook:
 
     def __init__(self) -> None:
         self.num_by_model: Counter[str] = Counter()
-        self.tenants: Counter[str] = Counter()
-        self._arrivals: dict[TenantKey, _Earliest] = {}
         self._deadlines: dict[str, _Earliest] = {}  # by model, of those that have one
 
     def add(self, waiting: Waiting) -> None:
         """Count a waiting request."""
-        demand = waiting.demand
-        self.num_by_model[demand.model] += 1
-        self.tenants[demand.tenant] += 1
-        key = demand.pool, demand.model, demand.tenant
-        self._arrivals.setdefault(key, _Earliest()).add(waiting.ticket, waiting.arrived_s)
-        if demand.deadline_s < math.inf:
-            self._deadlines.setdefault(demand.model, _Earliest()).add(waiting.ticket, demand.deadline_s)
+        model, deadline_s = waiting.demand.model, waiting.demand.deadline_s
+        self.num_by_model[model] += 1
+        if deadline_s < math.inf:
+            self._deadlines.setdefault(model, _Earliest()).add(waiting.ticket, deadline_s)
 
     def remove(self, waiting: Waiting) -> None:
         """Count a request no more."""
-        demand = waiting.demand
-        for counts, name in ((self.num_by_model, demand.model), (self.tenants, demand.tenant)):
-            counts[name] -= 1
-            if not counts[name]:
-                del counts[name]
-        key = demand.pool, demand.model, demand.tenant
-        self._arrivals[key].discard(waiting.ticket)
-        if not self._arrivals[key]:
-            del self._arrivals[key]
-        if (deadlines := self._deadlines.get(demand.model)) is not None:
-            deadlines.discard(waiting.ticket)
-            if not deadlines:
-                del self._deadlines[demand.model]
-
-    def lines(self) -> Iterator[tuple[TenantKey, int, float]]:
-        """Yield the number of requests of each model and tenant, and the arrival of the oldest."""
-        for key, line in self._arrivals.items():
-            if (first_s := line.first()) is not None:
-                yield key, len(line), first_s
+        model = waiting.demand.model
+        self.num_by_model[model] -= 1
+        if not self.num_by_model[model]:
+            del self.num_by_model[model]
+            self._deadlines.pop(model, None)
+        elif model in self._deadlines:
+            self._deadlines[model].discard(waiting.ticket)
 
     def deadlines(self) -> Iterator[tuple[str, float]]:
         """Yield the earliest deadline of each model."""

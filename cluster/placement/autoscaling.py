@@ -96,13 +96,13 @@ def target_replicas(
     """
     memory = _with_offered(state, _checked(memory, now_s), now_s)
     load = _load_of(state, memory.offered)
-    is_silent = not load.is_used and _is_past(memory.idle_since_s, policy.to_zero_delay_s, now_s)
+    idle_since_s = None if load.is_used else now_s if memory.idle_since_s is None else memory.idle_since_s
+    is_silent = idle_since_s is not None and now_s - idle_since_s >= policy.to_zero_delay_s
     wanted, why_wanted = (0, "") if is_silent else _apply_load(state, load, policy, current, memory.start_s)
     bounded = min(max(wanted, policy.min_workers), policy.max_workers)
     if not (load.is_used or is_silent) and bounded < 1 <= current:
         bounded = min(1, policy.max_workers)
         why_wanted += "; the last worker stays for a while"
-    idle_since_s = None if load.is_used else now_s if memory.idle_since_s is None else memory.idle_since_s
     memory = replace(memory, idle_since_s=idle_since_s)
     target, memory, why_delayed = _apply_delay(bounded, policy, memory, current, now_s)
     target = min(max(target, policy.min_workers), policy.max_workers)
@@ -211,7 +211,7 @@ def _workers_by_bytes(state: ClusterState) -> int:
 
 def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
     """Return the models with the most work for each worker that has them, each as often as it could use a worker."""
-    holders = _holders(state)
+    holders = Counter([id_ for worker in state.workers.values() if not worker.is_draining for id_ in worker.models])
     for worker in state.workers.values():
         if worker.switching_to is not None and worker.switching_to not in worker.models:
             holders[worker.switching_to] += 1
@@ -231,11 +231,6 @@ def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _holders(state: ClusterState) -> Counter[str]:
-    """Return the number of workers that have each model ready, without draining ones."""
-    return Counter([id_ for worker in state.workers.values() if not worker.is_draining for id_ in worker.models])
-
-
 def _is_wanted(model: ModelState) -> bool:
     return model.waiting > 0 or model.rate_long > NEEDED_RATE
 
@@ -243,10 +238,6 @@ def _is_wanted(model: ModelState) -> bool:
 def _checked(memory: ScalingMemory, now_s: float) -> ScalingMemory:
     points = memory.below_since_s, memory.idle_since_s, memory.seen_s
     return memory if all(point is None or 0 <= now_s - point < 1e9 for point in points) else ScalingMemory()
-
-
-def _is_past(since_s: float | None, delay_s: float, now_s: float) -> bool:
-    return since_s is not None and now_s - since_s >= delay_s
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ where the reports say that the model is ready, or will be in a moment: orders fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,7 +18,7 @@ from cluster.admission.records import OnDemandSwitch, Placement, Refusal
 from cluster.placement.autoscaling import Scaling
 from cluster.placement.observing import Observations, Observed
 from cluster.placement.on_demand import chances_of, waits_there
-from cluster.placement.reports import Order, OrderOutcome, Orders, WorkerReport
+from cluster.placement.reports import Order, OrderOutcome, Orders
 from cluster.placement.state import Decision, SwitchPlan, WorkerState
 from cluster.placement.switching import SwitchingPolicy, plan_switches
 from cluster.records.overrides import Overrides
@@ -132,15 +132,12 @@ class Deciding:
             else:
                 del self._given[worker]
         for report in reports.values():
-            self._note_outcomes(report)
-
-    def _note_outcomes(self, report: WorkerReport) -> None:
-        for order in report.taken:
-            if order in self._by_order:
-                self._by_order[order].is_taken = True
-        for outcome in report.outcomes:
-            if outcome.order in self._by_order:
-                self._by_order[outcome.order].outcome = outcome
+            for order in report.taken:
+                if order in self._by_order:
+                    self._by_order[order].is_taken = True
+            for outcome in report.outcomes:
+                if outcome.order in self._by_order:
+                    self._by_order[outcome.order].outcome = outcome
 
     def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> tuple[Decision, ...]:
         """Log the decisions, and give the orders that were not given yet. Return the new decisions."""
@@ -254,8 +251,3 @@ def _lifetime_s(given: _GivenOrder) -> float:
     if given.order.action == "prefetch":
         return PREFETCH_S
     return 0.0 if given.is_taken else UNCONFIRMED_S
-
-
-def newest_first(log: Iterable[LoggedDecision], count: int) -> list[LoggedDecision]:
-    """Return the last decisions."""
-    return list(reversed(list(log)))[:count]

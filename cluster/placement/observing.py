@@ -200,20 +200,11 @@ class Observations:
         if not self._queues.names or self._workers.reports or self._queues.listed(WORKERS):
             return None
         components = self._workers.described.components
-        models = [
-            ModelState(
-                id_,
-                components.get(id_, NOTHING),
-                load.waiting,
-                max(0.0, load.oldest_age_s),
-                rate_short=load.rate_short,
-                rate_long=load.rate_long,
-                service_s=load.service_s or 1.0,
-                slo=self._slo_of(id_),
-            )
+        seen = {
+            id_: _SeenModel(components.get(id_, NOTHING), load, 0.0, True, load.service_s or 1.0, self._slo_of(id_))
             for id_, load in self._queues.loads(WORKERS).items()
-        ]
-        return usable_state(models, ())
+        }
+        return usable_state([_state_of(id_, one) for id_, one in seen.items()], ())
 
     def _model(
         self, id_: str, components: Components, load: ModelLoad | None, backoff: Backoff | None, service_s: float

@@ -77,9 +77,7 @@ class SeenWorkers:
         self.reports: dict[str, WorkerReport] = {}
         self._reported_s: dict[str, float] = {}
         self._seen_s: dict[str, float] = {}  # the last sign of life
-        self._begun: dict[
-            str, tuple[str, float]
-        ] = {}  # the model that a request began to switch to, and when it is ready
+        self._begun: dict[str, tuple[str, float]] = {}  # the model that a request switches to, and when it is ready
         self._resident: dict[str, Components] = {}
         self._states: dict[str, tuple[object, WorkerState]] = {}  # the last state of each, and its inputs
         self.described = DescribedModels()

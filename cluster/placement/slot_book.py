@@ -13,6 +13,7 @@ the controller before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -228,10 +229,9 @@ def _replica_parts(
     parts = {}
     for replica, limit in limits.items():
         uses = [each.replicas[replica] for other, each in claims.items() if other != name and replica in each.replicas]
-        running: dict[str, int] = {}
+        running = Counter[str]()
         for use in uses:
-            for model, number in use.running.items():
-                running[model] = running.get(model, 0) + number
+            running.update(use.running)
         parts[replica] = ReplicaPart(limit, running, sum([use.used for use in uses]), sum([use.load_s for use in uses]))
     return parts
 

@@ -87,12 +87,8 @@ def split_pool(
             for name in names:
                 carry[name] += exact[name] - whole[name]
         for name, placed in _placed(group, whole, reserved).items():
-            limits[name] |= {replica: _limit(num, num_slots, slot) for replica, num in placed.items()}
+            limits[name] |= {replica: 1.0 if num >= num_slots else num * slot for replica, num in placed.items()}
     return PoolSplit(limits, capacity)
-
-
-def _limit(num: int, num_slots: int, slot: float) -> float:
-    return 1.0 if num >= num_slots else num * slot
 
 
 def _boost(claims: PoolClaims) -> float:
@@ -182,9 +178,7 @@ def _whole_parts(
             num = used + (num - used) // want.size * want.size
         whole[name] = num
         left -= num
-    order = sorted(
-        [name for name, want in group.wants.items() if want.first], key=lambda name: _first_order(group, name)
-    )
+    order = [name for _, name in sorted((want.first, name) for name, want in group.wants.items() if want.first)]
     has_given = True
     while left and has_given:
         has_given = False
@@ -205,12 +199,6 @@ def _whole_parts(
             whole[name] += rounded[name] + (rest > 0)
             rest -= 1
     return whole, reserved
-
-
-def _first_order(group: _ClaimGroup, name: str) -> tuple[tuple[int, float], str]:
-    first = group.wants[name].first
-    assert first is not None
-    return first, name
 
 
 def _reserve(group: _ClaimGroup, whole: dict[str, int], order: list[str]) -> str | None:

@@ -42,7 +42,8 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
     for record in running_sessions(folder):
         if record.name == config.name:
             raise SessionError(
-                f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); `atelier down` stops it"
+                f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); "
+                "`atelier apply` changes it, `atelier down` stops it"
             )
     if config.ray.address is None:
         check_http_ports(config.http)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ class SessionRecord:
     """A running `atelier up`: its process and where it listens. `started` guards against a reused `pid`.
 
     `lacking` says which models could not be used when it was `ready`, "" where all could. `ray` is the address of its
-    private Ray, "" before it is there and for a Ray of others.
+    private Ray, "" before it is there and for a Ray of others. `digest` is that of the config that it was started with.
     """
 
     name: str
@@ -43,6 +44,7 @@ class SessionRecord:
     ready: bool = False
     lacking: str = ""
     ray: str = ""
+    digest: str = ""
 
     @property
     def alive(self) -> bool:
@@ -52,6 +54,11 @@ class SessionRecord:
             return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def config_digest(config: ClusterConfig) -> str:
+    """Return a digest of all values of a config, its defaults included."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
 def record_folder() -> Path:
@@ -90,7 +97,8 @@ class SessionFile:
 
     def __init__(self, config: ClusterConfig, url: str, config_path: str, folder: Path) -> None:
         started = psutil.Process().create_time()
-        self._record = SessionRecord(config.name, os.getpid(), started, url, config_path)
+        digest = config_digest(config)
+        self._record = SessionRecord(config.name, os.getpid(), started, url, config_path, digest=digest)
         self._file = folder / f"{config.name}.json"
 
     def __enter__(self) -> Self:

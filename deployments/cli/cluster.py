@@ -74,7 +74,7 @@ def up(
         typer.Option("--timeout", min=1.0, help="Seconds to wait until it is ready; default: while anything moves."),
     ] = None,
 ) -> None:
-    """Start a cluster and keep it up until Ctrl-C or `atelier down`."""
+    """Start a cluster and keep it up until Ctrl-C or `atelier down`; say what is up if it is up already."""
     (_start_detached if detach else start_attached)(config, port, insecure, timeout_s)
 
 
@@ -154,9 +154,8 @@ def check(
         return
     unseen = [id_ for id_ in loaded.entries if id_ not in sources]
     total = size(sum(source.record.nbytes for source in sources.values()))
-    _out.print(
-        f"{config}: {len(sources)} models and adapters, {len(loaded.pipelines)} pipelines, {total}: nothing wrong"
-    )
+    counts = f"{len(sources)} models and adapters, {len(loaded.pipelines)} pipelines, {total}"
+    _out.print(f"{config}: {counts}: nothing wrong", markup=False, soft_wrap=True)
     if (each := loaded.worker.num_processes) > 1:
         _out.print(_ranks_line(loaded.worker, each), markup=False, soft_wrap=True)
         from deployments.preflight import computed_by_rank_0, weights_of_ranks
@@ -319,6 +318,8 @@ def start_attached(
         os.execve(  # noqa: S606  # the same process, anew
             sys.executable, _start_command(path, port, insecure, timeout_s), os.environ | {_FOUND_GOOD: digest}
         )
+    if _told_as_up(config):
+        return
     stop = threading.Event()
     with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
         from deployments.console.running import cluster_up, stop_on_signals
@@ -326,9 +327,8 @@ def start_attached(
         stop_on_signals(stop, says=True)
         with cluster_up(config, str(path.resolve()), stop, display.show, timeout_s) as url:
             display.close()
-            _out.print(f"cluster {config.name!r} is up at {url} after {display.elapsed_s:.1f} s")
-            if config.access.keys_file is None or os.environ.get(KEY_VARIABLE):
-                print_models(Client(url).models())
+            _out.print(f"cluster {config.name!r} is up at {url} after {display.elapsed_s:.1f} s", soft_wrap=True)
+            _print_what_is_served(config, url)
             pages = f"create: {url}/   cluster: {url}/cluster   " if config.http.web else ""
             _out.print(f"{pages}docs: {url}/docs   stop: Ctrl-C or `atelier down`", soft_wrap=True)
             if lacking := usable_line(display.last):
@@ -348,6 +348,8 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
     digest = _digest(path)
     with _out.status(Text(f"checking {path}")):
         config = load_for_start(path, port, insecure)
+    if _told_as_up(config):
+        return
     log = begin_log(config.name)
     command, environment = _start_command(path, port, insecure, timeout_s), os.environ | {_FOUND_GOOD: digest}
     with log.open("w") as file:
@@ -367,10 +369,31 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
 
         record = _wait_for_record(config.name, process, log, show)
     page = f"; open {record.url}/ in a browser" if config.http.web else ""
-    _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}){page}; stop: `atelier down`")
+    place = f"{record.url} (process {record.pid})"
+    _out.print(f"cluster {config.name!r} is up at {place}{page}; stop: `atelier down`", soft_wrap=True)
     if record.lacking:
         _out.print(record.lacking, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(UP_IN_PART)
+
+
+def _told_as_up(config: ClusterConfig) -> bool:
+    """Tell of the cluster if it is up with this very config. Raises ClientError if it does not answer."""
+    from cluster.start.session_records import config_digest, record_folder, running_sessions
+
+    wanted = (config.name, config_digest(config), True)
+    for record in running_sessions(record_folder()):
+        if (record.name, record.digest, record.ready) == wanted:
+            place = f"{record.url} (process {record.pid})"
+            _out.print(f"cluster {config.name!r} is already up at {place}; stop: `atelier down`", soft_wrap=True)
+            _print_what_is_served(config, record.url)
+            return True
+    return False
+
+
+def _print_what_is_served(config: ClusterConfig, url: str) -> None:
+    """Print the models, unless that needs a key that is not here."""
+    if config.access.keys_file is None or os.environ.get(KEY_VARIABLE):
+        print_models(Client(url).models())
 
 
 def _wait_for_record(

@@ -93,7 +93,7 @@ def generate(
     )  # a pipeline has none of its own
     _out.print(f"{seed_used}ms: {phases}")
     for warning in details["warnings"]:
-        _out.print(f"[yellow]note:[/yellow] {escape(warning)}")
+        _out.print(f"[yellow]note:[/yellow] {escape(warning)}", soft_wrap=True)
 
 
 def _first_model(client: Client) -> str:

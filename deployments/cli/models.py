@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -117,7 +118,12 @@ def _register_workflow(file: Path, id_: str, description: str | None, client: Cl
 
     about = {} if description is None else {"description": description}
     found = client.register_workflow({"id": id_, "workflow": read_document(file)} | about)
-    _print_answer(found, f"{id_} is {found['state']} (pipeline; `GET /v1/pipelines` has its inputs)", as_json)
+    ports = "; ".join(f"{side}: {_listed(found[side])}" for side in ("inputs", "outputs"))
+    _print_answer(found, f"{id_} is {found['state']} (pipeline); {ports}", as_json)
+
+
+def _listed(types: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({type_})" for name, type_ in types.items())
 
 
 @app.command()

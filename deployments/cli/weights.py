@@ -144,7 +144,7 @@ def inline(
     weight_store = _open(store)
     with progress_bar("inline") as progress:
         write_back(weight_store, model, target.expanduser(), external=external_data, progress=progress)
-    _err.print(f"{escape(model)} is in {escape(str(target))}")
+    _err.print(f"{escape(model)} is in {escape(str(target))}", soft_wrap=True)
 
 
 @app.command()
@@ -312,7 +312,7 @@ def compact(
     summary += "" if dry_run or saved <= 0 else f"; `gc` frees {decimal(saved)}"
     _print_report(asdict(report), COMPACT_COLUMNS, list(_compact_rows(report.models)), summary, as_json, wide)
     for problem in report.problems:
-        _err.print(escape(problem))
+        _err.print(escape(problem), soft_wrap=True)
     if report.problems:
         raise typer.Exit(1)
 

@@ -42,7 +42,8 @@ def check(file: File, as_json: Json = False) -> None:
     else:
         for line in faults:
             _out.print(line, markup=False, soft_wrap=True)
-        _out.print(f"{len(workflow.nodes)} nodes; outputs that can run: {', '.join(outputs) or 'none'}", markup=False)
+        can_run = ", ".join(outputs) or "none"
+        _out.print(f"{len(workflow.nodes)} nodes; outputs that can run: {can_run}", markup=False, soft_wrap=True)
     if faults:
         raise typer.Exit(1)
 

@@ -247,7 +247,10 @@ def _refuse_tensors(checkpoint: Checkpoint) -> None:
             f"{path}: a whole model in one file, without configs and tokenizer: name the pipeline that it is `like`, "
             "by the id of a model or as a folder that has them (`like: sdxl-base`)"
         )
-    raise EngineError(f"{path}: bare tensors, without a config of the model that uses them; name a model's folder")
+    raise EngineError(
+        f"{path}: bare tensors, without a config of the model that uses them: name a model's folder, or the pipeline "
+        "that they are `like`, by the id of a model or as a folder (`like: flux`)"
+    )
 
 
 _CHECKS: Final[Mapping[ModelKind, Callable[[Checkpoint], None]]] = {

@@ -98,6 +98,8 @@ from deployments.ingress.openai.videos import create_audio_router, create_videos
 from deployments.ingress.paths import OtherPaths, other_paths
 from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import create_docs_router, create_web_router
+from deployments.pipelines.items import request_of
+from deployments.pipelines.records import PipelineRequest, PipelineResult
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -375,6 +377,10 @@ class Ingress:
         async with self._service.texts.stream_text(as_record(ChatRequest, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def run_pipeline(self, request: PipelineRequest | Mapping[str, Any]) -> PipelineResult:
+        """Run a pipeline: `{"pipeline": name, "inputs": {...}}` is one item of it, a PipelineRequest any number."""
+        return await self._service.run_pipeline(request_of(request, self._service.pipelines.signature))
 
     async def follow(self, before: ClusterConfig, after: ClusterConfig) -> list[str]:
         """Apply another config as `Operations.follow` does: `atelier apply` calls one ingress for all of them."""

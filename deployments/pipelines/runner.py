@@ -220,7 +220,8 @@ class PipelineRun:
         if stage.action == "upscale":
             items = [{"model": stage.target, "prompt": NO_PROMPT, "init_image": item["image"]} for item in items]
         if stage.action in ("generate", "upscale"):
-            results = await run_together([self._ask.generate(as_record(ImageRequest, item)) for item in items])
+            made = await run_together([self._ask.generate(as_record(ImageRequest, item)) for item in items])
+            results = [result.opaque("an image of a pipeline") for result in made]
             self._note(stage, results)
             try:
                 return {"image": stacked([result.images[0] for result in results], IMAGE)}

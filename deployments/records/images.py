@@ -33,6 +33,7 @@ from deployments.records.requests import (
 NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_NAMED_IMAGES = 8
+_COLORS = 3
 _MAX_FLOATS = 2**26  # of an array: an image of 4,096 x 4,096 pixels has fewer
 REFERENCES = "image"  # among `images`, those that a model changes
 
@@ -151,6 +152,8 @@ class ImageRequest(ServedRequest, ImageOptions):
     The same prompt, seed, steps and guidance give the image that the stock diffusers pipeline gives with
     `torch.Generator("cpu").manual_seed(seed)`, up to rounding where requests share a step.
 
+    `prompt_2` is read by all text encoders but the first, in place of `prompt`, where the class has a family.
+
     `init_image` makes it image-to-image: `strength` (None is the pipeline's default) is the part of the steps that run,
     so 1 keeps nothing of it. `mask_image` makes that inpainting: what is 128 or more is painted anew. All images have
     the size of the result; where `width` and `height` are None, they are those of `init_image`, else of the first of
@@ -167,15 +170,17 @@ class ImageRequest(ServedRequest, ImageOptions):
     several of one name where the class takes a list. `references` are those that an editing model changes.
 
     With a `sampler` a request may begin at `latents` (None: at zeros), and paint where `noise_mask` is 1, and softly
-    where it is less. `reference_latents`, (1, channels, height, width) each, are read beside its own. `output` says
-    what it gives in place of an image, as a DiffusionRequest has it; a request for encoded `pixels` or decoded
-    `latents` reads nothing else.
+    where it is less. `reference_latents`, (1, channels, height, width) each, are read beside its own. A class that has
+    channels for them reads `beside_latents` there: those of a control image, or of one with a part to fill in where
+    `beside_mask` is 1, in pixels. `output` says what it gives in place of an image, as a DiffusionRequest has it; a
+    request for encoded `pixels` or decoded `latents` reads nothing else.
 
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
     `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
     `scaled_from` is the width and height of a file that was larger than an image may be.
     """
 
+    prompt_2: str | None = Field(None, min_length=1)
     init_image: Pixels | None = None
     mask_image: Mask | None = None
     control: tuple[ControlNetUse, ...] = ()
@@ -184,6 +189,8 @@ class ImageRequest(ServedRequest, ImageOptions):
     latents: Floats | None = None
     noise_mask: NoiseMask | None = None
     reference_latents: tuple[Floats, ...] = Field((), max_length=MAX_NAMED_IMAGES)
+    beside_latents: Floats | None = None
+    beside_mask: NoiseMask | None = None
     pixels: Floats | None = None
     output: DiffusionKind = "image"
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
@@ -210,7 +217,8 @@ class ImageRequest(ServedRequest, ImageOptions):
 
 @dataclass(frozen=True, slots=True)
 class ImageResult:
-    """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used.
+    """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used. Of a class that
+    draws transparency they have a fourth channel.
 
     A request for another output has it in `array`, float32, and no images.
 
@@ -228,6 +236,14 @@ class ImageResult:
     warnings: tuple[str, ...] = ()
     guidance_scale: float | None = None
     array: npt.NDArray[np.float32] | None = None
+
+    def opaque(self, taker: str) -> ImageResult:
+        """Return the result for a taker of three colors, with a warning where that loses transparency."""
+        if all(image.shape[-1] == _COLORS for image in self.images):
+            return self
+        images = [np.ascontiguousarray(image[..., :_COLORS]) for image in self.images]
+        lost = f"{taker} has no transparency: the colors that the model drew are given without it"
+        return replace(self, images=images, warnings=(*self.warnings, lost))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from configs.options import Denoising, PictureOptions
-from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.diffusion.families import FAMILIES, has_vae_family, vae_family_of
 from deployments.engines.diffusion.families.base import Family, task_of
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import read_class, takes_image_prompts
@@ -28,6 +28,7 @@ _OF_STOCK: Final = frozenset(
 )
 _NOT_OF_STOCK: Final = tuple(field.name for field in fields(Denoising) if field.name not in _OF_STOCK)
 
+_LATENTS: Final = ("latents", "noise_mask", "beside_latents", "beside_mask", "pixels")
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
 _DiffusionT = TypeVar("_DiffusionT", ImageRequest, ClipRequest)
 TextT = TypeVar("TextT", bound=TextOptions)
@@ -50,11 +51,13 @@ def with_image_defaults(
     `max_sequence_length`, it stays None: the encoder uses its own. A class without a family keeps most of its own
     defaults to itself. Raises InvalidRequest.
     """
+    if request.is_of_vae and has_vae_family(class_name):
+        return _of_vae(request, vae_family_of(class_name), variant)
     family = FAMILIES.get(class_name)
     if family is None:
         return _with_stock_defaults(request, defaults, class_name)
-    if request.is_of_vae:
-        return _of_vae(request, family, variant)
+    if request.beside_latents is not None or request.beside_mask is not None:
+        raise InvalidRequest(f"beside_latents: a {class_name} reads none here", "beside_latents")
     if request.latents is not None:
         height, width = (side * family.latents.pixels_per_cell(variant) for side in request.latents.shape[2:])
         request = request.model_copy(
@@ -99,9 +102,9 @@ def _of_vae(request: ImageRequest, family: Family, variant: Mapping[str, bool | 
     return request.model_copy(update={"width": width, "height": height, "n": len(given), **filled})
 
 
-def _refuse_latents(request: ImageRequest, taker: str) -> None:
-    """Raise InvalidRequest for a request with latents or an output of its own."""
-    given = [name for name in ("latents", "noise_mask", "pixels") if getattr(request, name) is not None]
+def _refuse_latents(request: ImageRequest, taker: str, names: Sequence[str] = _LATENTS) -> None:
+    """Raise InvalidRequest for a request with latents, by these names, or an output of its own."""
+    given = [name for name in names if getattr(request, name) is not None]
     given += ["reference_latents"] if request.reference_latents else []
     if request.output != "image" or given:
         name = (*given, "output")[0]
@@ -166,8 +169,9 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    _refuse_latents(request, f"a {class_name}, which diffusers' own code runs,")
-    others = ["control", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), *_NOT_OF_STOCK]
+    names = _LATENTS if request.beside_latents is None else ("pixels",)
+    _refuse_latents(request, f"a {class_name}, which diffusers' own code runs,", names)
+    others = ["control", "prompt_2", *([] if takes_image_prompts(class_name) else ["ip_adapter"]), *_NOT_OF_STOCK]
     for name in others:
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)

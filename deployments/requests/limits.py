@@ -50,6 +50,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     A field that is still None, in a request for a pipeline, is checked where the pipeline's stage fills it in.
     """
     _check_text("prompt", request.prompt, limits)
+    _check_text("prompt_2", request.prompt_2 or "", limits)
     _check_text("negative_prompt", request.negative_prompt or "", limits)
     _check_most("n", request.n, limits.max_images)
     _check_loras(request.lora, limits)

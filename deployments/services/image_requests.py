@@ -140,6 +140,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         encodes_alone=bool(request.deterministic),
         adapter_versions=request.adapter_versions,
         images=tuple(map(family.references.seen, denoise.references)),
+        prompt_2=request.prompt_2,
         **said(request, PromptReading),
     )
 

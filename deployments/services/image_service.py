@@ -151,7 +151,7 @@ class ImageService:
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
             if manifest.kind == "upscaler":
                 return await self._upscaling.enlarge(request, manifest, on_progress)
-            if is_stock_class(manifest.class_name or ""):
+            if is_stock_class(manifest.class_name or "") and not request.is_of_vae:
                 source = TextSource(encode_text, is_first=encode_first)
                 return await self._stock.make_images(request, manifest, source, on_progress)
             return await self._run_family(

@@ -19,7 +19,7 @@ from torch import nn
 
 from configs.cluster import WorkerConfig
 from deployments.engines.building.skeletons import blank_module
-from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.families import family_of, vae_family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionOutput
 from deployments.modules.cache import Lease, ModuleCache
@@ -88,9 +88,9 @@ class SequentialPhases:
 
     async def run_vae(self, job: ImageJob) -> tuple[npt.NDArray[np.float32], SwitchReport]:
         """Return the VAE's result for a request's pixels or latents, and the switch: a turn for each image."""
-        denoiser = family_of(job.manifest.class_name or "").denoiser_name
-        async with job.lease(self._cache, _all_but(denoiser), []) as lease:
-            pipeline = await self._pipeline(lease, denoiser)
+        family = vae_family_of(job.manifest.class_name or "")
+        async with job.lease(self._cache, _all_but(family.denoiser_name), []) as lease:
+            pipeline = await self._pipeline(lease, family.denoiser_name, family.class_name)
             vae = pipeline.vae_alone
             run = vae.encode if job.request.output == "encoded" else vae.decode
             found = [await self._device.run_work(run, job.denoise, place) for place in range(job.request.n)]
@@ -100,14 +100,14 @@ class SequentialPhases:
         """Return a pipeline that denoises with the leased modules, and has no VAE."""
         return await self._pipeline(lease, VAE)
 
-    async def _pipeline(self, lease: Lease, absent: str) -> DenoisePipeline:
-        """Return the pipeline over a lease that lacks one module."""
+    async def _pipeline(self, lease: Lease, absent: str, class_name: str = "") -> DenoisePipeline:
+        """Return the pipeline over a lease that lacks one module; it is of the model's class, or of another one."""
         component = lease.manifest.components[absent]
         blank = await asyncio.to_thread(self._blank_module, component, lease.skeleton / component.folder)
 
         def make() -> DenoisePipeline:
             return create_pipeline(
-                lease.manifest.class_name or "",
+                class_name or lease.manifest.class_name or "",
                 lease.skeleton,
                 lease.modules | {absent: blank},
                 device=self._settings.torch_device,

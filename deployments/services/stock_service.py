@@ -21,6 +21,7 @@ from deployments.engines.ranks.following import RankChannel
 from deployments.engines.records.clip_files import MEDIA_TYPES, WAV, encode_audio, encode_video
 from deployments.engines.records.protocol import (
     AdapterUse,
+    BesideLatents,
     ComputationFailed,
     DiffusionOutput,
     ImagePromptUse,
@@ -318,7 +319,10 @@ class _LoadedModel:
 
 def _stock_request(request: ImageRequest) -> StockRequest:
     """Return the request in the stock engine's form. Options left open take the class's defaults."""
-    images = {"image": request.init_image, "mask_image": request.mask_image} | request.images
+    images, beside = (
+        {"image": request.init_image, "mask_image": request.mask_image} | request.images,
+        request.beside_latents,
+    )
     return StockRequest(
         request_id=part_id(),
         seed=_seed_of(request),
@@ -334,6 +338,9 @@ def _stock_request(request: ImageRequest) -> StockRequest:
         num_previews=request.partial_images,
         adapters=tuple(AdapterUse(use.name, use.scale, use.text_scale) for use in request.lora),
         image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
+        beside=None if beside is None else BesideLatents(beside, request.beside_mask),
+        latents=request.latents,
+        noise_mask=request.noise_mask,
     )
 
 

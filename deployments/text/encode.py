@@ -175,6 +175,7 @@ class CachedEncoders:
                 "negative": request.clip_skip * (request.prompt_syntax != "plain"),
             },
         )
+        whole_plan = _with_second_text(whole_plan, request.prompt_2)
         plan = [item for item in whole_plan if item.component not in lacking]
         if absent := sorted({item.component for item in plan} - encoders.keys()):
             raise EngineError(f"{request.model}: {absent[0]} is not there, which {family.class_name} needs")
@@ -318,6 +319,16 @@ def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[Conditio
             request, prompt=from_compel(request.prompt), negative_prompt=negative, prompt_syntax="weighted"
         )
     return replace(request, long_text="chunk"), ()
+
+
+def _with_second_text(plan: tuple[EncodeItem, ...], text: str | None) -> tuple[EncodeItem, ...]:
+    """Return a plan whose encoders read another prompt, all but the first."""
+    if text is None:
+        return plan
+    first = plan[0].component
+    return tuple(
+        item if item.role == "negative" or item.component == first else replace(item, text=text) for item in plan
+    )
 
 
 def _stand_ins(

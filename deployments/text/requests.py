@@ -22,7 +22,8 @@ from deployments.records import CacheUse
 class ConditioningRequest(PromptReading):
     """The text half of an image request.
 
-    `use_negative` says that guidance will be run. `text_padding` and `long_text` are the model's (see
+    `prompt_2` is read by all encoders but the first, in place of `prompt`. `use_negative` says that guidance will be
+    run. `text_padding` and `long_text` are the model's (see
     `Family.texts.plan`). `priority` 0 is the encoder's default;
     `timeout_s` bounds the time in its admission queue. `adapters` are LoRAs by name and their strength; those that
     change no text encoder are passed over. `encodes_alone`: no text shares its forward, so that batch-mates change no
@@ -44,6 +45,7 @@ class ConditioningRequest(PromptReading):
     encodes_alone: bool = False
     arguments: Mapping[str, Any] | None = None
     images: tuple[npt.NDArray[np.uint8], ...] = ()
+    prompt_2: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

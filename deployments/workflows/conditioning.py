@@ -22,17 +22,17 @@ from deployments.workflows.kinds import (
     number,
     text,
 )
-from deployments.workflows.latents import encoded, grayed
-from deployments.workflows.resizing import resized, scaled_to_area
+from deployments.workflows.latents import cut_to_multiple, encoded, grayed
+from deployments.workflows.resizing import resized, resized_masks, scaled_to_area
 from deployments.workflows.values import (
     PENDING,
     PENDING_LATENT,
+    Beside,
     ClipValue,
     Conditioning,
     ControlNetValue,
     ControlUse,
     Image,
-    Inpainting,
     Latent,
     Later,
     Prompt,
@@ -161,17 +161,39 @@ def _inpainting(
     mask: Any,
     noise_mask: bool = True,
 ) -> Later:
-    def painted(latent: Latent, inside: Inpainting) -> tuple[Any, ...]:
-        both = [tuple(replace(one, inpainting=inside) for one in side) for side in (positive, negative)]
-        return (*both, latent.changed(noise_mask=mask) if noise_mask else latent)
+    def painted(latent: Latent, beside: Beside) -> tuple[Any, ...]:
+        return (
+            *_both_beside(positive, negative, beside),
+            latent.changed(noise_mask=beside.mask) if noise_mask else latent,
+        )
 
     async def act(backend: Backend, report: Report) -> tuple[Any, ...]:
         whole = await encoded(backend, vae, pixels)
         cut = await encoded(backend, vae, grayed(pixels, mask))
-        return painted(whole, Inpainting(cut, mask, pixels))
+        fitted = resized_masks(mask, pixels.shape[2], pixels.shape[1], "bilinear")  # type: ignore[union-attr]
+        return painted(whole, Beside(cut, cut_to_multiple(fitted[..., None])[..., 0]))
 
     waiting: Callable[[Backend, Report], Awaitable[tuple[Any, ...]]] = act
-    return Later(waiting, painted(PENDING_LATENT, Inpainting(PENDING_LATENT, PENDING, PENDING)))
+    return Later(waiting, painted(PENDING_LATENT, Beside(PENDING_LATENT, PENDING)))
+
+
+def _pix_to_pix(
+    catalog: Catalog, positive: Conditioning, negative: Conditioning, vae: VaeValue, pixels: Image
+) -> Later:
+    """Return prompts beside an encoded image, and zeros of its size."""
+
+    async def act(backend: Backend, report: Report) -> tuple[Any, ...]:
+        latent = await encoded(backend, vae, pixels)
+        zeros = latent.changed(samples=np.zeros_like(latent.samples), pixels=None)
+        return (*_both_beside(positive, negative, Beside(latent)), zeros)
+
+    waiting: Callable[[Backend, Report], Awaitable[tuple[Any, ...]]] = act
+    return Later(waiting, (*_both_beside(positive, negative, Beside(PENDING_LATENT)), PENDING_LATENT))
+
+
+def _both_beside(positive: Conditioning, negative: Conditioning, beside: Beside) -> tuple[Conditioning, Conditioning]:
+    both = [tuple(replace(one, beside=beside) for one in side) for side in (positive, negative)]
+    return both[0], both[1]
 
 
 _CLIP: Final = link("clip", "CLIP")
@@ -275,6 +297,19 @@ CONDITIONING: Final = (
         ),
         (*_BOTH, Output("LATENT", "latent")),
         _inpainting,
+        is_opaque=True,
+        reads_catalog=True,
+    ),
+    Kind(
+        "InstructPixToPixConditioning",
+        (
+            link("positive", "CONDITIONING"),
+            link("negative", "CONDITIONING"),
+            link("vae", "VAE"),
+            link("pixels", "IMAGE"),
+        ),
+        (*_BOTH, Output("LATENT", "latent")),
+        _pix_to_pix,
         is_opaque=True,
         reads_catalog=True,
     ),

@@ -5,6 +5,7 @@ A check and a run walk the same way. Who walks gives every ready node its output
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -328,4 +329,8 @@ def _kept(values: Sequence[Any]) -> Iterator[Array | str]:
 
 
 def _num_bytes(value: Array | str) -> int:
-    return sys.getsizeof(value) if isinstance(value, str) else value.nbytes
+    """Return the bytes that a value takes: what is repeated by a view is there once."""
+    if isinstance(value, str):
+        return sys.getsizeof(value)
+    own = [side for side, stride in zip(value.shape, value.strides, strict=True) if stride]
+    return math.prod(own) * value.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -174,8 +174,12 @@ def joined(images: Sequence[Array]) -> Array:
     return np.concatenate([resized(one, width, height, "bilinear", "center") for one in fitted])
 
 
-def _batch(images: Mapping[str, Array]) -> tuple[Array]:
-    return (joined(list(images.values())),)
+def _batch(images: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any]]:
+    given = list(images.values())
+    if all(one.dtype == np.uint8 and one.shape[1:] == given[0].shape[1:] for one in given):  # frames of videos
+        bounded(sum(map(len, given)), *given[0].shape[1:3])
+        return (np.concatenate(given),)
+    return (joined([one.astype(np.float32) / np.float32(255) if one.dtype == np.uint8 else one for one in given]),)
 
 
 def _from_batch(image: Array, batch_index: int, length: int) -> tuple[Array]:
@@ -185,6 +189,8 @@ def _from_batch(image: Array, batch_index: int, length: int) -> tuple[Array]:
 
 def _repeat(image: Array, amount: int) -> tuple[Array]:
     bounded(len(image) * amount, *image.shape[1:3])
+    if len(image) == 1:  # a view takes the bytes of one
+        return (np.broadcast_to(image, (amount, *image.shape[1:])),)
     return (np.tile(image, (amount, 1, 1, 1)),)
 
 
@@ -398,7 +404,7 @@ IMAGES: Final[tuple[Kind, ...]] = (
         _OUT,
         lambda image1, image2: (joined((image1, image2)),),
     ),
-    Kind("BatchImagesNode", (growing("images", "IMAGE", _GROWN),), _OUT, _batch),
+    Kind("BatchImagesNode", (growing("images", "IMAGE", _GROWN, takes_bytes=True),), _OUT, _batch),
     Kind(
         "ImageFromBatch",
         (_BYTES, integer("batch_index", 0, -MAX_SIDE, MAX_SIDE), integer("length", 1, 1, _MAX_BATCH)),

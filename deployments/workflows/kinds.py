@@ -161,10 +161,10 @@ def dynamic(name: str, options: Mapping[str, tuple[Input, ...]]) -> Input:
     return Input(name, "COMBO", next(iter(options)), choices=tuple(options), options=options)
 
 
-def growing(name: str, type: str, names: tuple[str, ...], minimum: int = 1) -> Input:
+def growing(name: str, type: str, names: tuple[str, ...], minimum: int = 1, *, takes_bytes: bool = False) -> Input:
     """Inputs that a page adds one by one: `name.theirs`. The first `minimum` are required."""
-    grown = tuple(link(one, type, required=place < minimum) for place, one in enumerate(names[:MAX_GROWN]))
-    return Input(name, type, grows=grown)
+    grown = (link(one, type, required=place < minimum) for place, one in enumerate(names[:MAX_GROWN]))
+    return Input(name, type, grows=tuple(replace(one, takes_bytes=takes_bytes) for one in grown))
 
 
 def flat_inputs(inputs: tuple[Input, ...], choose: Callable[[Input], Any], prefix: str = "") -> Iterator[Input]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from deployments.workflows.backend import Catalog, Folder
-from deployments.workflows.kinds import Input, Kind, Output, choice, file, integer, link, number
+from deployments.workflows.kinds import Input, Kind, Output, boolean, choice, file, integer, link, number
 from deployments.workflows.records import Refused
 from deployments.workflows.values import (
     ClipValue,
@@ -81,13 +81,18 @@ def _last_layer(clip: ClipValue, stop_at_clip_layer: int) -> tuple[ClipValue]:
     return (replace(clip, last_layer=stop_at_clip_layer),)
 
 
-def _noted(kind: str) -> Any:
-    """Return the function of a node that a sampler refuses, unless it changes nothing of what is sampled."""
+def _normed(model: ModelValue, strength: float, pre_cfg: bool = False) -> tuple[ModelValue]:
+    if pre_cfg:
+        raise Refused("guidance is normed after it is computed here, and by attenuation alone", "pre_cfg")
+    return (replace(model, extra=(*model.extra, ("CFGNorm", (strength,)))),)
 
-    def noted(model: ModelValue, **values: Any) -> tuple[ModelValue]:
-        return (replace(model, extra=(*model.extra, (kind, tuple(values.values())))),)
 
-    return noted
+def _differential(model: ModelValue, strength: float = 1.0) -> tuple[ModelValue]:
+    if strength != 1:
+        raise Refused(
+            f"a strength of {strength:g}: a mask paints by its levels here, or softly, and not in between", "strength"
+        )
+    return (replace(model, extra=(*model.extra, ("DifferentialDiffusion", ()))),)
 
 
 def _cached(model: ModelValue, device: str, dtype: str) -> tuple[ModelValue]:
@@ -169,7 +174,13 @@ LOADERS: Final = (
         _lora,
     ),
     _loader("LoraLoaderModelOnly", (_MODEL, file("lora_name", "loras"), _STRENGTH), (Output("MODEL"),), _lora_model),
-    Kind("CFGNorm", (_MODEL, number("strength", 1.0, 0.0, 100.0)), (Output("MODEL"),), _noted("CFGNorm")),
+    Kind(
+        "CFGNorm",
+        (_MODEL, number("strength", 1.0, 0.0, 100.0), boolean("pre_cfg", required=False)),
+        (Output("MODEL"),),
+        _normed,
+    ),
+    Kind("DifferentialDiffusion", (_MODEL, number("strength", 1.0, required=False)), (Output("MODEL"),), _differential),
     Kind(
         "QwenImage21Cache",
         (_MODEL, choice("device", ("auto", "gpu", "cpu", "off")), choice("dtype", ("default", "int8", "int4"))),

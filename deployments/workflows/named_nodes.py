@@ -27,6 +27,7 @@ _TYPES: Final[Mapping[str, Literal["text", "int", "float", "BOOL[-1]"]]] = {
 }
 _SHOWN: Final[Mapping[str, Literal["text", "image"]]] = {"IMAGE": "image", "MASK": "image", "*": "text"}
 _READS_FILES: Final[Mapping[str, str]] = {"LoadImage": "image", "LoadImageOutput": "image", "LoadImageMask": "image"}
+_READS_VIDEOS: Final = ("LoadVideo",)
 _BAD: Final[ErrorType] = "custom_validation_failed"
 
 Ports: TypeAlias = tuple[dict[str, WorkflowInput], dict[str, WorkflowOutput]]
@@ -36,7 +37,7 @@ def find_ports(workflow: Workflow) -> Ports:
     """Return the inputs and outputs of a checked workflow, by name. Raises WorkflowError."""
     ends = output_nodes(workflow)
     reached = _reached(workflow, ends)
-    errors = [*_unnamed_files(reached), *_other_ends(workflow, ends)]
+    errors = [*_foreign_files(reached), *_other_ends(workflow, ends)]
     inputs: dict[str, WorkflowInput] = {}
     for node in reached:
         for name, found in _inputs_of(node) if node.id not in ends else ():
@@ -102,8 +103,10 @@ def _is_named(node: Node) -> bool:
     return _NAME.fullmatch(node.title) is not None and node.title.lower() not in (kind, kind.removeprefix("primitive"))
 
 
-def _unnamed_files(nodes: list[Node]) -> Iterator[NodeError]:
+def _foreign_files(nodes: list[Node]) -> Iterator[NodeError]:
     for node in nodes:
+        if node.kind in _READS_VIDEOS:
+            yield _error(node, "a pipeline's requests bring images and texts, and this node reads a video")
         if node.kind in _READS_FILES and not _is_named(node):
             yield _error(node, "a pipeline's images come with its requests: give the node a title of one word")
 

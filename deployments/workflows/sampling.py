@@ -24,7 +24,10 @@ from deployments.workflows.references import READ, check_references, reference_l
 from deployments.workflows.resizing import resized
 from deployments.workflows.schedules import MAX_STEPS, Levels, levels_of
 from deployments.workflows.stock_models import (
+    DIFFERENTIAL,
+    NORMED,
     STOCK_CLASSES,
+    beside_fields,
     check_stock,
     drawn,
     stock_images,
@@ -62,22 +65,25 @@ _LAST_TIME: Final = 999.0  # of Stable Diffusion
 _SEED_BITS: Final = 63  # of an image's seed; the noise has its own, of 64
 _GUIDANCE: Final = 3.5  # what FLUX reads where nobody says another
 _FLUXES: Final = ("FluxPipeline", "Flux2Pipeline")
+_OF_TWO_TEXTS: Final = ("FluxPipeline", "StableDiffusionXLPipeline")  # for either of their two text encoders
 _OF_CLIPS: Final = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # whose prompts may have weights
 # Languages models read these models' prompts, and brackets are characters of theirs.
 _UNWEIGHTED: Final = (
     *("Flux2Pipeline", "Flux2KleinPipeline", "QwenImagePipeline", "QwenImageEditPipeline"),
     *("QwenImageEditPlusPipeline", "ZImagePipeline", "QwenImage21Pipeline", "Krea2Pipeline", "ErnieImagePipeline"),
+    "LongCatImagePipeline",
 )
 # As many as ComfyUI's T5 reads, or the most that a class reads.
 _MOST_TOKENS: Final[Mapping[str, int]] = {
     "FluxPipeline": 256,
     "FluxKontextPipeline": 256,
+    "FluxFillPipeline": 256,
+    "FluxControlPipeline": 256,
     "StableDiffusion3Pipeline": 77,
     "Lumina2Pipeline": 512,
 }
 _PATCHED: Final = ("ZImagePipeline",)  # whose ControlNets ComfyUI has as patches of models
 _GROWN_SIZES: Final = "sdxl_sizes"
-_NORMED: Final = "CFGNorm"
 
 
 def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[Latent, ...] | Later:
@@ -115,11 +121,7 @@ def sampled(catalog: Catalog, plan: Plan, *, with_clean: bool = False) -> tuple[
 
 def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Later:
     """Return the latents of a plan whose model is run by diffusers' own code: only their images are there."""
-    prompts = _read(plan)
-    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
-    _check_model(plan, facts)
-    for side, prompt in zip(("positive", "negative"), prompts, strict=False):
-        _check_prompt(prompt, positive, side, facts, plan.latent)
+    prompts, positive, negative = _checked_prompts(plan, facts)
     check_stock(plan, prompts, facts.class_name)
     rule = STOCK_CLASSES[facts.class_name]
     pictures, sized = stock_images(positive, rule)
@@ -134,10 +136,11 @@ def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Lat
         seed=plan.seed % 2**_SEED_BITS,
         width=plan.latent.width or None,
         height=plan.latent.height or None,
-        sampler=_sampler(replace(plan, cfg=1.0), plan.latent),
+        sampler=_sampler(plan, plan.latent, facts).model_copy(update={"cfg": 1.0, "zeroes_negative": False}),
         max_sequence_length=_MOST_TOKENS.get(facts.class_name),
         images={REFERENCES: pictures} if pictures else {},
         extra=options | sized,
+        **beside_fields(positive, plan.latent),
         **rule.scales(plan.cfg, _guidance(positive)),
     )
     return drawn(request, count)
@@ -145,11 +148,7 @@ def _drawn_by_stock(plan: Plan, name: str, facts: ModelFacts, count: int) -> Lat
 
 def _filmed(plan: Plan, name: str, facts: ModelFacts, count: int) -> tuple[Latent, ...] | Later:
     """Return the latents of a video's plan: with their frames, or begun where noise is left in them."""
-    prompts = _read(plan)
-    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
-    _check_model(plan, facts)
-    for side, prompt in zip(("positive", "negative"), prompts, strict=False):
-        _check_prompt(prompt, positive, side, facts, plan.latent)
+    prompts, positive, negative = _checked_prompts(plan, facts)
     check_video(plan, prompts, facts.class_name)
     if begins(plan):
         check_first(plan, facts.class_name)
@@ -167,7 +166,7 @@ def _filmed(plan: Plan, name: str, facts: ModelFacts, count: int) -> tuple[Laten
         width=latent.width,
         height=latent.height,
         num_frames=latent.frames,
-        sampler=_sampler(replace(whole, cfg=1.0), latent),
+        sampler=_sampler(replace(whole, cfg=1.0), latent, facts),
         output="frames",
         reports_steps=True,
         **guidance_of(whole, positive, facts.class_name),
@@ -216,14 +215,19 @@ def _read(plan: Plan) -> tuple[Prompt, ...]:
     return tuple(side[0] for _, side in sides)
 
 
-def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequest:
-    prompts, latent = _read(plan), plan.latent
-    positive, negative = prompts[0], prompts[1] if len(prompts) > 1 else None
-    if plan.cfg != 1 and negative is None:
-        raise Refused("guidance needs a negative prompt", "negative")
+def _checked_prompts(plan: Plan, facts: ModelFacts) -> tuple[tuple[Prompt, ...], Prompt, Prompt | None]:
+    """Return the prompts that are read, all and by their side. Raises Refused for what no request says of a model."""
+    prompts = _read(plan)
     _check_model(plan, facts)
     for side, prompt in zip(("positive", "negative"), prompts, strict=False):
-        _check_prompt(prompt, positive, side, facts, latent)
+        _check_prompt(prompt, prompts[0], side, facts, plan.latent)
+    return prompts, prompts[0], prompts[1] if len(prompts) > 1 else None
+
+
+def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequest:
+    (prompts, positive, negative), latent = _checked_prompts(plan, facts), plan.latent
+    if plan.cfg != 1 and negative is None:
+        raise Refused("guidance needs a negative prompt", "negative")
     check_references(prompts, facts.class_name, facts.variant)
     pictures = reference_pixels(positive)
     given = latent.samples if isinstance(latent.samples, np.ndarray) else None
@@ -232,11 +236,12 @@ def _request(plan: Plan, name: str, facts: ModelFacts, output: str) -> ImageRequ
     fields: dict[str, Any] = {
         "model": name,
         "prompt": _words(positive, facts, "positive"),
+        "prompt_2": _second_words(positive, facts),
         "negative_prompt": None if negative is None else _words(negative, facts, "negative"),
         "lora": _loras(plan.model, positive),
         "n": batch,
         "seed": plan.seed % 2**_SEED_BITS,
-        "sampler": _sampler(plan, latent),
+        "sampler": _sampler(plan, latent, facts),
         "latents": given,
         "noise_mask": None if mask is None else _for_batch(mask, batch),
         "output": output,
@@ -272,8 +277,9 @@ def _sides(latent: Latent, facts: ModelFacts) -> dict[str, int]:
 
 
 def _check_model(plan: Plan, facts: ModelFacts) -> None:
-    for kind, _ in plan.model.extra:
-        if kind != _NORMED or len(plan.model.extra) > 1:
+    kinds = [kind for kind, _ in plan.model.extra]
+    for kind in kinds:
+        if kind not in (NORMED, DIFFERENTIAL) or kinds.count(kind) > 1:
             raise Refused(f"{kind} changes the model in a way that this cluster does not", "model")
     if plan.model.controls and facts.class_name not in _PATCHED:
         raise Refused(
@@ -298,12 +304,14 @@ def _check_prompt(prompt: Prompt, positive: Prompt, side: str, facts: ModelFacts
         why = "ConditioningZeroOut is honoured on a negative prompt"
     elif (prompt.start, prompt.end) != (0.0, 1.0):
         why = "a prompt is read in all steps, and not in a part of them"
-    elif any(own != prompt.text for _, own in prompt.texts):
+    elif (side == "negative" or facts.class_name not in _OF_TWO_TEXTS) and _second_text(prompt) is not None:
         why = "all text encoders read one text"
     elif prompt.clip.loras != positive.clip.loras or prompt.clip.last_layer != positive.clip.last_layer:
         why = "both prompts are read by the same text encoder, with the same LoRAs"
     elif [_control_key(use) for use in prompt.controls] != [_control_key(use) for use in positive.controls]:
         why = "a ControlNet acts on both prompts, or on none"
+    elif prompt.beside is not None and prompt.beside.mask is None and facts.class_name in FAMILIES:
+        why = f"an image in further channels is not read by a {facts.class_name}"
     elif facts.class_name in _FLUXES and _guidance(prompt) != _guidance(positive):
         why = "both prompts have one guidance"
     for kind, values in prompt.extra:
@@ -354,6 +362,16 @@ def _words(prompt: Prompt, facts: ModelFacts, side: str) -> str:
     return words or NO_PROMPT
 
 
+def _second_text(prompt: Prompt) -> str | None:
+    """Return the text of the second encoder where it has one of its own."""
+    return next((own for _, own in prompt.texts if own != prompt.text), None)
+
+
+def _second_words(prompt: Prompt, facts: ModelFacts) -> str | None:
+    own = _second_text(prompt)
+    return None if own is None else _words(replace(prompt, text=own), facts, "positive")
+
+
 def _guidance(prompt: Prompt) -> float:
     return _GUIDANCE if prompt.guidance is None else prompt.guidance
 
@@ -374,10 +392,15 @@ def _summed(uses: tuple[LoraUse, ...]) -> dict[str, float]:
     return scales
 
 
-def _sampler(plan: Plan, latent: Latent) -> SamplerOption:
+def _sampler(plan: Plan, latent: Latent, facts: ModelFacts) -> SamplerOption:
     fields: dict[str, Any] = {"cfg": plan.cfg, "adds_noise": plan.adds_noise, "noise_seed": plan.seed}
     fields["zeroes_negative"] = plan.cfg != 1 and plan.negative is not None and plan.negative[0].zeroed
-    fields["cfg_norm"] = next((values[0] for _, values in plan.model.extra if plan.cfg != 1 or values != (1.0,)), None)
+    changes = dict(plan.model.extra)
+    norm = changes.get(NORMED)
+    fields["cfg_norm"] = norm[0] if norm is not None and (plan.cfg != 1 or norm != (1.0,)) else None
+    if DIFFERENTIAL in changes and latent.noise_mask is not None:
+        levels = levels_of(facts.class_name, facts.variant, facts.scheduler, plan.model.shift)
+        fields["masks_until"] = max(levels.lowest, plan.sigmas[-1])
     picks = latent.batch_index if plan.adds_noise else None
     name: Any = plan.sampler.name
     if name == "ddim" and latent.noise_mask is not None:

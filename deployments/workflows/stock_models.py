@@ -26,6 +26,8 @@ _CELL: Final = 16  # pixels
 _QWEN_21_CELL: Final = 32
 _IS_NOISE: Final = 1e-4  # so near to 1, the first level is noise alone
 _COLORS: Final = 3
+_BESIDE: Final = {"fill": "InpaintModelConditioning", "control": "InstructPixToPixConditioning"}
+NORMED, DIFFERENTIAL = "CFGNorm", "DifferentialDiffusion"  # what nodes say of a model
 _AREA: Final = 1024 * 1024  # of the images that some pipelines make, whatever is asked for
 
 
@@ -36,16 +38,20 @@ class StockRule:
     Its images have whole cells, and perhaps one area: the exact sides, `cut` or `rounded`, in whole cells. It may read
     images beside its latents: latents of encoded images as `references`, or the `images` of its prompt's node, which
     come in whole cells. One that `draws` has latents in the shape of images, in which samplers draw the noise of their
-    steps. `scale` is the parameter of the scale; `guidance_scale` may begin above one (`beyond_one`), and be beside it
-    that of FluxGuidance. `options` are further parameters, without which its pipeline would do more than its nodes say.
+    steps. `scale` is the parameter of the scale; `guidance_scale` may begin above one (`beyond_one`), and be beside it,
+    or alone, that of FluxGuidance; a model may leave that unread. A class that `norms` has CFGNorm's guidance. In
+    channels `beside` its latents a model may read those of an image with a part to fill in, or of a control image.
+    `options` are further parameters, without which its pipeline would do more than its nodes say.
     Where a text is `parted`, what stands before the part is the parameter `system_prompt`.
     """
 
     area: Literal["any", "cut", "rounded"] = "any"
+    beside: Literal["fill", "control"] | None = None
     most_references: int = 0
     most_images: int = 0
-    scale: Literal["guidance_scale", "true_cfg_scale", "beyond_one"] = "guidance_scale"
-    reads_guidance: bool = False
+    scale: Literal["guidance_scale", "true_cfg_scale", "beyond_one", "none"] = "guidance_scale"
+    guidance: Literal["refused", "read", "unread"] = "refused"
+    norms: bool = False
     draws: bool = False
     cell: int = _CELL
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,8 +61,8 @@ class StockRule:
         """Return the parameters of guidance by `cfg`, and of what FluxGuidance said."""
         if self.scale == "beyond_one":
             return {"guidance_scale": cfg - 1}
-        found: dict[str, Any] = {self.scale: cfg}
-        return found | {"guidance_scale": guidance} if self.reads_guidance else found
+        found: dict[str, Any] = {} if self.scale == "none" else {self.scale: cfg}
+        return found | {"guidance_scale": guidance} if self.guidance == "read" else found
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return the size of the images that are made where this is asked for, as diffusers calculates it."""
@@ -72,7 +78,12 @@ class StockRule:
 STOCK_CLASSES: Final[Mapping[str, StockRule]] = {
     "HiDreamImagePipeline": StockRule("cut", draws=True),
     "OvisImagePipeline": StockRule(),
-    "FluxKontextPipeline": StockRule("rounded", most_references=1, scale="true_cfg_scale", reads_guidance=True),
+    "FluxKontextPipeline": StockRule("rounded", most_references=1, scale="true_cfg_scale", guidance="read"),
+    "FluxFillPipeline": StockRule(beside="fill", scale="none", guidance="read"),
+    "FluxControlPipeline": StockRule(beside="control", scale="none", guidance="read"),
+    "LongCatImagePipeline": StockRule(
+        guidance="unread", norms=True, options={"enable_cfg_renorm": False, "enable_prompt_rewrite": False}
+    ),
     "Krea2Pipeline": StockRule(scale="beyond_one"),
     "ErnieImagePipeline": StockRule(draws=True, options={"use_pe": False}),
     "Lumina2Pipeline": StockRule(draws=True, options={"cfg_normalization": False}, parted=" <Prompt Start> "),
@@ -83,7 +94,7 @@ STOCK_CLASSES: Final[Mapping[str, StockRule]] = {
 def check_stock(plan: Plan, prompts: Sequence[Prompt], class_name: str) -> None:
     """Raise Refused for what a pipeline of diffusers does not do for a plan."""
     rule, latent, size = STOCK_CLASSES[class_name], plan.latent, (plan.latent.width, plan.latent.height)
-    if latent.noise_mask is not None or latent.batch_index is not None:
+    if (latent.noise_mask is not None and rule.beside != "fill") or latent.batch_index is not None:
         raise Refused(f"a {class_name} is run from noise to whole images", "latent_image")
     # Beside noise alone, what a latent has in it is nothing: only its size counts, which a check may not know.
     if latent.samples is not PENDING and (made := rule.size(*size)) != size:
@@ -95,15 +106,24 @@ def check_stock(plan: Plan, prompts: Sequence[Prompt], class_name: str) -> None:
         raise Refused(
             f"{plan.sampler.name} draws noise in its steps, which a {class_name} does not here", "sampler_name"
         )
-    if plan.cfg < 1 or plan.model.extra:
-        raise Refused(f"a {class_name} is guided by its pipeline: plainly, by 1 or more", "cfg")
+    if plan.cfg < 1 or (plan.cfg != 1 and rule.scale == "none"):
+        taken = "1" if rule.scale == "none" else "1 or more"
+        raise Refused(f"a {class_name} is guided by its pipeline: plainly, by {taken}", "cfg")
+    known = (*([NORMED] if rule.norms else []), *([DIFFERENTIAL] if rule.beside == "fill" else []))
+    if other := [kind for kind, _ in plan.model.extra if kind not in known]:
+        raise Refused(f"{other[0]} changes how a {class_name} is guided, which its pipeline does by itself", "model")
     for side, prompt in zip(("positive", "negative"), prompts, strict=False):
         if prompt.zeroed or prompt.clip.last_layer is not None:
             raise Refused(f"a {class_name} reads a text as it is", side)
-        if prompt.guidance is not None and not rule.reads_guidance:
+        if prompt.guidance is not None and rule.guidance == "refused":
             raise Refused(f"a {class_name} reads no guidance", side)
-        if prompt.controls or prompt.inpainting is not None:
+        if prompt.controls or (prompt.beside is not None and rule.beside is None):
             raise Refused(f"a {class_name} reads no such image", side)
+        read = None if prompt.beside is None else "control" if prompt.beside.mask is None else "fill"
+        if read != rule.beside:
+            raise Refused(
+                f"a {class_name} reads an encoded image: link the node {_BESIDE[rule.beside or 'fill']}", side
+            )
         if prompt.images and (EDITS, (True,)) not in prompt.extra:
             raise Refused("an editing model's VAE reads the images, too: link it to the prompt's node", side)
         for what, count, most in (
@@ -125,6 +145,19 @@ def stock_text(words: str, rule: StockRule) -> tuple[str, dict[str, Any]]:
     if not found or not before or not after:
         raise Refused(f"the text has no {rule.parted.strip()!r} between the system's prompt and its own", "positive")
     return after, dict(rule.options) | {"system_prompt": before}
+
+
+def beside_fields(prompt: Prompt, latent: Latent) -> dict[str, Any]:
+    """Return the fields of a request for what its model reads in further channels; none while it is not there."""
+    beside = prompt.beside
+    if beside is None or not isinstance(beside.latent.samples, np.ndarray):
+        return {}
+    fields: dict[str, Any] = {"beside_latents": beside.latent.samples, "beside_mask": beside.mask}
+    if isinstance(latent.noise_mask, np.ndarray):
+        fields |= {"latents": latent.samples, "noise_mask": latent.noise_mask}
+    if any(array is not None and len(array) != 1 for array in fields.values()):
+        raise Refused("a batch of images to read beside a prompt: expected one", "positive")
+    return fields
 
 
 def stock_images(prompt: Prompt, rule: StockRule) -> tuple[tuple[npt.NDArray[np.uint8], ...], dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping
 from typing import Any, Final
 
 import regex
 
-from deployments.workflows.kinds import Input, Kind, Output, boolean, choice, growing, integer, text
+from deployments.workflows.kinds import Input, Kind, Output, boolean, choice, growing, integer, link, number, text
 from deployments.workflows.patterns import compiled, first_object, in_time, replaced
 from deployments.workflows.records import MAX_TEXT, Refused
 
@@ -121,6 +122,14 @@ def _format(f_string: str, values: Mapping[str, Any]) -> tuple[str]:
     return ("".join(parts),)
 
 
+def _camera_angle(horizontal_angle: int, vertical_angle: int, zoom: float, **view: Any) -> tuple[None, str]:
+    """Describe where a camera stands by the words that LoRAs for it are trained with; its place in 3D goes nowhere."""
+    sector = math.floor(horizontal_angle / _SECTOR + 0.5) % len(_AROUND)
+    height = next(word for most, word in _HEIGHTS if vertical_angle < most)
+    distance = next(word for most, word in _DISTANCES if zoom < most)
+    return None, f"{_AROUND[sector]} {height} {distance}"
+
+
 def _long(name: str) -> Input:
     return text(name, multiline=True)
 
@@ -129,7 +138,31 @@ _FLAGS: Final = (boolean("case_insensitive", True), boolean("multiline"), boolea
 _SOFT_FLAGS: Final = tuple(boolean(one.name, one.default, required=False) for one in _FLAGS)
 _TEXT: Final = (Output("STRING"),)
 
+_SECTOR: Final = 45  # degrees
+_AROUND: Final = tuple(
+    f"{side} view"
+    for side in (
+        *("front", "front-right quarter", "right side", "back-right quarter"),
+        *("back", "back-left quarter", "left side", "front-left quarter"),
+    )
+)
+_HEIGHTS: Final = (
+    *((-15, "low-angle shot"), (15, "eye-level shot"), (45, "elevated shot"), (math.inf, "high-angle shot")),
+)
+_DISTANCES: Final = ((2, "wide shot"), (6, "medium shot"), (math.inf, "close-up"))
+
 TEXTS: Final = (
+    Kind(
+        "CameraAngle",
+        (
+            *(integer("horizontal_angle", 0, 0, 360), integer("vertical_angle", 0, -30, 60)),
+            *(number("zoom", 5.0, 0.0, 10.0), link("image", "IMAGE", required=False), text("view", required=False)),
+        ),
+        (Output("LOAD3D_CAMERA", "camera_info"), Output("STRING", "prompt")),
+        _camera_angle,
+        is_opaque=True,
+        category="3d",
+    ),
     Kind("StringConcatenate", (_long("string_a"), _long("string_b"), text("delimiter")), _TEXT, _concatenate),
     Kind("StringReplace", (_long("string"), _long("find"), _long("replace")), _TEXT, _replace),
     Kind(

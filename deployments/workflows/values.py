@@ -187,12 +187,12 @@ class ControlUse:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Inpainting:
-    """The channels of InpaintModelConditioning: the latent with the masked part gray, and the mask."""
+class Beside:
+    """The latent that a model reads in further channels: that of a control image, or of one whose masked part is gray,
+    with the mask in pixels."""
 
     latent: Latent
-    mask: Mask
-    image: Image
+    mask: Mask | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,7 +235,7 @@ class Prompt:
     controls: tuple[ControlUse, ...] = ()
     images: tuple[Image, ...] = ()
     references: tuple[Latent, ...] = ()
-    inpainting: Inpainting | None = None
+    beside: Beside | None = None
     scene: Scene | None = None
     extra: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 

@@ -7,11 +7,12 @@ one request where their steps are one schedule.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from configs.options import DRAWING_SAMPLERS
 from deployments.engines.diffusion.adapted_parts import stage_of
@@ -19,7 +20,7 @@ from deployments.records import ClipRequest
 from deployments.workflows.backend import Backend, Catalog, Frames, Report
 from deployments.workflows.records import Refused
 from deployments.workflows.resizing import resized, resized_masks
-from deployments.workflows.values import PENDING, Image, Latent, Later, LoraUse, Plan, Prompt, Scene
+from deployments.workflows.values import PENDING, Image, Latent, Later, LoraUse, Mask, Plan, Prompt, Scene
 
 _IS_NOISE: Final = 1e-4  # so near to 1, the first level is noise alone
 _SAME_LEVEL: Final = 1e-6
@@ -27,6 +28,7 @@ _WITHOUT_MEMORY: Final = ("euler", "ddim")  # samplers whose step reads no other
 _STAGES: Final = ("high noise", "low noise")
 _USUAL_FPS: Final = 25.0  # of LTX, where no node says another
 _HUNYUAN_GUIDANCE: Final = 6.0
+_TOGETHER: Final = 8  # frames that are scaled as one
 FRAME_RATE: Final = "frame_rate"  # what a node says on a prompt
 
 
@@ -82,7 +84,7 @@ def check_video(plan: Plan, prompts: Sequence[Prompt], class_name: str) -> None:
             raise Refused(f"a {class_name} reads a text as it is", side)
         if prompt.guidance is not None and not rule.reads_guidance:
             raise Refused(f"a {class_name} reads no guidance", side)
-        if prompt.controls or prompt.images or prompt.references or prompt.inpainting is not None:
+        if prompt.controls or prompt.images or prompt.references or prompt.beside is not None:
             raise Refused(f"a {class_name} reads no such image", side)
         if prompt.scene is not scene:
             raise Refused("both prompts are read beside the same pictures", side)
@@ -220,14 +222,13 @@ def scene_pictures(scene: Scene) -> dict[str, Any]:
     if isinstance(scene.reference, np.ndarray):
         found["reference_images"] = (_sized(scene.reference[:1], scene)[0],)
     if isinstance(scene.control, np.ndarray):
-        control = _filled(_sized(scene.control[: scene.length], scene), scene.length, 128)
+        # Some frames at a time: a video as numbers takes four times its bytes.
+        parts = [_sized(some, scene) for some in _groups(scene.control[: scene.length])]
+        control = _filled(np.concatenate(parts), scene.length, 128)
         found["video"] = tuple(control)
     if isinstance(scene.masks, np.ndarray):
-        masks = resized_masks(scene.masks[: scene.length], scene.width, scene.height, "bilinear", "center")
-        if not np.isin(masks, (0, 1)).all():
-            raise Refused("masks of a control video are 0 or 1 everywhere, in its size", "positive")
-        pixels = np.repeat((masks * 255).astype(np.uint8)[..., None], 3, -1)
-        found["mask"] = tuple(_filled(pixels, scene.length, 255))
+        parts = [_masks_sized(some, scene) for some in _groups(scene.masks[: scene.length])]
+        found["mask"] = tuple(_filled(np.concatenate(parts), scene.length, 255))
     return found
 
 
@@ -237,6 +238,19 @@ def _sized(images: Image, scene: Scene) -> Frames:
         images = np.asarray(images / np.float32(255), np.float32)
     fitted = resized(images[..., :3], scene.width, scene.height, "bilinear", "center")
     return np.rint(np.clip(fitted, 0, 1) * 255).astype(np.uint8)
+
+
+def _masks_sized(masks: Mask, scene: Scene) -> Frames:
+    assert isinstance(masks, np.ndarray)
+    fitted = resized_masks(masks, scene.width, scene.height, "bilinear", "center")
+    if not np.isin(fitted, (0, 1)).all():
+        raise Refused("masks of a control video are 0 or 1 everywhere, in its size", "positive")
+    return np.repeat((fitted * 255).astype(np.uint8)[..., None], 3, -1)
+
+
+def _groups(frames: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    for place in range(0, len(frames), _TOGETHER):
+        yield frames[place : place + _TOGETHER]
 
 
 def _filled(frames: Frames, length: int, value: int) -> Frames:

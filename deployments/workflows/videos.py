@@ -85,7 +85,9 @@ def _with_scene(conditioning: Conditioning, scene: Scene) -> Conditioning:
     return tuple(replace(one, scene=scene) for one in conditioning)
 
 
-def _from_pictures(
+def _staged(
+    pictures: Mapping[str, Any],
+    before: int,
     positive: Conditioning,
     negative: Conditioning,
     vae: VaeValue,
@@ -93,39 +95,36 @@ def _from_pictures(
     height: int,
     length: int,
     batch_size: int,
-    start_image: Image | None = None,
-    end_image: Image | None = None,
-    **seen: SeenImage,
 ) -> tuple[Conditioning, Conditioning, Latent]:
-    latent = _latent(width, height, length, batch_size)
-    read = tuple(seen.values())
-    scene = Scene("frames", width, height, latent.frames, start=start_image, end=end_image, seen=read)
+    """Return both prompts with a scene of these pictures, and its latent."""
+    latent = _latent(width, height, length, batch_size).changed(before=before)
+    scene = Scene(width=width, height=height, length=latent.frames, **pictures)
     return _with_scene(positive, scene), _with_scene(negative, scene), latent
 
 
+def _from_pictures(
+    start_image: Image | None = None,
+    end_image: Image | None = None,
+    clip_vision_output: SeenImage | None = None,
+    clip_vision_start_image: SeenImage | None = None,
+    clip_vision_end_image: SeenImage | None = None,
+    **given: Any,
+) -> tuple[Conditioning, Conditioning, Latent]:
+    read = (clip_vision_output, clip_vision_start_image, clip_vision_end_image)
+    seen = tuple(one for one in read if one is not None)
+    return _staged({"kind": "frames", "start": start_image, "end": end_image, "seen": seen}, 0, **given)
+
+
 def _from_control(
-    positive: Conditioning,
-    negative: Conditioning,
-    vae: VaeValue,
-    width: int,
-    height: int,
-    length: int,
-    batch_size: int,
     strength: float,
     control_video: Image | None = None,
     control_masks: Mask | None = None,
     reference_image: Image | None = None,
+    **given: Any,
 ) -> tuple[Conditioning, Conditioning, Latent, int]:
     before = 0 if reference_image is None else 1
-    latent = _latent(width, height, length, batch_size).changed(before=before)
-    scene = Scene(
-        *("vace", width, height, latent.frames),
-        control=control_video,
-        masks=control_masks,
-        reference=reference_image,
-        strength=strength,
-    )
-    return _with_scene(positive, scene), _with_scene(negative, scene), latent, before
+    pictures = {"control": control_video, "masks": control_masks, "reference": reference_image, "strength": strength}
+    return (*_staged({"kind": "vace", **pictures}, before, **given), before)
 
 
 def _trimmed(samples: Latent, trim_amount: int) -> tuple[Latent]:

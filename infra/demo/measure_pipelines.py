@@ -71,7 +71,7 @@ def triton_answers(url: str, sums: list[str], seeds: list[int], texts: list[str]
         folder = Path(place)
         (folder / "questions.json").write_text(json.dumps({"sums": sums, "seeds": seeds, "texts": texts}))
         script = Path(__file__).with_name("ask_triton.py")
-        subprocess.run([str(JUDGES_PYTHON), str(script), url.removeprefix("http://"), place], check=True)
+        subprocess.run([str(JUDGES_PYTHON), "-P", str(script), url.removeprefix("http://"), place], check=True)
         answers = json.loads((folder / "answers.json").read_text())
     images = [None if image is None else np.array(image, np.uint8) for image in answers["images"]]
     return images, answers["labels"]

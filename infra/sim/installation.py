@@ -122,6 +122,16 @@ class SimulatedModule(ModuleType):
 
     manual_seed = manual_seed_all
 
+    def get_rng_state(self, device: DeviceLike = None) -> torch.Tensor:
+        """Return the state of the host's generator, which draws for all devices."""
+        self.memory_of(device)
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: DeviceLike = None) -> None:
+        """Set the state of the host's generator, as `torch.random.fork_rng` does for each device."""
+        self.memory_of(device)
+        torch.set_rng_state(state)
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Return the types that `torch.autocast` may be asked for."""
         return [torch.float16, torch.bfloat16]

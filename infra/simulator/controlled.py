@@ -93,7 +93,7 @@ class Controlled:
             demand = Demand(POOL, request.model, request.work, self._share, request.priority, "default", math.inf)
             self._queue.submit(ticket, demand, self._world.now_s)
         self._pump()
-        if not self._placement.replicas_of(POOL, request.model, self._world.now_s):
+        if not self._placement.replicas.get((POOL, request.model)):
             self._tick_soon(NEWS_S)
 
     def on_worker(self, worker: WorkerInWorld) -> None:

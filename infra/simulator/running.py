@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from infra.simulator.controlled import Controlled
 from infra.simulator.scenario import Fault, Scenario, SimRequest
-from infra.simulator.world import Served, SimulatedDispatcher, WorkerInWorld, World
+from infra.simulator.world import SimulatedDispatcher, WorkerInWorld, World
 
 MAX_REQUESTS: Final = 100_000  # that a page draws
 MAX_MODELS: Final = 2000
@@ -154,25 +154,24 @@ def _keeps_promise(
     The run ends as soon as too many are late: a cluster that is much too small takes no longer than one that suffices.
     """
     world = World(scenario, policies[policy])
-    due_s = sorted(request.at_s + world.models[request.model].slo.target_s for request in scenario.requests)
+    targets_s = {id_: model.slo.target_s for id_, model in world.models.items()}
+    due_s = sorted(request.at_s + targets_s[request.model] for request in scenario.requests)
     most_late = (1 - least_share) * len(due_s) + 1e-9
 
-    def is_due(one: Served) -> bool:
-        return one.request.at_s + world.models[one.request.model].slo.target_s <= world.now_s
-
-    def num_late() -> int:
-        late = sum(one.latency_s > world.models[one.request.model].slo.target_s for one in world.served)
-        return late + bisect_right(due_s, world.now_s) - sum(map(is_due, world.served))
+    def num_late(now_s: float) -> int:
+        """Return how many were answered too late, or are due and not answered."""
+        num_late = sum(one.latency_s > targets_s[one.request.model] for one in world.served)
+        num_due = sum(one.request.at_s + targets_s[one.request.model] <= now_s for one in world.served)
+        return num_late + bisect_right(due_s, now_s) - num_due
 
     def look() -> None:
-        if num_late() > most_late:
+        if num_late(world.now_s) > most_late:
             world.stop()
         world.call_at(world.now_s + LOOK_S, look)
 
     world.call_at(LOOK_S, look)
     world.run(until_s=due_s[-1] if due_s else 0.0)
-    late = sum(one.latency_s > world.models[one.request.model].slo.target_s for one in world.served)
-    return late + len(due_s) - len(world.served) <= most_late
+    return num_late(math.inf) <= most_late
 
 
 def _figures_of(world: World, policy: str) -> RunFigures:

@@ -60,7 +60,8 @@ few pixels may differ by one step of 255. Other classes were not run; their rows
 Notes:
 
 - FLUX.3 is not served: the installed diffusers has its transformer, and no pipeline class.
-- Answers have no transparency, also for classes that make it (Qwen-Image 2.1 and Layered).
+- Classes that draw transparency (Qwen-Image 2.1 and Layered) give it in PNG and WebP; a JPEG, a pipeline and `/v2`
+  have the colors alone, and a warning.
 - `ChromaInpaintPipeline`, and `clip_skip` of classes with a CLIP, fail in the installed diffusers, because an option
   and a module are missing. Here they work as in older versions.
 - `LongCatAudioDiTPipeline` has its own scheduler, which diffusers neither saves nor reads. A pipeline built in Python

@@ -52,6 +52,8 @@ CLASSES: Final[Mapping[str, str]] = {
     r"flux1-fill|flux\.1-fill": "FluxFillPipeline",
     r"flux1-(canny|depth)": "FluxControlPipeline",
     r"kontext": "FluxKontextPipeline",
+    r"longcat_image_edit": "LongCatImageEditPipeline",
+    r"longcat_image": "LongCatImagePipeline",
     r"^flux1-": "FluxPipeline",
     r"sd_xl_refiner": "StableDiffusionXLImg2ImgPipeline",
     r"sd_xl": "StableDiffusionXLPipeline",

@@ -234,6 +234,19 @@ def test_a_second_simulation_is_the_first_one() -> None:
     assert simulate() is torch.sim  # type: ignore[attr-defined]
 
 
+def test_draws_within_a_fork_leave_the_streams_as_they_were(device: torch.device) -> None:
+    state = torch.get_rng_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first = torch.randn(4, device=device)
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.random.fork_rng(), torch.random.fork_rng(device_type="sim"):
+        torch.manual_seed(3)
+        assert torch.equal(torch.randn(4), first.cpu())
+    with pytest.raises(RuntimeError, match="no device"):
+        torch.sim.get_rng_state(99)  # type: ignore[attr-defined]
+
+
 def test_inference_tensors_are_as_on_the_host(device: torch.device) -> None:
     for where in (torch.device("cpu"), device):
         with torch.inference_mode():

@@ -72,14 +72,17 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
             return pool.submit(atelier, *arguments, env=environment)
 
         listed, chat = begin("models", "--json"), begin("chat", "What is 12 + 7?")
+        again = begin("up", str(DEMO), "--port", port)
         refused = {
             "no model 'nope' (known: ": begin("generate", "x", "-m", "nope"),
-            "cluster 'demo' is already up": begin("up", str(DEMO), "--port", port),
+            "cluster 'demo' is already up": begin("up", str(DEMO), "--port", str(free_port())),
             "cannot listen on 127.0.0.1:": begin("up", str(small_config)),
         }
     models = json.loads(listed.result().stdout)["models"]
     assert ("adder", "ready") in [(model["id"], model["state"]) for model in models]
     assert chat.result().stdout.strip() == "19."
+    assert (again.result().returncode, "is already up at" in again.result().stdout) == (0, True), again.result().stderr
+    assert "digits-flux-inverted" in again.result().stdout
     for reason, command in refused.items():
         assert command.result().returncode == 1
         assert reason in command.result().stderr
@@ -198,8 +201,10 @@ def test_serves_own_proxy_leaves_deadlines_to_the_ingress(environment: dict[str,
         with httpx.Client(base_url=f"http://127.0.0.1:{config['http']['port']}/v1", timeout=60) as http:
             answer = http.post("/chat/completions", json=body, headers={"x-request-timeout-seconds": "30"})
             assert answer.json()["choices"][0]["message"]["content"] == "19."
-            for timeout_s in ("1e-6", "0.05", "0.2"):
-                late = http.post("/chat/completions", json=long, headers={"x-request-timeout-seconds": timeout_s})
+            whole_s = http.post("/chat/completions", json=long).json()["timings_ms"]["total"] / 1000
+            for timeout_s in (1e-6, whole_s / 8, whole_s / 3):
+                headers = {"x-request-timeout-seconds": f"{timeout_s:.6f}"}
+                late = http.post("/chat/completions", json=long, headers=headers)
                 assert late.status_code in (429, 504), late.text  # 429: the queue knows by now how long it would take
                 assert set(late.json()["error"]) == {"message", "type", "param", "code"}
     finally:

@@ -140,6 +140,8 @@ def test_a_registered_workflow_is_a_pipeline(cluster: Cluster) -> None:
         ]
         (output,) = http.post("/v2/models/posters/infer", json={"inputs": tensors}).json()["outputs"]
         assert np.array_equal(np.array(output["data"]).reshape(output["shape"]), expected[None])
+        by_handle = cluster.handle.run_pipeline.remote({"pipeline": "posters", "inputs": given}).result(timeout_s=120)
+        assert np.array_equal(by_handle.outputs[output["name"]].data, expected[None])
         asked = ImageRequest(model="posters", prompt=given["prompt"])
         made = cluster.handle.generate.remote(asked).result(timeout_s=120)
         assert made.images[0].shape == (32, 32, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -104,7 +105,7 @@ def _ended(batch: Any) -> Any:
 
 
 def test_a_large_file_goes_through_the_door_and_back(cluster: Cluster) -> None:
-    content = os.urandom(3 * cluster.config.ingress.limits.max_upload_bytes // 2)
+    content = random.randbytes(3 * cluster.config.ingress.limits.max_upload_bytes // 2)
     file = cluster.openai.files.create(file=("large.jsonl", content), purpose="batch")
     assert file.bytes == len(content)
     assert cluster.openai.files.content(file.id).content == content

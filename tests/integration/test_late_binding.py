@@ -96,17 +96,20 @@ async def test_what_is_cancelled_is_gone_at_once_wherever_it_is(queue: Queue) ->
 async def test_a_worker_that_comes_gets_work_at_once_while_others_wait(queue: Queue) -> None:
     """Serve's own routing would leave what was asked before a replica came to those that were there."""
     before = await queue.workers()
-    async with queue.filled(20) as long:
+    async with queue.filled() as long:
         replica_processes("worker")[0].kill()
 
         async def is_at_work() -> bool:
             workers = await queue.workers()
-            return any(workers[name] == 2 for name in workers.keys() - before.keys())
+            new = workers.keys() - before.keys()
+            if not new:  # a quick machine draws many before it comes, and what is asked after that may go anywhere
+                long.extend(queue.image(LONG) for _ in range(8 - await queue.waiting()))
+            return any(workers[name] == 2 for name in new)
 
         await until(is_at_work, "work for the worker in its place", 150.0)  # which imports torch first
         assert await queue.waiting()
-        failed = [task.result().text for task in long if task.done() and task.result().status_code != 200]
-        assert not failed
+        answers = [task.result() for task in long if task.done()]
+        assert {answer.status_code for answer in answers} <= {200, 429}, [a.text for a in answers]  # 429: a slow one
 
 
 async def test_pipelines_and_texts_pass_full_workers_and_nothing_waits_for_ever(queue: Queue) -> None:

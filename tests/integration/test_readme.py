@@ -70,7 +70,9 @@ def test_the_ranking_snippet_runs(cluster: Cluster) -> None:
 def test_the_handle_snippet_runs(cluster: Cluster) -> None:
     """In a process that Ray has started, and in one that nothing connects but the snippet."""
     code = snippet("get_app_handle").replace('"demo"', repr(cluster.config.name))
-    assert run(code)["result"].images[0].shape == (32, 32, 3)
+    found = run(code)
+    assert found["result"].images[0].shape == (32, 32, 3)
+    assert found["summed"].outputs["image"].shape == (1, 32, 32, 3)
     code += "\nprint(result.images[0].shape)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n")[-2] == "(32, 32, 3)", done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import uvicorn
@@ -18,6 +18,12 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.end = asyncio.Event()
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        """Leave signals alone. A fixture ends in another run of an event loop than it began in, whose handlers uvicorn
+        would put back.
+        """
+        return nullcontext()
 
     async def main_loop(self) -> None:
         await self.on_tick(0)

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from kit.process_state import unchanged_process as unchanged_process
 
 _MANY_MODULES = 400
 # What an application over fakes, or a small model, is made of outlives several collections of Python's own pace, which
 # were a third of the time of such tests. Whoever looks for what was left behind collects before that.
 _MANY_OBJECTS = 50_000
+_SERVERS = ("ray.serve", "uvicorn", "uvicorn.access", "uvicorn.asgi", "uvicorn.error")  # loggers that they set up
 gc.disable()  # until all is imported
 # Before torch is loaded, and for the processes of tests: models this small are slower on more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,10 +50,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def logs_of_this_process() -> Iterator[None]:
-    """Take out what an actor or a replica, made by a test in this process, has put into its logs."""
+    """Take out what an actor, a replica or a server, made by a test in this process, has put into its logs."""
     root, serve = logging.getLogger(), logging.getLogger("ray.serve")
     before, filters = list(root.handlers), list(serve.filters)
+    servers = [(one, one.level, one.propagate, list(one.handlers)) for one in map(logging.getLogger, _SERVERS)]
     yield
+    for logger, level, logger.propagate, logger.handlers in servers:
+        if logger.level != level:  # to set it looks at all loggers
+            logger.setLevel(level)
     for handler in [
         one for one in root.handlers if one not in before and type(one).__module__ == "cluster.process.logs"
     ]:

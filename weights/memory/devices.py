@@ -29,13 +29,13 @@ def open_device(name: str, simulated: SimulatedConfig | None = None) -> torch.de
         return torch.device("cpu")
     if kind == "sim":
         _simulator(name).simulate(simulated)  # only then: it patches torch, for tests and demos
-    if kind == "cuda":  # cuBLAS reads it at its first use; without it, torch does not promise the same sums twice
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     module = torch.get_device_module(kind)
     count = module.device_count()
     if index is None:
         index = module.current_device() if count else 0
     _check_index(name, index, count)
+    if kind == "cuda":  # cuBLAS reads it at its first use; without it, torch does not promise the same sums twice
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(kind, index)
 
 

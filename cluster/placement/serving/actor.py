@@ -16,12 +16,13 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.placement.autoscaling import Scaling
-from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
+from cluster.placement.deciding import Decided, Deciding, LoggedDecision
 from cluster.placement.observing import Observations
 from cluster.placement.on_demand import why_on_demand
 from cluster.placement.reports import SlotAnswer, SlotReport, SlotUpdate, Update, WorkerReport
@@ -143,7 +144,7 @@ class Controller:
             "num_ticks": self._num_ticks,
             "longest_tick_s": self._longest_tick_s,
             "overrides": (self._registry.overrides or Overrides()).model_dump(mode="json"),
-            "decisions": [_logged(one) for one in newest_first(self._deciding.log, max_decisions)],
+            "decisions": [_logged(one) for one in islice(reversed(self._deciding.log), max_decisions)],
             "notes": [*plan.notes, *decided.observed.state.ignored] if decided else [],
             "backoffs": {model: asdict(backoff) for model, backoff in decided.observed.backoffs.items()}
             if decided

@@ -104,7 +104,8 @@ class SigmaSolver:
         here = self._forwards[self.at]
         clean = self.form.clean(self._seen(sample, here.level), here.level, model_output.float())
         if self.kept is not None:
-            clean = clean * self.kept.mask + self.kept.latents * (1 - self.kept.mask)
+            mask = self._mask_at(here.level)
+            clean = clean * mask + self.kept.latents * (1 - mask)
         if here.step == self.sampler.num_steps - 1 and not here.is_second:
             self.expected = clean
         self.at += 1
@@ -140,7 +141,20 @@ class SigmaSolver:
         """Return latents whose kept part is as noisy as this level is."""
         if (kept := self.kept) is None:
             return x
-        return x * kept.mask + self.form.noised(kept.latents, kept.noise, level) * (1 - kept.mask)
+        mask = self._mask_at(level)
+        return x * mask + self.form.noised(kept.latents, kept.noise, level) * (1 - mask)
+
+    def _mask_at(self, level: float) -> torch.Tensor:
+        """Return where a forward at a level of noise paints.
+
+        Source of its change with the level: ComfyUI, `comfy_extras/nodes_differential_diffusion.py`.
+        """
+        assert self.kept is not None
+        mask, until = self.kept.mask, self.sampler.masks_until
+        if until is None:
+            return mask
+        first, last, here = (self.form.timestep(one) for one in (self.sampler.sigmas[0], until, level))
+        return (mask >= (here - last) / (first - last)).to(mask)
 
     def _planned(self) -> Sequence[Forward]:
         return [Forward(level, step) for step, level in enumerate(self.sampler.sigmas[:-1])]

@@ -1,4 +1,6 @@
-// Rows of x as the kernels take them: int8 by 32 elements (absmax / 127, as llama.cpp does).
+// Rows of x as the kernels take them: int8 by 32 elements (absmax / 127, as llama.cpp does). Few lie row by row. Of many, the
+// rows of a tile meet W at once, and lie together: group by group, and in a group four elements of each row by turns. So what
+// a product loads follows what it loaded before. (Rows that lie thousands of bytes apart meet in the same sets of the cache.)
 
 #pragma once
 
@@ -7,6 +9,7 @@
 #include <limits>
 
 #include "blocks.h"
+#include "lanes.h"
 
 namespace {
 
@@ -17,6 +20,38 @@ inline int64_t padded(int64_t columns) { return (columns + kStep - 1) / kStep * 
 
 enum Element { FLOAT32 = 0, BFLOAT16 = 1 };
 
+constexpr int kTileRows = kLanes == 16 ? 6 : 4;  // rows of x whose sums are in registers
+constexpr int64_t kFewRows = kLanes == 16 ? 8 : 4;  // whose sums stay in registers while W is unpacked
+
+// `rows` rows of x in tiles of at most MOST rows, as even as can be: `full` of `most` rows, then others of one row less.
+template <int MOST>
+struct Tiles {
+    int count, most, full;
+    explicit Tiles(int64_t rows) {
+        const int all = static_cast<int>(rows);  // of a step or a block: numbers of 32 bits are divided in less time
+        count = (all + MOST - 1) / MOST;
+        most = MOST;
+        while (count * (most - 1) >= all) --most;
+        full = all - count * (most - 1);
+    }
+    int64_t rows(int64_t tile) const { return most - (tile >= full); }
+    int64_t first(int64_t tile) const { return tile * most - std::max<int64_t>(0, tile - full); }
+};
+
+// A row's place in its tile, which begins with row `first` and has `rows`.
+template <int MOST>
+struct TilePlace {
+    int first, rows, place;
+    TilePlace(int64_t all_rows, int64_t row) {
+        const Tiles<MOST> tiles(all_rows);
+        const int all = static_cast<int>(row), before = tiles.full * tiles.most;
+        const bool is_full = all < before;
+        rows = tiles.most - !is_full;
+        place = (is_full ? all : all - before) % rows;
+        first = all - place;
+    }
+};
+
 // Rows of x as the kernels take them, padded with zeros to `stride` elements.
 struct Activations {
     int8_t* q;
@@ -24,8 +59,12 @@ struct Activations {
     float* sum;            // dx * sum(q), by 32
     int32_t* starts;       // -sum(q), by 32
     int32_t* half_starts;  // -sum(q), by 16
-    int64_t stride;
+    int64_t stride, turned;  // rows in tiles, or 0
 };
+
+// What a row has of a group in a tile: eight times four elements, scale and start; and, behind all groups, what only some
+// formats take: the sum and two starts of halves. So many groups of all tiles lie together: a product takes them at a time.
+constexpr int64_t kGroupWords = 10, kMoreWords = 3, kChunkGroups = 16;
 
 inline float load_element(const void* at, int element, int64_t i) {
     if (element == FLOAT32) return static_cast<const float*>(at)[i];
@@ -62,11 +101,49 @@ struct Output {
 constexpr size_t kActivationBytes = 2;
 
 void place_activations(char* memory, int64_t m, Activations& to) {
+    to.turned = m > kFewRows ? m : 0;
     to.q = reinterpret_cast<int8_t*>(memory);
     to.scale = reinterpret_cast<float*>(memory + m * to.stride);
     to.sum = to.scale + m * to.stride / 32;
     to.starts = reinterpret_cast<int32_t*>(to.sum + m * to.stride / 32);
     to.half_starts = to.starts + m * to.stride / 32;
+}
+
+// Where a tile's group begins.
+struct TileGroup {
+    int32_t *words, *more;
+    // Group number `group` of the tile of `rows` rows, from row `first` on.
+    TileGroup(const Activations& x, int64_t first, int64_t rows, int64_t group) {
+        const int64_t all = x.stride / 32, chunk = group / kChunkGroups * kChunkGroups;
+        const int64_t groups = std::min(kChunkGroups, all - chunk);
+        const int64_t before = chunk * x.turned + first * groups + (group - chunk) * rows;
+        int32_t* const memory = reinterpret_cast<int32_t*>(x.q);
+        words = memory + before * kGroupWords;
+        more = memory + x.turned * all * kGroupWords + before * kMoreWords;
+    }
+};
+
+// A group's elements are `own` (of rows in order, they are in place); its numbers, and the elements in a tile, go to theirs.
+inline void put_group(const int8_t* own, float scale, const int32_t (&half_starts)[2], int64_t row, int64_t group,
+                      const Activations& to) {
+    const int32_t start = half_starts[0] + half_starts[1];
+    const float sum = scale * static_cast<float>(-start);
+    if (to.turned) {
+        const TilePlace<kTileRows> tile(to.turned, row);
+        const TileGroup at(to, tile.first, tile.rows, group);
+        int32_t *words = at.words + tile.place, *more = at.more + tile.place;
+        for (int j = 0; j < 8; ++j, words += tile.rows) std::memcpy(words, own + 4 * j, 4);
+        std::memcpy(words, &scale, 4);
+        words[tile.rows] = start;
+        std::memcpy(more, &sum, 4);
+        for (int half = 0; half < 2; ++half) more[(1 + half) * tile.rows] = half_starts[half];
+        return;
+    }
+    const int64_t at = row * to.stride / 32 + group;
+    to.scale[at] = scale;
+    to.sum[at] = sum;
+    to.starts[at] = start;
+    for (int half = 0; half < 2; ++half) to.half_starts[2 * at + half] = half_starts[half];
 }
 
 #if defined(__AVX512VNNI__)
@@ -82,8 +159,9 @@ inline __m512 load_sixteen(const void* x, int element, int64_t i, int64_t k) {
 // Elements `i` to `end` of x, 32 at most and perhaps none, become group number `group` of a row.
 inline void prepare_group(const void* x, int element, int64_t i, int64_t end, int64_t row, int64_t group,
                           const Activations& to) {
-    int8_t* q = to.q + row * to.stride + 32 * group;
-    const int64_t at = row * to.stride / 32 + group;
+    alignas(32) int8_t own[32];
+    int32_t half_starts[2];
+    int8_t* q = to.turned ? own : to.q + row * to.stride + 32 * group;
     const __m512 low = load_sixteen(x, element, i, end), high = load_sixteen(x, element, i + 16, end);
     // Sizes are compared as integers: infinities and NaNs are the largest. They stay visible, since the scale becomes NaN.
     const __m512i sizes[2] = {_mm512_castps_si512(_mm512_abs_ps(low)), _mm512_castps_si512(_mm512_abs_ps(high))};
@@ -99,11 +177,9 @@ inline void prepare_group(const void* x, int element, int64_t i, int64_t end, in
         _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * j), steps);
         // The sum of eight bytes in each half, as if they had no sign: 128 more each.
         const __m128i sums = _mm_sad_epu8(_mm_xor_si128(steps, _mm_set1_epi8(-128)), _mm_setzero_si128());
-        to.half_starts[2 * at + j] = 16 * 128 - _mm_cvtsi128_si32(sums) - _mm_extract_epi32(sums, 2);
+        half_starts[j] = 16 * 128 - _mm_cvtsi128_si32(sums) - _mm_extract_epi32(sums, 2);
     }
-    to.scale[at] = is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
-    to.starts[at] = to.half_starts[2 * at] + to.half_starts[2 * at + 1];
-    to.sum[at] = to.scale[at] * static_cast<float>(-to.starts[at]);
+    put_group(q, is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN(), half_starts, row, group, to);
 }
 
 // The first `count` lanes of `values`, which is between 1 and 16.
@@ -134,8 +210,9 @@ inline __m256 load_eight(const void* x, int element, int64_t i, int64_t k) {
 
 inline void prepare_group(const void* x, int element, int64_t i, int64_t end, int64_t row, int64_t group,
                           const Activations& to) {
-    int8_t* q = to.q + row * to.stride + 32 * group;
-    const int64_t at = row * to.stride / 32 + group;
+    alignas(32) int8_t own[32];
+    int32_t half_starts[2];
+    int8_t* q = to.turned ? own : to.q + row * to.stride + 32 * group;
     __m256 parts[4];
     __m256i sizes = _mm256_setzero_si256();  // as integers: infinities and NaNs are the largest, and the scale becomes NaN
     for (int j = 0; j < 4; ++j) {
@@ -160,11 +237,9 @@ inline void prepare_group(const void* x, int element, int64_t i, int64_t end, in
         _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * j), bytes);
         // The sum of eight bytes in each half, as if they had no sign: 128 more each.
         const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
-        to.half_starts[2 * at + j] = 16 * 128 - _mm_cvtsi128_si32(sums) - _mm_extract_epi32(sums, 2);
+        half_starts[j] = 16 * 128 - _mm_cvtsi128_si32(sums) - _mm_extract_epi32(sums, 2);
     }
-    to.scale[at] = is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
-    to.starts[at] = to.half_starts[2 * at] + to.half_starts[2 * at + 1];
-    to.sum[at] = to.scale[at] * static_cast<float>(-to.starts[at]);
+    put_group(q, is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN(), half_starts, row, group, to);
 }
 
 // The first `count` lanes of `values`, which is between 1 and 8.

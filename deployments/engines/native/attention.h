@@ -185,36 +185,48 @@ inline void load_keys(const CacheShape& cache, const Slots& slots, const Span& s
     }
 }
 
+constexpr int kSixteen = 16 / kLanes;  // registers of 16 lanes
+
+struct Greatest {
+    __m128 operator()(__m128 a, __m128 b) const { return _mm_max_ps(a, b); }
+    __m256 operator()(__m256 a, __m256 b) const { return _mm256_max_ps(a, b); }
+#if defined(__AVX512VNNI__)
+    __m512 operator()(__m512 a, __m512 b) const { return _mm512_max_ps(a, b); }
+#endif
+};
+
 // One number of 16 lanes, halves first: the order that a sum has on every processor.
 template <class Operation>
-inline float fold(float (&lanes)[16], const Operation& operation) {
-    for (int half = 8; half; half /= 2)
-        for (int j = 0; j < half; ++j) lanes[j] = operation(lanes[j], lanes[j + half]);
-    return lanes[0];
+inline float fold(const Floats (&lanes)[kSixteen], const Operation& operation) {
+#if defined(__AVX512VNNI__)
+    const __m256 eight = operation(_mm512_castps512_ps256(lanes[0]), _mm512_extractf32x8_ps(lanes[0], 1));
+#else
+    const __m256 eight = operation(lanes[0], lanes[1]);
+#endif
+    const __m128 four = operation(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = operation(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(operation(two, _mm_movehdup_ps(two)));
 }
 
 // One query's scores of kKeys keys, of which it sees `count`, become shares beside the greatest score so far.
 inline void soften(float* scores, int64_t count, float& most, float& total, float* sums, int64_t size) {
     for (int64_t t = count; t < kKeys; ++t) scores[t] = -std::numeric_limits<float>::infinity();
-    const auto greater = [](float a, float b) { return a > b ? a : b; };
-    float lanes[16];
-    std::memcpy(lanes, scores, sizeof lanes);
+    Floats tops[kSixteen], shares[kSixteen];
+    for (int i = 0; i < kSixteen; ++i) tops[i] = load(scores + i * kLanes);
     for (int64_t t = 16; t < kKeys; t += 16)
-        for (int j = 0; j < 16; ++j) lanes[j] = greater(lanes[j], scores[t + j]);
-    const float top = greater(fold(lanes, greater), most);
+        for (int i = 0; i < kSixteen; ++i) tops[i] = Greatest()(tops[i], load(scores + t + i * kLanes));
+    const float newest = fold(tops, Greatest()), top = newest > most ? newest : most;
     if (top > most) {
         const float factor = exponential(most - top);
         total *= factor;
         for (int64_t i = 0; i < size; ++i) sums[i] *= factor;
         most = top;
     }
-    std::memset(lanes, 0, sizeof lanes);
+    for (int64_t t = 0; t < kKeys; ++t) scores[t] = exponential(scores[t] - top);
+    for (int i = 0; i < kSixteen; ++i) shares[i] = every_float(0);
     for (int64_t t = 0; t < kKeys; t += 16)
-        for (int j = 0; j < 16; ++j) {
-            scores[t + j] = exponential(scores[t + j] - top);
-            lanes[j] += scores[t + j];
-        }
-    total += fold(lanes, [](float a, float b) { return a + b; });
+        for (int i = 0; i < kSixteen; ++i) shares[i] = shares[i] + load(scores + t + i * kLanes);
+    total += fold(shares, [](auto a, auto b) { return a + b; });
 }
 
 // The sums of shares and values of all queries of a tile, `group` for each of its tokens: own.queries, which have the

@@ -138,22 +138,13 @@ struct Own {
 
 // The bytes of scratch memory that products of a step take.
 template <class Rows>
-size_t most_product_bytes(const Decoder& d, const Step& step) {
-    size_t most = 0;
-    if constexpr (!std::is_same_v<Rows, Activations>) {
-        most = dense_scratch_bytes(Rows{});
-    } else {
-        const auto note = [&](const Linear& one) {
-            most = std::max(most, product_scratch_bytes(one.weight, step.num_rows));
-        };
-        if (step.num_logits) note(d.head);
-        for (int64_t i = step.first_layer; i < step.last_layer; ++i) {
-            const Layer& layer = d.layers[i];
-            for (const Linear* one : {&layer.q, &layer.k, &layer.v, &layer.output, &layer.gate, &layer.up, &layer.down})
-                note(*one);
-        }
-    }
-    return (most + 63) / 64 * 64;
+size_t product_bytes_of(const Step& step) {
+    size_t nbytes;
+    if constexpr (std::is_same_v<Rows, Activations>)
+        nbytes = product_scratch_bytes(step.num_rows);
+    else
+        nbytes = dense_scratch_bytes(Rows{});
+    return (nbytes + 63) / 64 * 64;
 }
 
 // Columns `first` to `last` of the product of x and W as [rows, kPiece], with the bias.
@@ -341,7 +332,7 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
     char* memory = activation_scratch.reserve(buffers.place(nullptr, d, step));
     if (!memory) return 1;
     buffers.place(memory, d, step);
-    const size_t product_bytes = most_product_bytes<Rows>(d, step);
+    const size_t product_bytes = product_bytes_of<Rows>(step);
     const int64_t group = d.num_heads / d.cache.num_kv_heads, tile_rows = std::max<int64_t>(1, kQueries / group);
     const std::vector<Span> tiles = tiles_of(step, tile_rows);
     std::atomic<bool> failed{false};

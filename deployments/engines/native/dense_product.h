@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "activations.h"
 #include "attention.h"
 
 namespace {
@@ -29,9 +30,14 @@ template <class Element>
 void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const DenseRows<Element>& to) {
     Element own[32];
     Element* at = to.turned ? own : to.values + row * to.stride + 32 * group;
+#if defined(__AVX512VNNI__)
+    constexpr int element = sizeof(Element) == 2 ? BFLOAT16 : FLOAT32;
+    for (int j = 0; j < 32; j += 16) store_lanes(at, element, j, 16, load_sixteen(x, FLOAT32, i + j, end));
+#else
     const int64_t count = std::clamp<int64_t>(end - i, 0, 32);
     for (int64_t j = 0; j < count; ++j) put(at[j], x[i + j]);
     std::fill(at + count, at + 32, Element{0});
+#endif
     if constexpr (sizeof(Element) == 2)
         if (to.turned) turn_group(own, row, group, to);
 }

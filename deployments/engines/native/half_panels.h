@@ -21,31 +21,8 @@ constexpr int64_t kStretchGroups = kStretch<uint16_t> / 32;
 constexpr int pair_of(int turn) { return turn / 2 + turn % 2 * 8; }
 constexpr int turn_of(int pair) { return pair % 8 * 2 + pair / 8; }
 
-// `rows` rows of x in tiles as even as can be: `full` of `most` rows, then others of one row less.
-struct HalfTiles {
-    int count, most, full;
-    explicit HalfTiles(int64_t rows) {
-        const int all = static_cast<int>(rows);  // of a step or a block: numbers of 32 bits are divided in less time
-        count = (all + kHalfTileRows - 1) / kHalfTileRows;
-        most = (all + count - 1) / count;
-        full = all - count * (most - 1);
-    }
-    int64_t rows(int64_t tile) const { return most - (tile >= full); }
-    int64_t first(int64_t tile) const { return tile * most - std::max<int64_t>(0, tile - full); }
-};
-
-// A row's place in its tile, which begins with row `first` and has `rows`.
-struct TilePlace {
-    int first, rows, place;
-    TilePlace(const HalfRows& x, int64_t row) {
-        const HalfTiles tiles(x.turned);
-        const int all = static_cast<int>(row), before = tiles.full * tiles.most;
-        const bool is_full = all < before;
-        rows = tiles.most - !is_full;
-        place = (is_full ? all : all - before) % rows;
-        first = all - place;
-    }
-};
+using HalfTiles = Tiles<kHalfTileRows>;
+using HalfTilePlace = TilePlace<kHalfTileRows>;
 
 // Where a tile's stretch begins: pairs by turns, groups and rows.
 inline uint16_t* tile_stretch(const HalfRows& x, int64_t first_row, int64_t rows, int64_t stretch) {
@@ -56,13 +33,13 @@ inline int64_t groups_of(const HalfRows& x, int64_t stretch) {
 }
 
 // 32 elements become group `number` of a row.
-inline void turn_group(const uint16_t* group, const TilePlace& row, int64_t number, const HalfRows& to) {
+inline void turn_group(const uint16_t* group, const HalfTilePlace& row, int64_t number, const HalfRows& to) {
     const int64_t stretch = number / kStretchGroups, step = 2 * groups_of(to, stretch) * row.rows;
     uint16_t* at = tile_stretch(to, row.first, row.rows, stretch) + 2 * (number % kStretchGroups * row.rows + row.place);
     for (int turn = 0; turn < 16; ++turn) std::memcpy(at + turn * step, group + 2 * pair_of(turn), 4);
 }
 inline void turn_group(const uint16_t* group, int64_t row, int64_t number, const HalfRows& to) {
-    turn_group(group, TilePlace(to, row), number, to);
+    turn_group(group, HalfTilePlace(to.turned, row), number, to);
 }
 
 #if defined(__AVX512VNNI__)

@@ -1,6 +1,6 @@
 // Products of panels (panels.h) with any number of rows of x. A result is one sum over the groups of its row, in their
-// order: y = fma(scale * dx, dot(u - bias, xq), y) - min * dx * sum(xq), with dot in integers, half by half where it has them. So it has the same bits
-// however many rows x has, and wherever a panel or a chunk begins.
+// order: y = fma(scale * dx, dot(u - bias, xq), y) - min * dx * sum(xq), with dot in integers, half by half where it has them.
+// So it has the same bits however many rows x has, and wherever a panel or a chunk begins.
 
 #pragma once
 
@@ -9,108 +9,97 @@
 
 namespace {
 
-constexpr int kTileRows = kLanes == 16 ? 6 : 4;  // rows of x whose sums are in registers
 constexpr int kTilePanels = 2;
-constexpr int64_t kFewRows = kLanes == 16 ? 8 : 4;  // whose sums stay in registers while W is unpacked
-constexpr int64_t kManyRows = 32;  // from here on, chunks are larger: a tile of W in L2 serves many rows
+static_assert(kChunkGroups % 8 == 0, "panels are unpacked by whole blocks, the largest of which has 256 elements");
 
-// Some rows of x, from a group on.
-struct RowsOfX {
-    const int8_t* q;
-    const float *scale, *sum;
-    const int32_t *starts, *half_starts;
-    int64_t stride;
-    RowsOfX(const Activations& x, int64_t row, int64_t group)
-        : q(x.q + row * x.stride + 32 * group),
-          scale(x.scale + row * x.stride / 32 + group),
-          sum(x.sum + row * x.stride / 32 + group),
-          starts(x.starts + row * x.stride / 32 + group),
-          half_starts(x.half_starts + row * x.stride / 16 + 2 * group),
-          stride(x.stride) {}
-    // dx * sum(xq) of group number `group`, or of its half `part`.
-    template <class Format>
-    float sum_of(int64_t row, int64_t group, int part) const {
-        const int64_t at = row * stride / 32 + group;
-        return Format::kHasHalves ? scale[at] * static_cast<float>(-half_starts[2 * at + part]) : sum[at];
-    }
-    // What the dot product of group number `group`, or of its half `part`, begins with, since u has a bias.
-    template <class Format>
-    Ints start(int64_t row, int64_t group, int part) const {
-        if constexpr (!Format::kBias) return every_int(0);
-        const int64_t at = row * stride / 32 + group;
-        const int32_t sum = Format::kHasHalves ? half_starts[2 * at + part] : starts[at];
-        return shift_up(every_int(sum), __builtin_ctz(Format::kBias | 1 << 30));
+// What a dot product with a group of numbers whose sum is -start begins with, since u has a bias.
+template <class Format>
+Ints start_of(int32_t start) {
+    if constexpr (!Format::kBias) return every_int(0);
+    return shift_up(every_int(start), __builtin_ctz(Format::kBias | 1 << 30));
+}
+
+// The memory of W that is unpacked next, fetched meanwhile: `count` lines with each group of a tile. (As many at once as a
+// panel has would fill the processor's queue of them, which then waits for memory.)
+struct GroupsAhead {
+    const char *at, *end;
+    int64_t count;
+    void fetch() {
+        if (at >= end) return;
+        for (int64_t i = 0; i < count; ++i, at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
 };
 
-// R rows of x times P panels of `num_groups` groups that lie `panel_bytes` apart; sums [rows][panels][kLanes] go on at `sums`.
+// R rows of x, a tile, times P panels in `num_groups` groups; sums [rows][panels][kLanes] go on at `sums`.
 template <class Format, int R, int P>
-void add_groups(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, const RowsOfX& x, float* sums) {
+void add_groups(const uint8_t* panels, int64_t num_groups, TileGroup x, float* sums, GroupsAhead& ahead) {
     constexpr int64_t kGroup = GroupStore<Format>::kBytes;
     constexpr int kParts = Format::kHasHalves ? 2 : 1, kSteps = 8 / kParts;
     Floats total[R][P];
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p) total[r][p] = load(sums + (r * P + p) * kLanes);
-    for (int64_t g = 0; g < num_groups; ++g, panels += kGroup) {
-        const int8_t* q = x.q + 32 * g;
+    for (int64_t g = 0; g < num_groups; ++g) {
+        const auto* scales = reinterpret_cast<const float*>(x.words + 8 * R);
+        const auto* group_sums = reinterpret_cast<const float*>(x.more);
+        ahead.fetch();
         for (int part = 0; part < kParts; ++part) {
+            const int32_t* starts = Format::kHasHalves ? x.more + (1 + part) * R : x.words + 9 * R;
             Dot<Format::kMost, kSteps> dot[R][P];
             for (int r = 0; r < R; ++r)
-                for (int p = 0; p < P; ++p) dot[r][p].begin(x.template start<Format>(r, g, part));
+                for (int p = 0; p < P; ++p) dot[r][p].begin(start_of<Format>(starts[r]));
 #pragma GCC unroll 8
             for (int step = 0; step < kSteps; ++step) {
                 const int64_t at = part * kSteps + step;
                 Ints u[P];
-                for (int p = 0; p < P; ++p) u[p] = load(panels + p * panel_bytes + kNumberBytes * at);
+                for (int p = 0; p < P; ++p) u[p] = load(panels + p * kGroup + kNumberBytes * at);
                 for (int r = 0; r < R; ++r) {
-                    const Ints xs = four_of(q + r * x.stride + 4 * at);
+                    const Ints xs = every_int(x.words[at * R + r]);
                     for (int p = 0; p < P; ++p) dot[r][p].add(step, u[p], xs);
                 }
             }
             for (int p = 0; p < P; ++p) {
-                const float* scales = reinterpret_cast<const float*>(panels + p * panel_bytes + kByteBytes) + part * kLanes;
-                const Floats scale = load(scales);
+                const float* numbers = reinterpret_cast<const float*>(panels + p * kGroup + kByteBytes) + part * kLanes;
+                const Floats scale = load(numbers);
                 for (int r = 0; r < R; ++r) {
-                    const Floats both = scale * every_float(x.scale[r * x.stride / 32 + g]);
+                    const Floats both = scale * every_float(scales[r]);
                     total[r][p] = add_product(both, to_floats(dot[r][p].total), total[r][p]);
                 }
                 if constexpr (Format::kHasMins) {
-                    const Floats min = load(scales + kParts * kLanes);
-                    for (int r = 0; r < R; ++r)
-                        total[r][p] = subtract_product(min, every_float(x.template sum_of<Format>(r, g, part)), total[r][p]);
+                    const Floats min = load(numbers + kParts * kLanes);
+                    for (int r = 0; r < R; ++r) {
+                        const float sum =
+                            Format::kHasHalves ? scales[r] * static_cast<float>(-starts[r]) : group_sums[r];
+                        total[r][p] = subtract_product(min, every_float(sum), total[r][p]);
+                    }
                 }
             }
         }
+        panels += P * kGroup;
+        x.words += R * kGroupWords;
+        x.more += R * kMoreWords;
     }
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p) store(sums + (r * P + p) * kLanes, total[r][p]);
 }
 
-// Rows of x from `row` on in tiles of R rows or less, as even as can be.
+// All rows of x times P panels of `num_groups` groups from `group` on; R is the most rows of a tile.
 template <class Format, int P, int R = kTileRows>
-void add_rows(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, const Activations& x, int64_t row,
-              int64_t last, int64_t group, float* sums) {
-    const int64_t tiles = (last - row + R - 1) / R;
-    if constexpr (R > 1)
-        if (row + tiles * (R - 1) >= last)
-            return add_rows<Format, P, R - 1>(panels, panel_bytes, num_groups, x, row, last, group, sums);
-    const int64_t full = last - tiles * (R - 1) - row;
-    for (int64_t i = 0; i < full; ++i, row += R, sums += R * P * kLanes)
-        add_groups<Format, R, P>(panels, panel_bytes, num_groups, RowsOfX(x, row, group), sums);
-    if constexpr (R > 1)
-        for (; row < last; row += R - 1, sums += (R - 1) * P * kLanes)
-            add_groups<Format, R - 1, P>(panels, panel_bytes, num_groups, RowsOfX(x, row, group), sums);
+void add_tiles(const uint8_t* panels, int64_t num_groups, const Activations& x, int64_t group, float* sums,
+               GroupsAhead& ahead) {
+    const Tiles<kTileRows> tiles(x.turned);
+    if constexpr (R > 2)
+        if (tiles.most < R) return add_tiles<Format, P, R - 1>(panels, num_groups, x, group, sums, ahead);
+    int64_t row = 0;
+    for (int64_t i = 0; i < tiles.full; ++i, row += R, sums += R * P * kLanes)
+        add_groups<Format, R, P>(panels, num_groups, TileGroup(x, row, R, group), sums, ahead);
+    for (int64_t i = tiles.full; i < tiles.count; ++i, row += R - 1, sums += (R - 1) * P * kLanes)
+        add_groups<Format, R - 1, P>(panels, num_groups, TileGroup(x, row, R - 1, group), sums, ahead);
 }
 
 int64_t num_groups_of(const Matrix& matrix) { return (matrix.columns + 31) / 32; }
 
-// Groups that are unpacked at a time.
-int64_t chunk_groups(const Matrix& matrix, int64_t m) {
-    return std::min(num_groups_of(matrix), m >= kManyRows ? 8 * kChunkGroups : kChunkGroups);
-}
-
-size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
-    return kTilePanels * (chunk_groups(matrix, m) * (kByteBytes + 4 * kNumberBytes) + m * 4 * kLanes);
+size_t product_scratch_bytes(int64_t m) {
+    return kTilePanels * (kChunkGroups * (kByteBytes + 4 * kNumberBytes) + m * 4 * kLanes);
 }
 
 // A panel's columns of y from `column` on, those that W has.
@@ -124,22 +113,25 @@ template <class Format, int P>
 void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, const Output& y, char* scratch,
                      NextRows next) {
     constexpr int64_t kGroup = GroupStore<Format>::kBytes;
-    const int64_t num_groups = num_groups_of(matrix), chunk = chunk_groups(matrix, m), panel_bytes = chunk * kGroup;
+    const int64_t num_groups = num_groups_of(matrix);
     uint8_t* panels = reinterpret_cast<uint8_t*>(scratch);
-    float* sums = reinterpret_cast<float*>(panels + P * panel_bytes);
+    float* sums = reinterpret_cast<float*>(panels + kChunkGroups * P * kGroup);
     std::memset(sums, 0, m * P * kLanes * 4);
     PanelRows rows[P];
     for (int p = 0; p < P; ++p) {
-        const int64_t ahead = p * kLanes;
-        rows[p] = PanelRows(matrix, first + ahead, NextRows{next.matrix, next.row + ahead});
+        const int64_t there = p * kLanes;
+        rows[p] = PanelRows(matrix, first + there, NextRows{next.matrix, next.row + there});
     }
-    for (int64_t begin = 0; begin < num_groups; begin += chunk) {
-        const int64_t count = std::min(chunk, num_groups - begin);
+    const int64_t lines = P * kLanes * matrix.row_bytes / 64, turns = Tiles<kTileRows>(m).count * num_groups;
+    GroupsAhead ahead{rows[0].ahead, rows[0].ahead + 64 * lines, (lines + turns - 1) / turns};
+    for (PanelRows& panel : rows) panel.ahead = nullptr;  // tiles fetch it
+    for (int64_t begin = 0; begin < num_groups; begin += kChunkGroups) {
+        const int64_t count = std::min(kChunkGroups, num_groups - begin);
         for (int p = 0; p < P; ++p) {
-            GroupStore<Format> store{panels + p * panel_bytes};
+            GroupStore<Format> store{panels + p * kGroup, P * kGroup};
             Format::unpack(matrix, first + p * kLanes, rows[p], begin, count, store);
         }
-        add_rows<Format, P>(panels, panel_bytes, count, x, 0, m, begin, sums);
+        add_tiles<Format, P>(panels, count, x, begin, sums, ahead);
     }
     for (int64_t row = 0; row < m; ++row)
         for (int p = 0; p < P; ++p) {
@@ -147,6 +139,27 @@ void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, 
             store_columns(matrix, y, row, first + p * kLanes, values);
         }
 }
+
+// Some rows of x in order, from a group on.
+struct RowsOfX {
+    const int8_t* q;
+    const float *scale, *sum;
+    const int32_t *starts, *half_starts;
+    int64_t stride;
+    explicit RowsOfX(const Activations& x)
+        : q(x.q), scale(x.scale), sum(x.sum), starts(x.starts), half_starts(x.half_starts), stride(x.stride) {}
+    // dx * sum(xq) of the group of a row, or of its half `part`.
+    template <class Format>
+    float sum_of(int64_t row, int part) const {
+        const int64_t at = row * stride / 32;
+        return Format::kHasHalves ? scale[at] * static_cast<float>(-half_starts[2 * at + part]) : sum[at];
+    }
+    template <class Format>
+    Ints start(int64_t row, int part) const {
+        const int64_t at = row * stride / 32;
+        return start_of<Format>(Format::kHasHalves ? half_starts[2 * at + part] : starts[at]);
+    }
+};
 
 // The groups of a panel as they come meet R rows of x, in registers: for so few, writing and reading them costs more.
 template <class Format, int R>
@@ -166,7 +179,7 @@ struct GroupProduct {
             Dot<Format::kMost, kSteps / kSums, R == 1> dot[R][kSums];
             for (int r = 0; r < R; ++r)
                 for (int i = 0; i < kSums; ++i)
-                    dot[r][i].begin(i ? every_int(0) : x.template start<Format>(r, 0, part));
+                    dot[r][i].begin(i ? every_int(0) : x.template start<Format>(r, part));
 #pragma GCC unroll 8
             for (int step = 0; step < kSteps; ++step) {
                 const int at = part * kSteps + step;
@@ -178,7 +191,7 @@ struct GroupProduct {
                 const Floats both = group.scale[part] * every_float(x.scale[r * by_group]);
                 total[r] = add_product(both, to_floats(whole), total[r]);
                 if constexpr (Format::kHasMins)
-                    total[r] = subtract_product(group.min[part], every_float(x.template sum_of<Format>(r, 0, part)), total[r]);
+                    total[r] = subtract_product(group.min[part], every_float(x.template sum_of<Format>(r, part)), total[r]);
             }
         }
         x.q += 32;
@@ -195,7 +208,7 @@ template <class Format, int R>
 void multiply_few(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, const Output& y,
                   NextRows next) {
     PanelRows rows(matrix, first, next);
-    GroupProduct<Format, R> product(RowsOfX(x, 0, 0));
+    GroupProduct<Format, R> product{RowsOfX(x)};
     Format::unpack(matrix, first, rows, 0, num_groups_of(matrix), product);
     for (int row = 0; row < m; ++row) store_columns(matrix, y, row, first, product.total[row]);
 }

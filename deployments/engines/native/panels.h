@@ -13,7 +13,6 @@
 
 namespace {
 
-constexpr int64_t kChunkGroups = 8;  // panels are unpacked by whole multiples of it: the largest block has 256 elements
 constexpr int kNumberBytes = 4 * kLanes;
 constexpr int kByteBytes = 8 * kNumberBytes;  // of a group
 
@@ -41,6 +40,7 @@ struct PanelRows {
     // Each read of the rows fetches as much of that panel, in the order in which it lies in memory.
     template <int ROW_BYTES>
     void fetch() {
+        if (!ahead) return;
         for (int line = 0; line < kLanes * ROW_BYTES; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T1);
         ahead += kLanes * ROW_BYTES;
     }
@@ -165,11 +165,12 @@ struct Group {
     Floats scale[2], min[2];
 };
 
-// Memory [count][group_bytes] for groups that many rows of x will meet.
+// Memory for groups that many rows of x will meet, beside those of the panels that meet them at once, `by` bytes further on.
 template <class Format>
 struct GroupStore {
     static constexpr int64_t kBytes = kByteBytes + kNumberBytes * (1 + Format::kHasMins) * (1 + Format::kHasHalves);
     uint8_t* to;
+    int64_t by;
     void operator()(const Group& group) {
         for (int j = 0; j < 8; ++j) store(to + kNumberBytes * j, group.u[j]);
         float* numbers = reinterpret_cast<float*>(to + kByteBytes);
@@ -178,7 +179,7 @@ struct GroupStore {
         constexpr int kParts = 1 + Format::kHasHalves;
         for (int part = 0; Format::kHasMins && part < kParts; ++part)
             store(numbers + (kParts + part) * kLanes, group.min[part]);
-        to += kBytes;
+        to += by;
     }
 };
 

@@ -111,7 +111,7 @@ extern "C" int JOINED(atelier_matmul, ISA)(const Matrix* matrix, const void* x, 
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < m; ++row) prepare_row(x, x_element, row, k, rows);
-        char* own = tile_scratch.reserve(product_scratch_bytes(*matrix, m));
+        char* own = tile_scratch.reserve(product_scratch_bytes(m));
         if (!own) {
 #pragma omp atomic write
             failed = 1;

@@ -289,6 +289,17 @@ class ConditionedRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BesideLatents:
+    """Latents of an image that a model reads in channels beside its own: float32 (1, C, h, w) in the VAE's space.
+
+    To fill in a part of the image, the model has a `mask` (1, height, width), 1 where it paints.
+    """
+
+    latents: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StockRequest:
     """A request to a stock pipeline of diffusers.
 
@@ -301,7 +312,8 @@ class StockRequest:
     as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is. `loras` are those of its
     `adapters`, by name, and `prompters` the IP-Adapters of its `image_prompts`. A `sampler` is in place of the
     scheduler; its `noise_seed` is `seed`. From its step `second_from` on, the second of two denoisers runs; None leaves
-    that to the model.
+    that to the model. `beside` are latents that the model reads in further channels. Of the `latents` (1, C, h, w) in
+    the VAE's space a sampler keeps what is 0 in the `noise_mask` (1, any h, any w).
     """
 
     request_id: str
@@ -324,6 +336,9 @@ class StockRequest:
     image_prompts: tuple[ImagePromptUse, ...] = ()
     prompters: Mapping[str, Any] = field(default_factory=dict)
     second_from: int | None = None
+    beside: BesideLatents | None = None
+    latents: npt.NDArray[np.float32] | None = None
+    noise_mask: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +352,8 @@ class DenoiseTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiffusionOutput:
-    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3).
+    """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3), or 4 with
+    transparency.
 
     Those of a pipeline that makes video are its frames; one that makes audio ends with `samples`, float32 (channels,
     number), of which `sample_rate` are a second. A request for latents ends with them, on the host. A pipeline without

@@ -35,6 +35,7 @@ from deployments.engines.records.protocol import (
     StockRequest,
 )
 from deployments.engines.stock.adapted import AdaptedModules
+from deployments.engines.stock.beside import put_beside
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
 from deployments.engines.stock.footprints import METHODS
 from deployments.engines.stock.inputs import CallInputs
@@ -47,7 +48,7 @@ from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.prompted import reading_images
 from deployments.engines.stock.ranked_calls import DENOISERS, LeadingCalls
-from deployments.engines.stock.sampled import check_sampled, set_boundary
+from deployments.engines.stock.sampled import check_sampled, noting_prompts, set_boundary
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
 
@@ -238,14 +239,16 @@ class _Run:
         for one in (pipeline, *(part for part in vars(pipeline).values() if hasattr(part, "progress_bar"))):
             one.progress_bar = self._progress_bar
         modules = [one for one in self._model.modules.values() if isinstance(one, nn.Module)]
+        given = {**self._arguments, **self._audio_for(pipeline), **put_beside(pipeline, self.request)}
         shown = {}
         if self.request.num_previews and self.request.texts is not None and shows_previews(self._model.cls):
             shown = {"callback_on_step_end": self._show_step}
         spans = self._adapted.spans_of(pipeline, self.request.adapters, self.request.loras)
         words = reading_words(pipeline, self.request.adapters, self.request.loras)
         images = reading_images(pipeline, self.request.image_prompts, self.request.prompters)
-        with _on_device(modules), self._turns(modules, spans), words, images as seen:
-            output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown, **seen)
+        norms = noting_prompts(pipeline, self.request.sampler)
+        with _on_device(modules), self._turns(modules, spans), words, images as seen, norms:
+            output = pipeline(**given, **shown, **seen)
         makes = read_class(self._model.cls.__name__).makes or "images"
         made = next((output[name] for name in OUTPUTS[makes] if name in output), None)
         if makes == "audio":
@@ -286,7 +289,8 @@ class _Run:
             generator = host_generator(self.request.seed)
             try:
                 output = decoder(**decoding_arguments(self._arguments, tensors["latents"], generator))
-                self._preview = as_pixels(next(output[name] for name in OUTPUTS["images"] if name in output))
+                made = next(output[name] for name in OUTPUTS["images"] if name in output)
+                self._preview = as_pixels(made)[..., :3]  # a preview is a JPEG to some
                 self._num_previews += 1
             except Exception as error:
                 forget_frames(error)

@@ -14,14 +14,16 @@ _TOLD_FIRST: Final = ("vocoder", "vae")  # the order among parts with a rate
 
 
 def as_pixels(images: Any) -> np.ndarray:
-    """Return a pipeline's images: uint8 (n, height, width, 3), rounded as diffusers does for PIL.
+    """Return a pipeline's images: uint8 (n, height, width, 3), or 4 where all have transparency, rounded as diffusers
+    does for PIL.
 
     Raises ArithmeticError if one is not finite, ValueError for outputs that are no images.
     """
     found = [pixels for one in _flat(images) for pixels in _rows(one)]
     if not found:
         raise ValueError("no images")
-    return np.stack(found)
+    channels = min(pixels.shape[-1] for pixels in found)
+    return np.stack([pixels[..., :channels] for pixels in found])
 
 
 def _flat(images: Any) -> list[Any]:
@@ -33,7 +35,7 @@ def _flat(images: Any) -> list[Any]:
 def _rows(image: Any) -> list[np.ndarray]:
     """Return the images in a PIL image, or in an array of one or more."""
     if isinstance(image, PIL.Image.Image):
-        return [np.asarray(image.convert("RGB"))]
+        return [np.asarray(image.convert("RGBA" if "A" in image.getbands() else "RGB"))]
     array = np.asarray(image)
     if array.ndim not in (3, 4) or array.shape[-1] not in (1, 3, 4):
         raise ValueError(f"no image: {type(image).__name__} of shape {array.shape}")
@@ -41,7 +43,7 @@ def _rows(image: Any) -> list[np.ndarray]:
         if not np.isfinite(array).all():
             raise ArithmeticError("the image that it made is not finite")
         array = (array * 255).round().astype(np.uint8)
-    array = np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array[..., :3]
+    array = np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
     return list(array if array.ndim == 4 else array[None])
 
 
@@ -50,7 +52,7 @@ def as_frames(videos: Any) -> np.ndarray:
     is_batch = isinstance(videos, np.ndarray) and videos.ndim == 5
     if isinstance(videos, list | tuple) and videos:
         is_batch = isinstance(videos[0], list | tuple) or np.ndim(videos[0]) == 4
-    return as_pixels(videos[0] if is_batch else videos)
+    return as_pixels(videos[0] if is_batch else videos)[..., :3]
 
 
 def as_samples(audios: Any) -> np.ndarray:

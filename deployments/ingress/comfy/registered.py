@@ -19,7 +19,7 @@ from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.comfy.backend import ServiceCatalog, ServiceModels, png_file
 from deployments.ingress.messages.bodies import JsonRoute, body_bytes
 from deployments.ingress.messages.responses import call_aside, documented, json_response
-from deployments.ingress.service.catalog import Catalog
+from deployments.ingress.service.catalog import Catalog, ModelCard
 from deployments.ingress.service.model_answers import ModelAnswer
 from deployments.ingress.service.service import Service
 from deployments.pipelines.runner import WorkflowResult
@@ -47,6 +47,20 @@ class WorkflowBody(RequestModel):
     description: str = Field("", max_length=_MAX_DESCRIPTION)
 
 
+class WorkflowAnswer(ModelAnswer):
+    """A registered workflow, and the types of its inputs and outputs by name."""
+
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+    @classmethod
+    def of_workflow(cls, card: ModelCard, config: WorkflowConfig) -> WorkflowAnswer:
+        """Return the object of a workflow."""
+        outputs = {name: one.type for name, one in config.outputs.items()}
+        model = ModelAnswer.of(card).model_dump(exclude_unset=True)
+        return cls(**model, inputs=config.as_pipeline().inputs, outputs=outputs)
+
+
 async def catalog_for(service: Service, workflow: Workflow | None = None) -> ServiceCatalog:
     """Return the registered models, with all that a workflow asks about them. Raises ModelUnavailable."""
     models = Catalog(service.snapshot)
@@ -63,9 +77,9 @@ def create_workflows_router(service: Service) -> APIRouter:
     @router.post(
         PATH,
         status_code=201,
-        response_model=ModelAnswer,
+        response_model=WorkflowAnswer,
         responses={
-            200: {"model": ModelAnswer, "description": "the workflow was there: this version of it is served now"},
+            200: {"model": WorkflowAnswer, "description": "the workflow was there: this version of it is served now"},
             **documented(400, 413, _409="the id is that of a model or of a pipeline", _503="the registry is away"),
         },
     )
@@ -84,7 +98,7 @@ def create_workflows_router(service: Service) -> APIRouter:
         if body.id in service.pipelines.configured:
             raise Conflict(f"{body.id!r} is a pipeline of the cluster config: a workflow needs another id", "id")
         registered = await service.operations.register_workflow(config)
-        return json_response(ModelAnswer.of(registered.card), 201 if registered.is_new else 200)
+        return json_response(WorkflowAnswer.of_workflow(registered.card, config), 201 if registered.is_new else 200)
 
     return router
 

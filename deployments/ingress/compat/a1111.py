@@ -200,7 +200,7 @@ async def _make_image(
     """Return an image, after its second pass if there is one, with its request; none if the job was interrupted."""
     record, result = await _make_pass(service, record, job, number)
     if second is not None and result is not None:
-        size = second.size_after(first := result.images[0])
+        size = second.size_after(first := result.opaque("an upscaler").images[0])
         larger = await resized(service, first, second.upscaler, size, limits)
         update = {"init_image": larger, "width": size.width, "height": size.height, "strength": second.strength}
         update |= {

@@ -325,7 +325,8 @@ class _Outputs:
 
 async def _infer_images(service: Service, requests: Sequence[ImageRequest]) -> _Outputs:
     """Return one image for each request. The requests run side by side and share the forwards of a step loop."""
-    results = await run_together([service.generate(request) for request in requests])
+    made = await run_together([service.generate(request) for request in requests])
+    results = [result.opaque("the tensor images") for result in made]
     arrays = [result.images[0] for result in results]
     seeds = [result.seed for result in results if result.seed is not None]  # an upscaler has none
     return _Outputs(

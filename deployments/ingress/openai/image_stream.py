@@ -53,6 +53,7 @@ Task = Literal["image_generation", "image_edit"]
 PATH: Final = "/v1/images/streams/"
 LAST_EVENT_ID: Final = "last-event-id"
 _MAX_SHOWN: Final = 64
+_COLORS: Final = 3
 _STATUSES: Final = documented(_404="no such stream: it was forgotten, or the ingress that had it has ended")
 
 
@@ -89,7 +90,7 @@ class _ImageEvent(Answer):
     created_at: int
     size: str
     quality: Literal["auto"]
-    background: Literal["opaque"]
+    background: Literal["opaque", "transparent"]
     output_format: ImageFormat
 
 
@@ -153,6 +154,7 @@ class ImageEvents:
                 yield event_of(json_text(partial), partial.type)
 
     async def _completed(self, result: ImageResult) -> str:
+        result = result.opaque("a JPEG") if self._body.output_format == "jpeg" else result
         shared = await self._shared("completed", result.images[0], describe_image(self._record, result, 0))
         completed = _CompletedImage(
             usage=_TokenUsage(
@@ -186,7 +188,7 @@ class ImageEvents:
             "created_at": int(time.time()),
             "size": f"{width}x{height}",
             "quality": "auto",
-            "background": "opaque",
+            "background": "opaque" if image.shape[-1] == _COLORS else "transparent",
             "output_format": body.output_format,
         }
 

@@ -106,6 +106,7 @@ def create_images_router(
             )
         result = await service.generate(record)
         result = replace(result, warnings=(*result.warnings, *body.warnings()))
+        result = result.opaque("a JPEG") if body.output_format == "jpeg" else result
         write = partial(_write_image, body, record, links, str(request.base_url), result)
         images = await asyncio.gather(*(asyncio.to_thread(write, index) for index in range(len(result.images))))
         answer = ImagesAnswer.without_data(result, body.output_format)

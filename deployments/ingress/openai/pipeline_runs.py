@@ -35,15 +35,9 @@ from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import encode_image
 from deployments.ingress.openai.uploads import decode_base64_within
 from deployments.ingress.service.service import Service
-from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
-from deployments.pipelines.records import (
-    NUMPY_DTYPES,
-    PipelineRequest,
-    PipelineResult,
-    TensorSpec,
-    TensorValue,
-    text_tensor,
-)
+from deployments.pipelines.edge_types import IMAGE, EdgeType
+from deployments.pipelines.items import item_tensor
+from deployments.pipelines.records import PipelineRequest, PipelineResult, TensorSpec, TensorValue
 from deployments.pipelines.runner import StageProgress
 from deployments.records import RequestModel
 from deployments.records.errors import InvalidRequest
@@ -196,17 +190,12 @@ def _tensors(
 
 
 def _tensor(name: str, value: Any, spec: TensorSpec | None, limits: LimitsConfig) -> TensorValue:
-    if spec is None or EdgeType(spec.datatype, spec.shape) == TEXT:
-        return text_tensor(name, [value if isinstance(value, str) else str(value)])
-    if _is_image(spec):
-        if not isinstance(value, str):
-            raise InvalidRequest(f"{name}: expected a PNG, JPEG or WebP file in base64", name)
-        pixels = decode_base64_within(value, name, limits).pixels
-        return TensorValue(name, spec.datatype, pixels[np.newaxis])
-    try:
-        return TensorValue(name, spec.datatype, np.array([value], dtype=NUMPY_DTYPES[spec.datatype]))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{name}: not a {spec.datatype}: {str(error)[:200]}", name) from None
+    if spec is None or not _is_image(spec):
+        return item_tensor(name, value, spec)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name}: expected a PNG, JPEG or WebP file in base64", name)
+    pixels = decode_base64_within(value, name, limits).pixels
+    return TensorValue(name, spec.datatype, pixels[np.newaxis])
 
 
 def _is_image(spec: TensorSpec) -> bool:

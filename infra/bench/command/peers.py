@@ -20,6 +20,14 @@ _LAST_BYTES: Final = 800  # of a process's errors that are told
 _SCRIPT: Final = Path(__file__).with_name("llama_cpp_process.py")
 
 
+def script_command(python: str | Path, script: Path, *arguments: object) -> list[str]:
+    """Return the command of a script that an interpreter runs with its own libraries alone.
+
+    HAZARD: without -P, a file beside the script that has a library's name would be imported in its place.
+    """
+    return [str(python), "-P", str(script), *map(str, arguments)]
+
+
 class OrderedProcess:
     """A process that takes orders and answers them, as lines of JSON; it speaks first, `about` itself."""
 
@@ -95,7 +103,7 @@ class LlamaCpp(OrderedProcess):
         n_ubatch: int = 512,
     ) -> None:
         numbers = threads, threads_batch or threads, n_ctx, n_batch, n_ubatch
-        command = [str(python), str(_SCRIPT), str(model), *map(str, numbers)]
+        command = script_command(python, _SCRIPT, model, *numbers)
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
         super().__init__("llama.cpp's process", command, kept)
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.records.protocol import SamplingParams, TextDelta, TextRequest
-from infra.bench.command.peers import LlamaCpp, OrderedProcess, llama_cpp_python
+from infra.bench.command.peers import LlamaCpp, OrderedProcess, llama_cpp_python, script_command
 from infra.bench.peers.settings import Took, clocked
 from weights.loading.views import mapped_tensors
 
@@ -129,10 +129,10 @@ class PeerTexts:
 
 def vllm_texts(judges: Path, model: Model, max_len: int) -> AbstractContextManager[TextSide | None]:
     """Open a Hugging Face folder in vLLM; None where it is not installed."""
-    python, script = judges / "vllm/bin/python", str(_HERE / "vllm_process.py")
+    python = judges / "vllm/bin/python"
 
     def start() -> OrderedProcess:
-        command = [str(python), script, str(model()), str(max_len), str(STEP_TOKENS)]
+        command = script_command(python, _HERE / "vllm_process.py", model(), max_len, STEP_TOKENS)
         return OrderedProcess("vLLM's process", command, _environment())
 
     return _opened("vLLM", start) if python.is_file() else nullcontext()
@@ -140,10 +140,10 @@ def vllm_texts(judges: Path, model: Model, max_len: int) -> AbstractContextManag
 
 def genai_texts(judges: Path, model: Model, precision: str) -> AbstractContextManager[TextSide | None]:
     """Open a GGUF file in OpenVINO GenAI; None where it is not installed."""
-    folder, script = (judges / "openvino").resolve(), str(_HERE / "genai_process.py")
+    folder = (judges / "openvino").resolve()
 
     def start() -> OrderedProcess:
-        command = [sys.executable, script, str(model()), precision, str(STEP_TOKENS)]
+        command = script_command(sys.executable, _HERE / "genai_process.py", model(), precision, STEP_TOKENS)
         return OrderedProcess("OpenVINO's process", command, _environment(folder))
 
     return _opened("OpenVINO", start) if (folder / "openvino_genai").is_dir() else nullcontext()

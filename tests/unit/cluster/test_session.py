@@ -24,7 +24,14 @@ from cluster.records.errors import SessionError
 from cluster.start import session
 from cluster.start.ray_folders import _remove_old_sessions, own_folder
 from cluster.start.session import _check_port_free, check_can_start
-from cluster.start.session_records import SessionFile, SessionRecord, record_folder, running_sessions, stop_session
+from cluster.start.session_records import (
+    SessionFile,
+    SessionRecord,
+    config_digest,
+    record_folder,
+    running_sessions,
+    stop_session,
+)
 from configs.cluster import ClusterConfig
 from configs.http import HttpConfig
 from infra.ports import free_port
@@ -134,6 +141,14 @@ def test_the_same_cluster_is_already_up(tmp_path: Path, mine: SessionRecord) -> 
     with pytest.raises(SessionError, match=rf"'one' is already up at http://.*:8000 \(process {os.getpid()}\).*down"):
         check_can_start(config("one"), tmp_path)
     check_can_start(config("two", http={"port": free_port()}), tmp_path)
+
+
+def test_a_config_has_one_digest_in_all_processes() -> None:
+    ops = [f"aten::op{number}" for number in range(20)]
+    made = config(simulated={"host_ops": ops})
+    assert json.loads(made.model_dump_json())["simulated"]["host_ops"] == sorted(ops), "sets differ between processes"
+    assert config_digest(made) == config_digest(config(simulated={"host_ops": ops[::-1]}))
+    assert config_digest(made) != config_digest(config(simulated={"host_ops": ops[1:]}))
 
 
 def test_a_port_that_is_taken_is_said_with_the_process(tmp_path: Path) -> None:

@@ -159,3 +159,9 @@ def test_the_old_name_of_the_stages_is_refused_with_the_new_one() -> None:
     data = edited()
     data["steps"] = data.pop("stages")
     assert problems(data) == {("steps",): "unknown key; the stages of a pipeline are listed under 'stages'"}
+
+
+def test_a_message_lists_twenty_names() -> None:
+    names = [f"name{number}" for number in range(21)]
+    assert configs.pipeline.nearest_name("?", names[:20]) == f" (known: {', '.join(names[:20])})"
+    assert configs.pipeline.nearest_name("?", names) == f" (known: {', '.join(names[:20])}, …)"

@@ -64,6 +64,8 @@ def test_numbers_are_by_the_first_words_of_names_and_add_up() -> None:
         ("split/qwen_image_fp8.safetensors", "QwenImagePipeline"),
         ("flux1-dev-kontext_fp8.safetensors", "FluxKontextPipeline"),
         ("flux1-dev.safetensors", "FluxPipeline"),
+        ("longcat_image_bf16.safetensors", "LongCatImagePipeline"),
+        ("longcat_image_edit_bf16.safetensors", "LongCatImageEditPipeline"),
         ("flux-2-klein-4b.safetensors", "Flux2KleinPipeline"),
         ("sd_xl_base_1.0.safetensors", "StableDiffusionXLPipeline"),
         ("hidream_i1_dev_fp8.safetensors", "HiDreamImagePipeline"),

@@ -185,6 +185,7 @@ def test_an_upload_is_shared_by_device(stored, monkeypatch: pytest.MonkeyPatch) 
         uploads.append(device)
         return tensor.clone()
 
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which the first device of CUDA sets for the process
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.Tensor, "to", to)

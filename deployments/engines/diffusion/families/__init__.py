@@ -37,6 +37,22 @@ FAMILIES: Final[Mapping[str, Family]] = {
 KNOWN_FAMILIES: Final = ", ".join(dict.fromkeys(family.class_name for family in FAMILIES.values()))  # for messages
 
 
+# Classes that diffusers' own code runs, with the VAE of a family: its work alone can be asked for.
+_VAES: Final[Mapping[str, Family]] = dict.fromkeys(
+    ("FluxKontextPipeline", "FluxFillPipeline", "FluxControlPipeline"), FLUX
+)
+
+
+def has_vae_family(class_name: str) -> bool:
+    """Return whether the work of the VAE alone can be asked for."""
+    return class_name in _VAES or class_name in FAMILIES
+
+
+def vae_family_of(class_name: str) -> Family:
+    """Return the family whose VAE a pipeline class has. Raises EngineError."""
+    return _VAES.get(class_name) or family_of(class_name)
+
+
 def family_of(class_name: str) -> Family:
     """Return the family of a pipeline class. Raises EngineError with the known names."""
     if class_name not in FAMILIES:

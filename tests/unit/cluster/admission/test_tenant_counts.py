@@ -32,7 +32,7 @@ def test_those_who_came_last_are_kept_and_who_waits_comes_first() -> None:
     counts = TenantCounts()
     for number in range(3 * MAX_TENANT_LOADS):
         counts.note_refusal(ask(f"t{number}"))
-    loads = counts.loads([(("worker", "m", "old"), 2, 1.0)], 4.0)
+    loads = counts.loads({("worker", "m", "old"): (2, 1.0)}, 4.0)
     assert len(loads) == MAX_TENANT_LOADS
     assert loads[0] == TenantLoad("worker", "m", "old", waiting=2, oldest_age_s=3.0)
     latest = {f"t{number}" for number in range(2 * MAX_TENANT_LOADS, 3 * MAX_TENANT_LOADS)}

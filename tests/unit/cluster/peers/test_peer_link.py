@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +31,10 @@ class FakeRegistry(RegistryClient):
         self.reports: list[tuple[str | None, list[str], list[str], bool]] = []
         self.renewed: list[list[str]] = []
         self.num_located = 0
+        self.num_asked = 0
 
     def peer_secret(self) -> bytes:
+        self.num_asked += 1
         if self.error:
             raise self.error
         return SECRET
@@ -188,9 +191,12 @@ def test_before_the_registry_answers_there_is_no_link(directory: FakeRegistry, m
     monkeypatch.setattr("cluster.peers.link.RETRY_S", 0.01)
     monkeypatch.setattr("cluster.peers.link.OPEN_WITHIN_S", 0.05)
     directory.error = ConnectionError("no registry yet")
+    begun_s = time.monotonic()
     node = Node(directory)
     assert (node.link.client(), node.link.address, node.link.served_bytes) == (None, None, 0)
     assert node.link.locate(QUESTION) is None
+    num_asked = directory.num_asked
+    assert 1 <= num_asked <= 2 + 2 * (time.monotonic() - begun_s) / 0.01, "with a pause before each time but the first"
     directory.error = None
     wait_until(lambda: node.link.client() is not None)
     node.link.close()

@@ -58,7 +58,7 @@ class Cluster:
 
 
 def places(decided: Decided, model: str) -> tuple[str, ...] | None:
-    return decided.placement.replicas_of(POOL, model, 0.0)
+    return decided.placement.replicas.get((POOL, model))
 
 
 def orders(decided: Decided, name: str) -> list[tuple[str, str]]:
@@ -130,19 +130,19 @@ def test_a_model_that_no_worker_can_load_is_refused_with_the_reasons_and_the_oth
     cluster.change("w2", failures={"a": LoadFailure("1", 2, 0.0, "tensor t is missing")})
     cluster.ask("a")
     decided = cluster.decide()
-    refusal = decided.placement.refusal_of(POOL, "a", 0.0)
+    refusal = decided.placement.unservable.get((POOL, "a"))
     assert refusal is not None
     assert (refusal.reason, refusal.retry_after_s) == ("unservable", pytest.approx(2.0))
     assert refusal.text == (
         "worker w1 on node node: the disk is full; worker w2 on node node: tensor t is missing (tried again in 2.0 s)"
     )
-    assert decided.placement.refusal_of(POOL, "b", 0.0) is None
+    assert decided.placement.unservable.get((POOL, "b")) is None
     assert places(decided, "b") == ("w1",)
     assert ("switch", "a") not in [*orders(decided, "w1"), *orders(decided, "w2")]
     cluster.change("w2", failures={"a": LoadFailure("1", 2, 2.1, "tensor t is missing")})
     decided = cluster.decide()
     assert (orders(decided, "w1"), orders(decided, "w2")) == ([], [("switch", "a")])
-    assert decided.placement.refusal_of(POOL, "a", 0.0) is None
+    assert decided.placement.unservable.get((POOL, "a")) is None
 
 
 def test_what_one_worker_cannot_load_another_does_and_the_first_goes_on_with_other_models() -> None:
@@ -161,7 +161,7 @@ def test_a_worker_that_is_replaced_and_a_new_version_begin_anew(change: str) -> 
     cluster = Cluster("w1")
     cluster.change("w1", failures={"a": LoadFailure("1", 9, 0.0, "torn")})
     cluster.ask("a")
-    assert cluster.decide().placement.refusal_of(POOL, "a", 0.0) is not None
+    assert cluster.decide().placement.unservable.get((POOL, "a")) is not None
     if change == "version":
         cluster.observations.catalog = versions("a", "b", version="2")
         cluster.change("w1", needs={"a": need("2", x=10), "b": need("2", y=10)})
@@ -169,7 +169,7 @@ def test_a_worker_that_is_replaced_and_a_new_version_begin_anew(change: str) -> 
         cluster.reports = {"w9": replace(cluster.reports["w1"], failures={})}
         cluster.running = {"w9": {}}
     decided = cluster.decide()
-    assert decided.placement.refusal_of(POOL, "a", 0.0) is None
+    assert decided.placement.unservable.get((POOL, "a")) is None
     (name,) = cluster.reports
     assert orders(decided, name) == [("switch", "a")]
 
@@ -181,7 +181,7 @@ def test_while_frozen_nothing_is_ordered_and_what_no_worker_has_is_refused() -> 
     frozen = cluster.decide(Overrides(is_frozen=True), passed_s=9.0)
     assert frozen.plan.decisions == ()
     assert places(frozen, "b") == ("w",)
-    refusal = frozen.placement.refusal_of(POOL, "a", 0.0)
+    refusal = frozen.placement.unservable.get((POOL, "a"))
     assert refusal is not None
     assert "frozen" in refusal.text
     thawed = cluster.decide()

@@ -198,7 +198,7 @@ async def test_requests_start_where_the_controller_has_got_their_model_ready(
     actors: Actors, queue: Dispatcher, models: Models
 ) -> None:
     await has_plan(actors)
-    await until(lambda: queue._queue.places.is_unplaced(ask("a"), queue.now_s()))
+    await until(lambda: queue._queue.places.is_unplaced(ask("a")))
     assert await place_of(queue, "a") == "w"
     assert await place_of(queue, "b") == "w"
     assert actors.controller is not None
@@ -213,7 +213,7 @@ async def test_a_controller_that_dies_holds_nobody_up_and_the_next_one_goes_on(
     actors: Actors, queue: Dispatcher, models: Models, late: list[float]
 ) -> None:
     await has_plan(actors)
-    await until(lambda: queue._queue.places.is_unplaced(ask("a"), queue.now_s()))
+    await until(lambda: queue._queue.places.is_unplaced(ask("a")))
     assert await place_of(queue, "a") == "w"
     actors.kill()
     await until(lambda: not models.changed.is_set())
@@ -222,7 +222,7 @@ async def test_a_controller_that_dies_holds_nobody_up_and_the_next_one_goes_on(
     assert await place_of(queue, "b") == "w"  # any worker may have it, and switches by itself
     assert models.heard == heard
     await actors.start()
-    await until(lambda: queue._queue.places.is_unplaced(ask("b"), queue.now_s()) or models.state.ready == {"y": 10})
+    await until(lambda: queue._queue.places.is_unplaced(ask("b")) or models.state.ready == {"y": 10})
     assert await place_of(queue, "b") == "w"
     await until(lambda: len(models.heard) > len(heard))
 

@@ -11,7 +11,7 @@ from unit.cluster.placement.reporting import POOL, load, need, queue, versions, 
 
 from cluster.placement.observing import WARM_UP_S, Observations, Observed
 from cluster.placement.reports import LoadFailure
-from cluster.placement.seen_queues import QUEUE_LOST_S
+from cluster.placement.seen_queues import QUEUE_LOST_S, SeenQueues
 from cluster.placement.state import INTERACTIVE, LOST_S, STALE_S, STANDARD
 from cluster.records.load_failures import retry_after_s
 from cluster.records.overrides import Overrides
@@ -87,6 +87,22 @@ def test_several_queues_are_one() -> None:
     found.note_worker("w", worker(ready={"x": 1}), QUEUE_LOST_S)
     found.forget_silent(QUEUE_LOST_S + 0.1)  # the ingress of q1 is gone, and its requests with it
     assert seen(found, QUEUE_LOST_S + 0.1).state.models["a"].waiting == 0
+
+
+def test_queues_together_add_what_is_counted_and_keep_the_longest() -> None:
+    draws = seeded_random()
+    sums = ("waiting", "running", "rate_short", "rate_long", "started", "refused")
+    longest = ("oldest_age_s", "service_s", "latency_s", "switch_s", "unstarted_s")
+    one, other = ({name: draws.randint(1, 99) for name in (*sums, *longest)} for _ in range(2))
+    found = SeenQueues()
+    found.note("q1", queue([load("a", **one)], gone=["w1", "w3"], w2={"a": 2}), 0.0)
+    found.note("q2", queue([load("a", **other), load("b")], gone=["w3"], w1={"a": 1}, w2={"a": 3, "b": 4}), 0.0)
+    a, b = found.joined().models
+    assert {name: getattr(a, name) for name in sums} == {name: one[name] + other[name] for name in sums}
+    assert {name: getattr(a, name) for name in longest} == {name: max(one[name], other[name]) for name in longest}
+    assert (b, found.loads("other pool")) == (load("b"), {})
+    replicas = {replica.name: (replica.is_gone, replica.running) for replica in found.joined().replicas[POOL]}
+    assert replicas == {"w1": (False, {"a": 1}), "w2": (False, {"a": 5, "b": 4}), "w3": (True, {})}
 
 
 def test_a_worker_that_the_queue_does_not_list_is_gone_at_once_and_a_silent_one_in_time() -> None:

@@ -100,6 +100,19 @@ async def test_who_comes_while_a_batch_runs_joins_the_next() -> None:
 
 
 @in_virtual_time
+async def test_no_more_batches_run_at_once_than_may_however_many_have_run() -> None:
+    ours = model(max_batch_size=2, max_concurrent_batches=2)
+    for _ in range(3):
+        await ours.batcher.submit([1])
+    ours.gate.clear()
+    waiting = [ours.batcher.submit([item]) for item in range(8)]
+    await turns()
+    assert len(ours.batches) == 3 + 2
+    ours.gate.set()
+    assert await asyncio.gather(*waiting) == [[item * 2] for item in range(8)]
+
+
+@in_virtual_time
 async def test_who_comes_at_one_moment_runs_together() -> None:
     ours = model()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import typer.main
-
-from deployments.cli.main import main
+from kit.command_line import run_atelier
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -33,10 +31,8 @@ def run(
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["atelier", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
+        code = run_atelier(*arguments)
         captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
+        return int(code), captured.out, captured.err
 
     return command

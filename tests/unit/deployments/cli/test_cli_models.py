@@ -149,9 +149,12 @@ def test_register_needs_an_id(run: Run, server: Any) -> None:
 def test_a_workflow_is_registered_by_its_file(run: Run, server: Any, tmp_path: Path) -> None:
     file, nodes = tmp_path / "poster.json", {"1": {"class_type": "SaveImage", "inputs": {}}}
     file.write_text(json.dumps(nodes))
-    server.answers["POST", "/admin/workflows"] = (201, {"id": "poster", "kind": "workflow", "state": "ready"})
+    ports = {"inputs": {"prompt": "optional text", "seed": "optional int"}, "outputs": {"poster": "image"}}
+    answer = {"id": "poster", "kind": "workflow", "state": "ready", **ports}
+    server.answers["POST", "/admin/workflows"] = (201, answer)
     code, out, _ = run("register", str(file), "--id", "poster", "--description", "Posters")
-    assert (code, "poster is ready" in out) == (0, True)
+    said = "poster is ready (pipeline); inputs: prompt (optional text), seed (optional int); outputs: poster (image)\n"
+    assert (code, out) == (0, said)
     body = {"id": "poster", "workflow": nodes, "description": "Posters"}
     assert server.asked == [("POST", "/admin/workflows", body)]
     assert json.loads(run("register", str(file), "--id", "poster", "--json")[1])["kind"] == "workflow"

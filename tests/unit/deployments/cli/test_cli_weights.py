@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.command_line import run_atelier
 from safetensors.torch import load_file, save_file
-
-from deployments.cli.main import main
 
 Run = Callable[..., Any]
 
@@ -36,12 +35,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def call(*words: str | Path, code: int = 0, as_json: bool = True) -> Any:
         options = ["--json"] if as_json else []
-        argv = ["atelier", "weights", *map(str, words), *options, "--store", str(tmp_path / "store")]
-        monkeypatch.setattr("sys.argv", argv)
-        with pytest.raises(SystemExit) as exit_:
-            main()
+        ended = run_atelier("weights", *words, *options, "--store", tmp_path / "store")
         captured = capsys.readouterr()
-        assert (exit_.value.code or 0) == code, captured.err
+        assert ended == code, captured.err
         if code and as_json and not captured.out:
             return " ".join(captured.err.split())
         return json.loads(captured.out) if as_json else captured.out + captured.err

@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("diffusers")
 
+from kit.command_line import run_atelier
 from kit.hosting import demo_store
-
-from deployments.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +24,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`run("digits-sdxl")` -> what it printed, on either stream; the exit code must be `code`."""
 
     def call(*words: str | Path, code: int = 0) -> str:
-        monkeypatch.setattr("sys.argv", ["atelier", "inspect", "graph", *map(str, words), "--store", str(store)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
+        ended = run_atelier("inspect", "graph", *words, "--store", store)
         captured = capsys.readouterr()
-        assert (exit_.value.code or 0) == code, captured.err
+        assert ended == code, captured.err
         return captured.err if code else captured.out
 
     return call

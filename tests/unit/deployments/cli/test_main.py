@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from cluster.records.errors import SessionError
-from cluster.start.session_records import SessionRecord
+from cluster.start.session_records import SessionFile, SessionRecord, record_folder
 from configs.errors import ConfigFileError
 from deployments import preflight
 from deployments.cli.cluster import _wait_for_record, load_for_start, start_attached
@@ -457,6 +457,18 @@ def test_what_up_would_refuse_check_finds_with_the_same_options(run: Run, tmp_pa
     assert "`atelier keys add NAME --admin` makes a key" in err
 
 
+def test_what_check_says_is_one_line_whatever_the_path(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "[b]" / ("x" * 90)
+    folder.mkdir(parents=True)
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    (folder / "c.yaml").write_text(json.dumps({"store": {"path": "store"}, "models": [model]}))
+    code, out, _ = run("check", str(folder / "c.yaml"))
+    assert code == 0
+    assert re.fullmatch(
+        re.escape(f"{folder}/c.yaml: 1 models and adapters, 0 pipelines, ") + r"[^\n]*: nothing wrong\n", out
+    )
+
+
 def test_check_counts_the_processes_of_workers_of_several_ranks(run: Run, tmp_path: Path) -> None:
     model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
     config = {"ray": {"num_cpus": 9}, "store": {"path": "store"}, "models": [model]}
@@ -507,6 +519,42 @@ def test_a_detached_start_with_unusable_models_says_so_last_and_in_its_exit_code
     assert started[0]["ATELIER_CHECKED_CONFIG"] == hashlib.sha256((tmp_path / "c.yaml").read_bytes()).hexdigest()
     monkeypatch.setattr("deployments.cli.cluster._wait_for_record", lambda *_: replace(found, lacking=""))
     assert run("up", "c.yaml", "--detach")[0] == 0
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_a_cluster_that_is_up_with_this_config_is_told_and_nothing_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, detach: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    (tmp_path / "c.yaml").write_text(json.dumps({"name": "one", "store": {"path": "store"}, "models": [model]}))
+    started: list[Any] = []
+
+    def start(*given: Any, **_: Any) -> NoReturn:
+        started.append(given)
+        raise SessionError("it would start")
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    monkeypatch.setattr("deployments.console.running.cluster_up", start)
+    monkeypatch.setattr("deployments.console.running.stop_on_signals", lambda *_, **__: None)
+    card = {"id": "adder", "kind": "llm", "state": "ready", "bytes": 1, "base": [], "description": "", "error": ""}
+    monkeypatch.setattr("deployments.cli.cluster.Client.models", lambda _: [card])
+    config = load_for_start(tmp_path / "c.yaml", None, insecure=False)
+    with SessionFile(config, "http://127.0.0.1:8000", "c.yaml", record_folder()) as session:
+        assert run("up", "c.yaml", *detach)[0] == 1, "it is not ready"
+        session.mark_ready()
+        started.clear()
+        code, out, _ = run("up", "c.yaml", *detach)
+        assert (code, started) == (0, [])
+        first, *rest = out.splitlines()
+        assert (
+            first
+            == f"cluster 'one' is already up at http://127.0.0.1:8000 (process {os.getpid()}); stop: `atelier down`"
+        )
+        assert any(line.startswith("adder ") for line in rest)
+        for change in (["--port", "8009"], ["--insecure"]):
+            assert run("up", "c.yaml", *change, *detach)[0] == 1
+        assert len(started) == 2, "another config is another start, which says what is in its way"
 
 
 @pytest.mark.parametrize("is_changed", [False, True])

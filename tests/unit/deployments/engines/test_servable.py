@@ -255,10 +255,12 @@ def test_a_quantized_encoder_is_refused(tmp_path: Path) -> None:
     ("tensor", "words"),
     [("model.diffusion_model.input_blocks.0.0.weight", "a whole model in one file"), ("w", "bare tensors")],
 )
-def test_a_file_of_tensors_is_refused(tmp_path: Path, tensor: str, words: str) -> None:
+def test_a_file_of_tensors_is_refused_with_the_remedy(tmp_path: Path, tensor: str, words: str) -> None:
     file = tmp_path / "all.safetensors"
     save_file({tensor: torch.zeros(2)}, file)
-    assert words in (reason(file) or "")
+    found = reason(file) or ""
+    assert words in found
+    assert "`like`" in found
 
 
 def test_a_controlnet_of_an_unknown_class_is_refused(tmp_path: Path) -> None:

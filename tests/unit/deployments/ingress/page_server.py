@@ -39,7 +39,7 @@ def page_server_over(replicas: Replicas, jobs: Path | None = None) -> Iterator[P
     watch, handle, port = RegistrySnapshot(NamedActor(lambda: registry)), FakeHandle(replicas), free_port()
     app = create_http_app(Service(config, watch, handle, handle), config)
     lifespan: Literal["on", "off"] = "off" if owner is None else "on"
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan=lifespan))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, lifespan=lifespan))
     thread = threading.Thread(target=server.run)
     thread.start()
     wait_until(lambda: server.started, "the server has started")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.command_line import run_atelier
 from typer.testing import CliRunner
 from unit.deployments.bench.test_switch_bench import figures as switch_figures
 
-from deployments.cli.main import main
 from deployments.plots.svg import MAX_BOXES, MAX_ROWS, Bar, Bars, Boxes, Curves, ms, size, store_plot, svg_of
 from infra.bench.command.plots import PLOTS, llm_plot, load_plot, serve_plot, switch_plot
 from infra.plots import app
@@ -124,14 +123,12 @@ def test_one_command_makes_every_picture_that_there_are_results_for(tmp_path: Pa
 
 
 def test_a_picture_that_cannot_be_written_is_told_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     for path, says in ((tmp_path / "a.png", "ends in .svg"), (tmp_path / "file/a.svg", "--plot")):
         for command in ("load", "switch", "serve"):
-            monkeypatch.setattr(sys, "argv", ["atelier", "bench", command, "--plot", str(path)])
-            with pytest.raises(SystemExit, match=r"[12]"):
-                main()
+            assert run_atelier("bench", command, "--plot", path) in (1, 2)
             assert says in capsys.readouterr().err
 
 

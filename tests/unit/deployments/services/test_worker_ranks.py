@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 from kit.tiny.pipelines import make
 from kit.waiting import wait_until
 from safetensors.torch import load_file, save_file
@@ -116,9 +117,10 @@ class Node:
 
     def __init__(self, store: WeightStore, **worker: Any) -> None:
         models = [{"id": model, "path": str(DEMO / model)} for model in (MODEL, GUIDED, FLUX, STOCK, TUNED, *PACKED)]
-        self.config = ClusterConfig.model_validate(
-            {"store": {"path": str(store.path)}, "models": models, "worker": {"kv_cache_bytes": 2**20, **worker}}
-        )
+        config = {"store": {"path": str(store.path)}, "models": models, "worker": {"kv_cache_bytes": 2**20, **worker}}
+        if (simulated := getattr(torch, "sim", None)) is not None:
+            config["simulated"] = simulated.config
+        self.config = ClusterConfig.model_validate(config)
         settings = KeeperSettings(audit_bytes_per_s=0)
         self.keeper = NodeKeeper(str(store.packs), 2**29, "node", settings, store=FakeStore())
         found = {name: ModelRecord(name, "ready", entry=entry) for name, entry in self.config.entries.items()}
@@ -326,18 +328,13 @@ async def test_a_follower_that_ends_while_nothing_runs_ends_the_replica(node: No
         assert two.ended == ["rank 1 is lost: it has ended"]
 
 
-TWO_DEVICES = pytest.mark.parametrize(
-    "node",
-    [
-        {"device": "cpu-private", "ranks": {"tensor": 2, "timeout_s": 20}},
-        {"device": "sim:0", "ranks": {"tensor": 2, "timeout_s": 20}},
-    ],
-    indirect=True,
+TWO_MEMORIES = pytest.mark.parametrize(  # tests/device has simulated ones: they patch torch for the life of a process
+    "node", [{"device": "cpu-private", "ranks": {"tensor": 2, "timeout_s": 20}}], indirect=True
 )
 
 
 @pytest.mark.drawn
-@TWO_DEVICES
+@TWO_MEMORIES
 @pytest.mark.parametrize("model", [MODEL, *PACKED])
 async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore, model: str) -> None:
     """Both together move the model, and twice the tensors that each needs whole: norms, the embedding, and the scales
@@ -357,8 +354,7 @@ async def test_each_rank_moves_its_slices_alone(node: Node, store: WeightStore, 
         assert sum(moved) == component.nbytes + whole
 
 
-@pytest.mark.drawn
-@TWO_DEVICES
+@TWO_MEMORIES
 async def test_a_switch_moves_the_difference_of_each_ranks_slices(node: Node, store: WeightStore) -> None:
     """The models share all but two matrices and a norm: each rank moves half of the two, and the norm."""
     before, after = (store.manifest(model).components["model"].tensors for model in (MODEL, TUNED))

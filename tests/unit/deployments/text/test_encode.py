@@ -470,3 +470,20 @@ async def test_layers_that_are_left_out(sdxl, flux):
 
 def strong_width(tensors):
     return tensors["prompt_embeds"].shape[-1]
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+async def test_a_second_text_goes_to_the_encoders_behind_the_first(name: str, request: pytest.FixtureRequest) -> None:
+    demo, (encoders, _) = request.getfixturevalue(name), service()
+    found, _ = await demo.condition(encoders, "a seven", prompt_2="eight black dots", max_sequence_length=24)
+    alone, _ = await demo.condition(encoders, "a seven", max_sequence_length=24)
+    if name == "flux":
+        prompt, pooled, _ = demo.stock.encode_prompt("a seven", "eight black dots", max_sequence_length=24)
+    else:
+        prompt, _, pooled, _ = demo.stock.encode_prompt("a seven", "eight black dots", "cpu", 1, False)
+    expected = {"prompt_embeds": prompt, "pooled_prompt_embeds": pooled}
+    assert found.keys() == expected.keys()
+    for part, tensor in expected.items():
+        torch.testing.assert_close(found[part], tensor.detach(), rtol=0, atol=1e-5)
+    assert (found["prompt_embeds"] != alone["prompt_embeds"]).any()
+    assert torch.equal(found["pooled_prompt_embeds"], alone["pooled_prompt_embeds"]) == (name == "flux")

@@ -90,6 +90,11 @@ def test_a_workflow_without_a_named_node_says_what_to_do() -> None:
     nodes = {id_: NODES[id_] for id_ in ("words", "show")}
     with pytest.raises(WorkflowError, match="give the nodes that are a title of one word"):
         find_ports(titled(workflow_of(**nodes), words="String (Multiline)"))
+    film = ("LoadVideo", {"file": "me.mp4"})
+    parts: dict[str, Any] = {"film": film, "parts": ("GetVideoComponents", {"video": ("film", 0)})}
+    shown = workflow_of(**NODES | parts, end=("PreviewImage", {"images": ("parts", 0)}))
+    with pytest.raises(WorkflowError, match="clip \\(LoadVideo\\): a pipeline's requests bring images and texts"):
+        find_ports(titled(shown, words="prompt", photo="photo", film="clip"))
     both = {"image_a": ("colors", 0), "image_b": ("colors", 0)}
     compared = workflow_of(colors=NODES["colors"], end=("ImageCompare", both))
     with pytest.raises(WorkflowError, match="node end, ImageCompare: a pipeline gives images and texts"):

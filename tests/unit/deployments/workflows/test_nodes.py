@@ -15,6 +15,7 @@ from kit.workflows import FakeBackend, Told, png_file, workflow_of
 from PIL import Image
 
 from deployments.workflows.checking import check
+from deployments.workflows.evaluation import Evaluation
 from deployments.workflows.expressions import BadExpression, computed
 from deployments.workflows.files import read_image
 from deployments.workflows.kinds import Choice
@@ -473,3 +474,45 @@ async def test_a_language_model_writes() -> None:
     )
     nodes["clip"] = ("CLIPLoader", {"clip_name": "clip_l.safetensors", "type": "flux"})
     assert "no language model" in str(check(workflow_of(**nodes), backend).errors[0])
+
+
+def test_an_image_that_is_repeated_takes_the_bytes_of_one() -> None:
+    image = seeded_rng().random((1, 8, 8, 3), np.float32)
+    (repeated,) = KINDS["RepeatImageBatch"].function(image=image, amount=200)
+    (mask,) = KINDS["ImageToMask"].function(image=repeated, channel="red")
+    np.testing.assert_array_equal(mask, np.tile(image[..., 0], (200, 1, 1)))
+    walk = Evaluation(workflow_of(), KINDS, None, [], max_bytes=8 * 8 * 4 * 4)
+    walk.give("repeat", (repeated,))
+    walk.give("mask", (mask,))
+    with pytest.raises(MemoryError):
+        walk.give("tile", (np.tile(image, (2, 1, 1, 1)),))
+
+
+def test_frames_are_joined_as_bytes_and_other_images_as_numbers() -> None:
+    rng = seeded_rng()
+    frames = {f"image{place}": rng.integers(0, 256, (2, 6, 4, 3), np.uint8) for place in range(3)}
+    (joined,) = KINDS["BatchImagesNode"].function(images=frames)
+    assert joined.dtype == np.uint8
+    np.testing.assert_array_equal(joined, np.concatenate(list(frames.values())))
+    floats = rng.random((1, 6, 4, 3), np.float32)
+    (mixed,) = KINDS["BatchImagesNode"].function(images={"image0": frames["image0"], "image1": floats})
+    np.testing.assert_allclose(mixed, np.concatenate([frames["image0"] / np.float32(255), floats]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("angles", "words"),
+    [
+        ((0, 0, 5.0), "front view eye-level shot medium shot"),
+        ((22, -30, 0.0), "front view low-angle shot wide shot"),
+        ((23, -15, 1.9), "front-right quarter view eye-level shot wide shot"),
+        ((90, 15, 2.0), "right side view elevated shot medium shot"),
+        ((225, 44, 6.0), "back-left quarter view elevated shot close-up"),
+        ((337, 45, 10.0), "front-left quarter view high-angle shot close-up"),
+        ((338, 60, 5.9), "front view high-angle shot medium shot"),
+        ((360, 14, 5.9), "front view eye-level shot medium shot"),
+    ],
+)
+def test_a_cameras_angle_is_said_in_words(angles: tuple[int, int, float], words: str) -> None:
+    names = ("horizontal_angle", "vertical_angle", "zoom")
+    given = dict(zip(names, angles, strict=True))
+    assert KINDS["CameraAngle"].function(**given, view="camera") == (None, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from deployments.records import ImageRequest
 from deployments.workflows.backend import Folder, ModelFacts, Report
 from deployments.workflows.checking import check
 from deployments.workflows.records import Refused
+from deployments.workflows.resizing import resized_masks
 from deployments.workflows.running import run as run_workflow
-from deployments.workflows.schedules import added_levels, schedule
+from deployments.workflows.schedules import added_levels, flow_levels, schedule
 from deployments.workflows.table import KINDS
 from deployments.workflows.values import (
     PENDING,
@@ -51,6 +53,9 @@ CLASSES = {
     "lumina": ModelFacts("Lumina2Pipeline"),
     "qwen_21": ModelFacts("QwenImage21Pipeline"),
     "refiner": ModelFacts("StableDiffusionXLImg2ImgPipeline"),
+    "fill": ModelFacts("FluxFillPipeline"),
+    "control": ModelFacts("FluxControlPipeline"),
+    "longcat": ModelFacts("LongCatImagePipeline"),
 }
 SIZE = Latent(batch=2, width=64, height=96)
 
@@ -120,6 +125,15 @@ async def test_a_ksampler_is_one_request():
     assert (request.prompt, request.negative_prompt, request.model) == ("a cat", "a dog", "sdxl")
     assert request.prompt_syntax == "comfyui"
     assert (latent.batch, latent.width, latent.height) == (2, 64, 96)
+
+
+async def test_a_second_encoder_may_read_a_text_of_its_own():
+    for of, name in (("sdxl", "clip_g"), ("flux", "t5xxl")):
+        positive = (Prompt(ClipValue((of,)), "a cat", ((name, "a fat cat"),)),)
+        request = await asked("KSampler", **ksampler(of=of, cfg=1.0, positive=positive))
+        assert (request.prompt, request.prompt_2) == ("a cat", "a fat cat")
+        same = await asked("KSampler", **ksampler(of=of, cfg=1.0, positive=(replace(positive[0], texts=()),)))
+        assert same.prompt_2 is None
 
 
 async def test_a_refiner_is_sampled_as_its_family():
@@ -287,7 +301,8 @@ def pair_of(model: str = "sdxl", **prompt: Any) -> dict[str, Any]:
         (pair_of(zeroed=True), "positive", "a negative prompt"),
         (pair_of(start=0.5), "positive", "all steps"),
         (pair_of(extra=(("sdxl_sizes", (64, 96, 8, 0, 64, 96)),)), "positive", "sdxl_sizes"),
-        (pair_of(texts=(("clip_g", "another"),)), "positive", "one text"),
+        ({"of": "qwen", **pair_of("qwen", texts=(("clip_g", "another"),))}, "positive", "one text"),
+        ({"negative": (replace(parts()["negative"][0], texts=(("clip_g", "another"),)),)}, "negative", "one text"),
         ({"of": "flux", "positive": (Prompt(ClipValue(("flux",)), "a (cat:1.2)"),)}, "positive", "weights"),
         ({"positive": (Prompt(ClipValue(("sdxl",)), "embedding:cat"),)}, "positive", "embeddings"),
     ],
@@ -605,3 +620,94 @@ async def test_a_workflow_of_two_passes_makes_the_image_of_diffusers(tmp_path):
             pixels = (stock.vae.decode(torch.from_numpy(expected)).sample / 2 + 0.5).clamp(0, 1)
         pixels = np.floor(pixels.permute(0, 2, 3, 1).numpy() * 255)
         assert np.abs(np.stack([one[2] for one in found]).astype(int) - pixels).max() <= 1
+
+
+async def beside_of(kind: str, backend: FakeBackend, **inputs: Any) -> tuple[Any, ...]:
+    """Return the outputs of a node that puts an image beside prompts, over the backend's VAE."""
+    prompts = {side: parts("fill")[side] for side in ("positive", "negative")}
+    later = KINDS[kind].function(backend, vae=VaeValue(("fill",)), **prompts, **inputs)
+    return await later.act(backend, lambda *_: None)  # type: ignore[no-any-return]
+
+
+async def test_a_model_that_fills_in_reads_the_masked_image_and_a_soft_mask():
+    rng = seeded_rng()
+    pixels, mask = rng.random((1, 64, 80, 3), np.float32), rng.random((1, 32, 40), np.float32)
+    made = await beside_of("InpaintModelConditioning", FakeBackend(), pixels=pixels, mask=mask, noise_mask=True)
+    wide = resized_masks(mask, 80, 64, "bilinear")
+    gray = ((pixels - 0.5) * (1 - np.rint(wide))[..., None] + 0.5).astype(np.float32)
+    model = ModelValue(("fill",), extra=(("DifferentialDiffusion", ()),))
+    given = ksampler(of="fill", cfg=1.0, model=model, positive=made[0], negative=made[1], latent_image=made[2])
+    backend = Drawing()
+    await KINDS["KSampler"].function(backend, **given).act(backend, lambda *_: None)
+    (request,) = backend.requests
+    encode = FakeBackend().encode
+    np.testing.assert_array_equal(request.beside_latents, await encode("fill", gray))
+    np.testing.assert_array_equal(request.latents, await encode("fill", pixels))
+    for found in (request.beside_mask, request.noise_mask):
+        np.testing.assert_array_equal(found, wide)
+    lowest = flow_levels(math.exp(1.15), 10_000).lowest
+    assert (request.sampler.masks_until, request.guidance_scale, request.true_cfg_scale) == (lowest, 3.5, None)
+    assert (request.width, request.height, request.output) == (80, 64, "image")
+    for changes, shown in [
+        ({"cfg": 2.0}, "plainly, by 1"),
+        ({"positive": parts("fill")["positive"]}, "InpaintModelConditioning"),
+        ({"model": replace(model, extra=(("CFGNorm", (1.0,)),))}, "CFGNorm"),
+        ({"model": replace(model, extra=model.extra * 2)}, "DifferentialDiffusion"),
+    ]:
+        with pytest.raises(Refused, match=shown):
+            KINDS["KSampler"].function(backend, **given | changes)
+    with pytest.raises(Refused, match=r"a strength of 0\.5"):
+        KINDS["DifferentialDiffusion"].function(model=model, strength=0.5)
+
+
+async def test_a_control_image_is_read_in_further_channels():
+    pixels = seeded_rng().random((1, 66, 80, 3), np.float32)
+    positive, negative, zeros = await beside_of("InstructPixToPixConditioning", FakeBackend(), pixels=pixels)
+    assert not zeros.samples.any()
+    moved = {"positive": positive, "negative": negative, "latent_image": zeros}
+    backend = Drawing()
+    given = ksampler(of="control", cfg=1.0, **moved) | {"model": ModelValue(("control", "fill"))}
+    given["positive"] = tuple(replace(one, clip=ClipValue(("control",)), guidance=30.0) for one in positive)
+    await KINDS["KSampler"].function(backend, **given).act(backend, lambda *_: None)
+    (request,) = backend.requests
+    np.testing.assert_array_equal(request.beside_latents, await FakeBackend().encode("", pixels[:, 1:65]))
+    assert (request.beside_mask, request.latents, request.guidance_scale) == (None, None, 30.0)
+    native = replace(given["positive"][0], clip=ClipValue(("flux",)))
+    with pytest.raises(Refused, match="further channels"):
+        KINDS["KSampler"].function(backend, **given | {"model": ModelValue(("flux",)), "positive": (native,)})
+
+
+async def test_a_class_may_leave_flux_guidance_unread_and_have_its_own_normed():
+    model = ModelValue(("longcat",), extra=(("CFGNorm", (0.9,)),))
+    given = ksampler(of="longcat", model=model, cfg=4.0, latent_image=Latent(width=64, height=64))
+    given |= {side: (replace(given[side][0], guidance=4.0, text="a (cat)"),) for side in ("positive", "negative")}
+    backend = Drawing()
+    await KINDS["KSampler"].function(backend, **given).act(backend, lambda *_: None)
+    (request,) = backend.requests
+    assert (request.sampler.cfg_norm, request.sampler.cfg, request.guidance_scale) == (0.9, 1.0, 4.0)
+    assert (request.prompt, request.extra) == (
+        "a (cat)",
+        {"enable_cfg_renorm": False, "enable_prompt_rewrite": False},
+    )
+    with pytest.raises(Refused, match="attenuation alone"):
+        KINDS["CFGNorm"].function(model=model, strength=1.0, pre_cfg=True)
+
+
+@pytest.mark.slow  # imports diffusers
+async def test_a_vae_of_a_class_that_diffusers_code_runs_encodes_alone(tmp_path):
+    import diffusers
+
+    stock = diffusers.FluxPipeline.from_pretrained(MODELS / "digits-flux")
+    stock.save_pretrained(tmp_path / "kontext")
+    index = tmp_path / "kontext" / "model_index.json"
+    index.write_text(index.read_text().replace("FluxPipeline", "FluxKontextPipeline"))
+    models = [{"id": "kontext", "path": str(tmp_path / "kontext"), "dtype": "float32"}]
+    store = {"path": str(tmp_path / "store")}
+    local = LocalModels(ClusterConfig.model_validate({"store": store, "models": models}))
+    pixels = seeded_rng().random((2, 32, 32, 3), np.float32)
+    request = ImageRequest(model="kontext", prompt=" ", pixels=pixels, output="encoded")
+    found = (await local._generate(request, lambda *_: None)).array
+    with torch.no_grad():
+        images = torch.from_numpy(pixels).movedim(-1, 1) * 2 - 1
+        expected = stock.vae.float().encode(images).latent_dist.mode().numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from infra.bench.__main__ import app
+from infra.bench.command.peers import script_command
 from infra.bench.door_load import Outcome
 from infra.bench.llm_files import write_model
 from infra.bench.peers import parts
@@ -24,7 +27,7 @@ from infra.bench.peers.lookups import compare_answers, lookup_sides
 from infra.bench.peers.parts import PARTS, measure_peers, print_part
 from infra.bench.peers.served import MODEL, cluster_config, served_figures
 from infra.bench.peers.settings import OURS, PeersSettings, Took, rows_of
-from infra.bench.peers.texts import OurTexts, StockTexts, Texts
+from infra.bench.peers.texts import OurTexts, StockTexts, Texts, genai_texts, vllm_texts
 
 TINY = {
     "hidden_size": 64,
@@ -116,6 +119,68 @@ def test_a_tiny_decoder_is_the_same_on_all_sides(tmp_path: Path) -> None:
         assert own == pytest.approx(float(stock.logprobs_of(prompt)[ids[0]]), abs=0.02)
         assert own == pytest.approx(best, abs=0.04)
     assert ours.write(prompts, 1).num_computed < 40, "the prompts are in the cache now"
+
+
+GENAI = """
+import types
+import openvino
+
+__version__ = "a stand-in"
+SchedulerConfig = GenerationConfig = types.SimpleNamespace
+
+class ContinuousBatchingPipeline:
+    def __init__(self, model, *settings):
+        self.model = model
+
+    def generate(self, prompts, wishes):
+        ids = [int(prompt.values[0, -1]) + 1 for prompt in prompts]
+        return [types.SimpleNamespace(m_generation_ids=[[one] * wish.max_new_tokens], m_scores=[-one])
+                for one, wish in zip(ids, wishes)]
+"""
+VLLM = """
+import types
+
+__version__ = "a stand-in"
+SamplingParams = types.SimpleNamespace
+
+class LLM:
+    def __init__(self, model, **settings):
+        pass
+
+    def generate(self, prompts, sampling, use_tqdm):
+        def said(one):
+            return types.SimpleNamespace(
+                token_ids=[one] * sampling.max_tokens, logprobs=[{one: types.SimpleNamespace(logprob=-one)}]
+            )
+        return [types.SimpleNamespace(outputs=[said(one["prompt_token_ids"][-1] + 1)]) for one in prompts]
+"""
+
+
+@pytest.mark.parametrize("name", ["openvino", "vllm"])
+def test_a_peers_process_imports_the_peer_and_no_file_beside_its_script(name: str, tmp_path: Path) -> None:
+    files = {
+        "openvino/openvino/__init__.py": "import types\nTensor = lambda values: types.SimpleNamespace(values=values)\n",
+        "openvino/openvino_genai/__init__.py": GENAI,
+        "vllm/lib/vllm.py": VLLM,
+        "vllm/bin/python": f'#!/bin/sh\nPYTHONPATH={tmp_path}/vllm/lib exec {sys.executable} "$@"\n',
+    }
+    for place, content in files.items():
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(content)
+    (tmp_path / "vllm/bin/python").chmod(0o700)
+    model = partial(Path, "model")
+    with genai_texts(tmp_path, model, "f32") if name == "openvino" else vllm_texts(tmp_path, model, 512) as side:
+        assert side is not None
+        found = side.write([[5, 6], [7]], 2, scores=True)
+    assert [list(ids) for ids in found.ids] == [[7, 7], [8, 8]]
+    assert list(found.logprobs) == [-7, -8]
+
+
+def test_a_script_that_another_interpreter_runs_is_beside_no_module(tmp_path: Path) -> None:
+    for name in ("json", "script"):
+        (tmp_path / f"{name}.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    ran = subprocess.run(script_command(sys.executable, tmp_path / "script.py", 5), capture_output=True, check=True)
+    assert json.loads(ran.stdout) == ["5"]
 
 
 def _said(token: int, prompts: object, count: int) -> Texts:

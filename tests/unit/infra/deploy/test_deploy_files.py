@@ -146,6 +146,9 @@ def test_objects_name_objects_that_are_there() -> None:
     found = kubernetes()
     (index,) = documents(DEPLOY / "kuberay/kustomization.yaml")
     secrets = {one["name"] for one in index["secretGenerator"]}
+    folder = DEPLOY / "kuberay"
+    (written,) = re.findall(r"--file (\S+)\n", (folder / "kustomization.yaml").read_text())
+    assert (ROOT / written).relative_to(folder) == Path(index["secretGenerator"][0]["files"][0])
     templates = [*pods(service()["rayClusterConfig"]), found["Deployment", "atelier-redis"]["spec"]["template"]]
     for volume in [volume for template in templates for volume in template["spec"]["volumes"]]:
         if claim := volume.get("persistentVolumeClaim"):
@@ -223,7 +226,14 @@ def left_out(path: str) -> bool:
 
 
 def test_an_image_gets_what_a_wheel_is_built_of_and_nothing_else_of_a_checkout() -> None:
-    for path in (".git/HEAD", ".venv/bin/python", ".judges/protocol", "out/store/packs/1", "cluster/__pycache__/a.pyc"):
+    for path in (
+        ".git/HEAD",
+        ".venv/bin/python",
+        ".judges/protocol",
+        "out/store/packs/1",
+        "cluster/__pycache__/a.pyc",
+        "infra/deploy/compose/keys/prometheus",
+    ):
         assert left_out(path), path
     assert left_out("deployments/engines/native/kernels.so")
     kept = ["pyproject.toml", "hatch_build.py", "constraints.txt", "README.md", "LICENSE", "infra/package/one_name.py"]
@@ -233,6 +243,16 @@ def test_an_image_gets_what_a_wheel_is_built_of_and_nothing_else_of_a_checkout()
     assert [path for path in kept if left_out(path)] == []
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.endswith("/")]
     assert [folder for folder in ignored if not left_out(f"{folder}/file") and folder != "*.egg-info"] == []
+
+
+def test_every_image_is_one_that_the_dockerfile_builds() -> None:
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    built = {f"atelier:{version[1]}-{target}" for target in ("cpu", "cuda")}
+    named = {found for file in FILES for found in re.findall(r"atelier:\d+\.[\w.-]*", file.read_text())}
+    assert built <= named
+    assert named <= built, "pods of an image that nobody builds never start"
+    assert documents(DEPLOY / "helm/Chart.yaml")[0]["appVersion"] == version[1]
 
 
 def test_ray_reads_its_cluster_file() -> None:

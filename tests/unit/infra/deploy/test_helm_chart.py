@@ -66,6 +66,14 @@ def test_a_chart_without_an_application_is_refused() -> None:
     assert "serveConfig is empty: give what `atelier render CONFIG` prints" in done.stderr
 
 
+def test_the_application_of_a_checkout_is_refused(serve_config: Path) -> None:
+    """Its modules are not below one name, as those of the image are: no replica would start."""
+    serve_config.write_text(serve_config.read_text().replace("atelier.deployments.app:", "deployments.app:"))
+    done = run("helm", "template", "atelier", CHART, "--set-file", f"serveConfig={serve_config}")
+    assert done.returncode == 1
+    assert "render it where the wheel is installed" in done.stderr
+
+
 def test_helm_finds_nothing_to_complain_of(serve_config: Path) -> None:
     done = run("helm", "lint", "--strict", CHART, "--set-file", f"serveConfig={serve_config}")
     assert done.returncode == 0, done.stdout

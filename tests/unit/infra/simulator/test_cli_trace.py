@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import pytest
+from kit.command_line import run_atelier
 
-from deployments.cli.main import main
 from infra.simulator.scenario import read_trace
 
 ENDED = {
@@ -43,20 +41,13 @@ class Cluster(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
-    monkeypatch.setattr(sys, "argv", ["atelier", "trace", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code
-
-
 def test_the_file_has_the_requests_with_models_and_workers(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("infra.simulator.recording.POLL_S", 0.05)
     server = HTTPServer(("127.0.0.1", 0), Cluster)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
-        assert run(monkeypatch, str(tmp_path / "t.jsonl"), "--seconds", "0.2", "--url", url) in (0, None)
+        assert run_atelier("trace", str(tmp_path / "t.jsonl"), "--seconds", "0.2", "--url", url) == 0
     finally:
         server.shutdown()
     found = read_trace((tmp_path / "t.jsonl").read_text().splitlines())
@@ -67,9 +58,9 @@ def test_the_file_has_the_requests_with_models_and_workers(monkeypatch, tmp_path
     assert [(worker.budget_bytes, worker.slots) for worker in found.workers] == [(9, 2)]
 
 
-def test_what_cannot_be_done_is_one_line(monkeypatch, tmp_path: Path, capsys) -> None:
-    assert run(monkeypatch, str(tmp_path / "no/t.jsonl"), "--url", "http://127.0.0.1:9") == 2
-    assert run(monkeypatch, str(tmp_path / "t.jsonl"), "--url", "http://127.0.0.1:9") == 1
+def test_what_cannot_be_done_is_one_line(tmp_path: Path, capsys) -> None:
+    assert run_atelier("trace", str(tmp_path / "no/t.jsonl"), "--url", "http://127.0.0.1:9") == 2
+    assert run_atelier("trace", str(tmp_path / "t.jsonl"), "--url", "http://127.0.0.1:9") == 1
     err = capsys.readouterr().err
     assert "no/t.jsonl" in err
     assert "no answer from" in err

@@ -14,9 +14,9 @@ import torch
 from kit.clock import Clock
 from kit.waiting import wait_until
 
-from weights.memory.arena_room import StillInUse
+from weights.memory.arena_room import PER_TENSOR_S, USUAL_S_PER_BYTE, ArenaRoom, StillInUse
 from weights.memory.device_arena import DeviceArena
-from weights.memory.device_space import DeviceKey
+from weights.memory.device_space import DeviceKey, DeviceSpace
 from weights.memory.transfer import HostCopy, Pair, TransferReport
 from weights.records.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.records.manifest import TensorRef
@@ -599,3 +599,13 @@ def test_a_device_with_less_memory_than_its_budget_says_so(make_arena, monkeypat
         ):
             arena.acquire(keys, weights, "h")
     assert arena.stats().resident_bytes == 0
+
+
+def test_a_byte_takes_as_long_as_uploads_did_the_latest_counting_a_fifth() -> None:
+    room = ArenaRoom(DeviceSpace("cpu-private", HostCopy(num_threads=1)), BIG, Clock())
+    assert room.reload_rate(10) == pytest.approx(PER_TENSOR_S / 10 + USUAL_S_PER_BYTE)
+    room.note_upload(100, 1.0)
+    assert room.reload_rate(10) == pytest.approx(PER_TENSOR_S / 10 + 0.01)
+    room.note_upload(100, 2.0)
+    assert room.reload_rate(1000) == pytest.approx(PER_TENSOR_S / 1000 + 0.012)
+    assert room.moved_bytes == 200

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from weights.memory import rates
 from weights.memory.block_plan import Rates
 from weights.memory.rates import _rates_key, _remembered_rates
 
@@ -62,6 +64,19 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement_each_time(tmp_path:
     first, second = drawn(), drawn()
     for found in (first, second):
         assert _remembered_rates("one", tmp_path / "file" / "rates.json", lambda found=found: found) == found  # type: ignore[misc]
+
+
+def test_rates_are_the_work_of_a_measurement_by_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((2.0, 4.0, 8.0))
+    monkeypatch.setattr(rates, "_least_s", lambda work: (work(), next(seconds))[1])
+    found, nbytes, multiply_adds = rates._measure(torch.device("cpu")), 4 * 2048 * 2048, 64 * 2048 * 2048
+    assert found == Rates(nbytes / 2, nbytes / 4, 2 * multiply_adds / 8)
+
+
+def test_the_fastest_of_three_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 5.0, 10.0, 12.0, 20.0, 23.0))
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert rates._least_s(lambda: None) == 2.0
 
 
 def test_the_key_names_the_processor_the_threads_and_the_device() -> None:

@@ -112,3 +112,20 @@ def test_a_size_beyond_all_images_is_the_largest(tmp_path):
     (tmp_path / "unet" / "config.json").write_text('{"sample_size": 1000000000000}')
     family = family_of("StableDiffusionXLPipeline")
     assert family.defaults.sides(pipeline_variant(tmp_path)) == (MAX_SIDE_PX, MAX_SIDE_PX)
+
+
+@pytest.mark.parametrize(
+    ("config", "pixels"),
+    [
+        ({"block_out_channels": [8, 8, 8]}, 4),
+        ({"block_out_channels": [8] * 16}, 2**15),
+        ({"block_out_channels": [8] * 17}, None),
+        ({"temperal_downsample": [True, False, True]}, 8),
+        ({"temperal_downsample": []}, 1),
+        ({}, None),
+    ],
+)
+def test_a_latent_has_two_pixels_a_side_for_each_halving_of_the_vae(tmp_path, config, pixels):
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    assert pipeline_variant(tmp_path).get("pixels_per_latent") == pixels

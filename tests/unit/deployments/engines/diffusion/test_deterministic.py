@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from deployments.engines.costs.memory_limits import MemoryLimits
 from deployments.engines.diffusion import pipeline
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.nn.batch_invariant import repeatable_kernels
 from deployments.engines.records.protocol import ConditionedRequest
+
+
+@pytest.fixture(autouse=True)
+def memory_of_its_own(sdxl, monkeypatch):
+    """Let each test teach the pipeline, which all share, about memory for itself alone."""
+    limits = MemoryLimits()
+    for learning in (sdxl.ours, sdxl.ours._decoder):
+        monkeypatch.setattr(learning, "_memory", limits)
 
 
 @pytest.fixture

@@ -117,7 +117,44 @@ def test_the_parameters_of_a_workflow_guide_plainly(class_name: str, tmp_path: P
     sampler = Sampler(name="euler", sigmas=levels)
     engine = StockEngine(load(tmp_path))
     images = run(engine, StockRequest("r", 3, text, sampler=sampler, fields=fields, extra=extra))[0].images
-    assert np.abs(images - (made[..., :3] * 255).round()).max() <= 1  # without the transparency of Qwen-Image 2.1
+    assert images.shape == made.shape  # with the transparency of Qwen-Image 2.1
+    assert np.abs(images - (made * 255).round()).max() <= 1
+
+
+def test_guidance_of_a_patched_model_is_normed_by_its_prompts_own_forward(tmp_path: Path) -> None:
+    """The judge is the formula over a loop of diffusers' own modules: lengths are those over the channels."""
+    name, scale, strength = "LongCatImagePipeline", 3.0, 0.9
+    case = SEEING_CASES[name]
+    stock = saved(lambda: assembled(name, **case.parts()), tmp_path)
+    given: list[torch.Tensor] = []
+    stock.transformer.register_forward_hook(lambda module, args, output: given.append(output[0]))
+    number = iter(range(2))
+
+    def normed(output: torch.Tensor, timestep: Any, x: torch.Tensor, **_: Any) -> Any:
+        here = next(number)
+        level, following = stock.scheduler.sigmas[here : here + 2]
+        with_prompt, without = given[-2:]
+        clean, bound = (x - level * one for one in (without + scale * (with_prompt - without), with_prompt))
+        channels = [one.unflatten(-1, (-1, 4)).norm(dim=2, keepdim=True) for one in (clean, bound)]
+        lengths = (channels[1] / (channels[0] + 1e-8)).clamp(0, 1).expand(-1, -1, clean.shape[-1] // 4, -1)
+        found = clean * lengths.flatten(2) * strength
+        return (x + (x - found) / level * (following - level),)
+
+    stock.scheduler.step = normed
+    options = dict(case.options) | {"guidance_scale": scale, "negative_prompt": "a dog", "enable_cfg_renorm": False}
+    generator = torch.Generator().manual_seed(3)
+    made = stock(prompt=PROMPT, **options, num_inference_steps=2, generator=generator, output_type="np").images
+    levels = tuple(float(sigma) for sigma in stock.scheduler.sigmas)
+    rule = STOCK_CLASSES[name]
+    split_options = split(name, options)
+    fields = split_options["fields"] | {"num_inference_steps": 2} | rule.scales(scale, 0.0)
+    sampler = Sampler(name="euler", sigmas=levels, cfg_norm=strength)
+    request = StockRequest("r", 3, PROMPT, sampler=sampler, fields=fields, extra=dict(rule.options))
+    engine = StockEngine(load(tmp_path))
+    images = run(engine, request)[0].images
+    assert np.abs(images - (made * 255).round()).max() <= 1
+    plain = replace(request, request_id="plain", sampler=Sampler(name="euler", sigmas=levels))
+    assert (run(engine, plain)[0].images != images).any()
 
 
 def test_noise_of_steps_is_drawn_from_the_seed_that_follows(tmp_path: Path) -> None:

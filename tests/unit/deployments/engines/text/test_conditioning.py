@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.texts import EncodeItem
+from deployments.engines.diffusion.families.texts import EncodeItem, lacking_encoders
 from deployments.engines.records.protocol import LAST, PENULTIMATE, DiffusionRequest, EngineError
 
 FLUX, SDXL = family_of("FluxPipeline"), family_of("StableDiffusionXLPipeline")
@@ -212,3 +212,9 @@ def test_refusals():
     second = EncodeItem("text_encoder_2", "7", None, "prompt")
     with pytest.raises(EngineError, match="text_encoder gave 3 tokens and text_encoder_2 5"):
         SDXL.texts.assemble({}, {item: short, second: long})
+
+
+def test_an_encoder_that_was_saved_as_nothing_lacks():
+    saved, lacking = ["transformers", "CLIPTextModel"], [None, None]
+    index = {"text_encoder": saved, "text_encoder_2": lacking, "text_encoder_3": None, "vae": lacking}
+    assert lacking_encoders(index) == {"text_encoder_2"}

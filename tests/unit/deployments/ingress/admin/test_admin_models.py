@@ -204,12 +204,18 @@ async def test_imports_say_how_far_they_are(http: httpx.AsyncClient, registry: R
 
 @pytest.mark.parametrize(
     ("method", "path", "status", "is_listed"),
-    [("POST", "", 200, True), ("DELETE", "/new", 200, False), ("DELETE", "/new", 404, False)],
+    [
+        ("POST", "", 201, True),
+        ("POST", "", 200, True),
+        ("DELETE", "/new", 200, False),
+        ("DELETE", "/new", 404, False),
+    ],
 )
 async def test_who_was_told_of_a_change_finds_it_in_the_list_however_late_the_news_come(
     http: httpx.AsyncClient, registry: Registry, method: str, path: str, status: int, is_listed: bool
 ) -> None:
-    await http.post("/admin/models", json={"id": "new", "path": "/one", "description": "one"})
+    if status != 201:
+        await http.post("/admin/models", json={"id": "new", "path": "/one", "description": "one"})
     registry.news.clear()
     if status == 404:
         await registry.models.unregister("new")

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from kit.seeding import seeded_rng
 from PIL import Image
 from ray.exceptions import RayTaskError
 from unit.deployments.ingress.comfy.comfy_fakes import Samplers, png, text_to_image
@@ -91,6 +92,8 @@ async def test_a_workflow_is_asked_as_a_pipeline(http: httpx.AsyncClient, regist
     assert (answer.status_code, answer.json()["kind"], answer.json()["state"]) == (201, "workflow", "ready")
     (listed,) = (await http.get("/v1/pipelines")).json()["pipelines"]
     assert (listed["id"], listed["description"], listed["problem"]) == ("posters", "Posters", None)
+    said = {one["name"]: f"optional {one['type']}" for one in listed["inputs"]}
+    assert (answer.json()["inputs"], answer.json()["outputs"]) == (said, {"poster": "image"})
     types = {one["name"]: (one["type"], one["optional"]) for one in listed["inputs"]}
     assert types == {
         "prompt": ("text", True),
@@ -141,7 +144,7 @@ async def test_images_come_and_go_with_the_request(http: httpx.AsyncClient) -> N
     assert (await registered(http, nodes)).status_code == 201
     missing = await http.post("/v1/pipelines/posters/runs", json={"inputs": {"about": "x"}})
     assert "needs input photo" in missing.text
-    image = np.random.default_rng().integers(0, 256, (8, 16, 3), np.uint8)
+    image = seeded_rng().integers(0, 256, (8, 16, 3), np.uint8)
     found = await completed(http, photo=base64.b64encode(png(image)).decode(), about="mine")
     np.testing.assert_allclose(pixels_of(found["outputs"]["image"]["b64_json"]), 255 - image.astype(int), atol=1)
     assert found["outputs"]["text"] == "mine"

@@ -44,6 +44,8 @@ def test_a_key_finds_no_file_of_another(tmp_path: Path) -> None:
     assert files.read("yours", saved) is None
     assert files.read("", saved) is None
     assert files.names("yours", "output") == []
+    private = tmp_path / "workflows", tmp_path / "workflows/c", next(tmp_path.rglob("p_*")).parent
+    assert [folder.stat().st_mode & 0o777 for folder in private] == [0o700] * 3
 
 
 def test_a_taken_name_gets_a_number_unless_the_content_is_the_same(tmp_path: Path) -> None:

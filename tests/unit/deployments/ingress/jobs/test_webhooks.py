@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ from configs.cluster import ClusterConfig
 from deployments.ingress.jobs import webhooks
 
 CHATS = "/v1/chat/completions"
-SECRET = f"whsec_{base64.b64encode(os.urandom(32)).decode()}"
+SECRET = f"whsec_{base64.b64encode(random.randbytes(32)).decode()}"
 
 
 @pytest.fixture(autouse=True)

@@ -381,9 +381,12 @@ async def test_other_hosts_are_not_resolved(url: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (sending("302 Found\r\nLocation: http://127.0.0.1/"), r"answered 302 \(redirects are not followed\)"),
+        (
+            sending("302 Found\r\nLocation: http://127.0.0.1/"),
+            r"a\.example answered 302 \(redirects are not followed\)",
+        ),
         (sending("404 Not Found"), "answered 404"),
-        (sending("200 OK", b"x" * 101), "more bytes, at most 100"),
+        (sending("200 OK", b"x" * 101), r"at a\.example has more bytes, at most 100"),
         (sending("nonsense"), "could be fetched"),
     ],
 )

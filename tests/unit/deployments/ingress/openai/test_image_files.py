@@ -129,3 +129,19 @@ def test_a_png_has_its_parameters_as_the_webui_reads_them() -> None:
     of_pipeline = ImageResult("sum-to-digit", images, None, None, {}, None, CacheUse(0, 0))
     plain = ImageRequest(model="sum-to-digit", prompt="x")
     assert describe_image(plain, of_pipeline, 0).parameters == "x\nSize: 24x40, Model: sum-to-digit, Version: Atelier"
+
+
+def test_transparency_is_kept_where_a_format_has_it_and_told_where_not() -> None:
+    image = np.dstack([random_image(6), np.arange(40 * 24, dtype=np.uint8).reshape(40, 24)])
+    read = Image.open(io.BytesIO(encode_image(image, "png")))
+    np.testing.assert_array_equal(np.asarray(read), image)
+    assert Image.open(io.BytesIO(encode_image(image, "webp"))).mode == "RGBA"
+    result = ImageResult("qwen", [image], 9, 4, {}, None, CacheUse(0, 0), ("a note",))
+    flat = result.opaque("a JPEG")
+    np.testing.assert_array_equal(flat.images[0], image[..., :3])
+    assert flat.warnings == (
+        "a note",
+        "a JPEG has no transparency: the colors that the model drew are given without it",
+    )
+    assert flat.opaque("a JPEG") is flat
+    assert Image.open(io.BytesIO(encode_image(flat.images[0], "jpeg"))).size == (24, 40)

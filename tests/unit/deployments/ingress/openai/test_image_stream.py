@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -44,6 +45,23 @@ async def test_partial_images_come_before_the_image(client: openai.AsyncOpenAI, 
     assert last.to_dict()["switch"]["built"] == ["vae"]  # type: ignore[index]
     (request,) = replicas.requests
     assert (request.partial_images, request.reports_steps, request.num_inference_steps) == (2, False, 3)
+
+
+async def test_a_jpeg_says_that_it_lost_transparency(
+    client: openai.AsyncOpenAI, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opaque = replicas.on_generate
+
+    async def transparent(request: ImageRequest) -> ImageResult:
+        made = await opaque(request)
+        return replace(made, images=[np.dstack([one, np.full(one.shape[:2], 9, np.uint8)]) for one in made.images])
+
+    monkeypatch.setattr(replicas, "on_generate", transparent)
+    for format_, mode, is_told in (("jpeg", "RGB", True), ("png", "RGBA", False)):
+        found = await client.images.generate(**IMAGE, output_format=format_, size="24x16")  # type: ignore[call-overload]
+        image = opened(found.data[0].b64_json)
+        assert (image.format, image.mode, image.size) == (format_.upper(), mode, (24, 16))
+        assert any("a JPEG has no transparency" in one for one in found.to_dict()["warnings"]) == is_told
 
 
 async def test_an_edit_has_events_of_its_own(client: openai.AsyncOpenAI) -> None:
