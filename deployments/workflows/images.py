@@ -389,20 +389,20 @@ IMAGES: Final[tuple[Kind, ...]] = (
     ),
     Kind(
         "ImageCrop",
-        (_IMAGE, _side("width", 512, 1), _side("height", 512, 1), _side("x", 0), _side("y", 0)),
+        (_BYTES, _side("width", 512, 1), _side("height", 512, 1), _side("x", 0), _side("y", 0)),
         _OUT,
         _crop,
     ),
-    Kind("ImageFlip", (_IMAGE, choice("flip_method", ("x-axis: vertically", "y-axis: horizontally"))), _OUT, _flip),
+    Kind("ImageFlip", (_BYTES, choice("flip_method", ("x-axis: vertically", "y-axis: horizontally"))), _OUT, _flip),
     Kind(
-        "ImageRotate", (_IMAGE, choice("rotation", ("none", "90 degrees", "180 degrees", "270 degrees"))), _OUT, _rotate
+        "ImageRotate", (_BYTES, choice("rotation", ("none", "90 degrees", "180 degrees", "270 degrees"))), _OUT, _rotate
     ),
     Kind("ImageInvert", (_IMAGE,), _OUT, _invert),
     Kind(
         "ImageBatch",
-        (link("image1", "IMAGE"), link("image2", "IMAGE")),
+        tuple(replace(link(name, "IMAGE"), takes_bytes=True) for name in ("image1", "image2")),
         _OUT,
-        lambda image1, image2: (joined((image1, image2)),),
+        lambda **images: _batch(images),
     ),
     Kind("BatchImagesNode", (growing("images", "IMAGE", _GROWN, takes_bytes=True),), _OUT, _batch),
     Kind(
@@ -411,7 +411,7 @@ IMAGES: Final[tuple[Kind, ...]] = (
         _OUT,
         _from_batch,
     ),
-    Kind("RepeatImageBatch", (_IMAGE, integer("amount", 1, 1, _MAX_BATCH)), _OUT, _repeat),
+    Kind("RepeatImageBatch", (_BYTES, integer("amount", 1, 1, _MAX_BATCH)), _OUT, _repeat),
     Kind(
         "ImageStitch",
         (

@@ -57,7 +57,7 @@ def made(output: Any, makes: Any) -> np.ndarray:
     found = next(output[name] for name in OUTPUTS[makes] if name in output)
     if makes == "audio":
         return np.asarray(found[0])
-    pixels = np.asarray(found[0] if makes == "video" else found)[..., :3]  # how far it can be seen through is not kept
+    pixels = np.asarray(found[0])[..., :3] if makes == "video" else np.asarray(found)
     return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().astype(np.uint8)
 
 

@@ -516,3 +516,23 @@ def test_a_cameras_angle_is_said_in_words(angles: tuple[int, int, float], words:
     names = ("horizontal_angle", "vertical_angle", "zoom")
     given = dict(zip(names, angles, strict=True))
     assert KINDS["CameraAngle"].function(**given, view="camera") == (None, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        ("ImageCrop", {"width": 3, "height": 4, "x": 1, "y": 2}),
+        ("ImageFlip", {"flip_method": "y-axis: horizontally"}),
+        ("ImageRotate", {"rotation": "90 degrees"}),
+        ("RepeatImageBatch", {"amount": 2}),
+        ("ImageBatch", {}),
+    ],
+)
+def test_frames_stay_bytes_where_nothing_is_computed(kind: str, inputs: dict[str, Any]) -> None:
+    frames = seeded_rng().integers(0, 256, (2, 8, 6, 3), np.uint8)
+    names = ("image1", "image2") if kind == "ImageBatch" else ("image",)
+    assert all(one.takes_bytes for one in KINDS[kind].inputs if one.name in names)
+    (found,) = KINDS[kind].function(**dict.fromkeys(names, frames), **inputs)
+    (expected,) = KINDS[kind].function(**dict.fromkeys(names, frames / np.float32(255)), **inputs)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, np.rint(expected * 255))
