@@ -1,7 +1,8 @@
 """Builders of a replica of several ranks: rank 0 builds what requests want, and the others their parts of it, by order.
 
 A language model's matrices are divided among the ranks; of a denoiser and a VAE each has all. What they compute of them
-are rows of a family's forwards and tiles of its images, or the calls of a pipeline that diffusers' own code runs.
+are rows of a family's forwards and tiles of its images, or the calls of a pipeline that diffusers' own code runs and
+the tiles of its videos.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deployments.engines.building.build import IMPORT_LOCK
 from deployments.engines.building.skeletons import blank_module
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.pipeline import create_pipeline
-from deployments.engines.diffusion.ranked_tiles import TILED_CLASSES, TilesFollower
+from deployments.engines.diffusion.ranked_tiles import TILED_CLASSES, VIDEO_CLASSES, TilesFollower
 from deployments.engines.llm.engine import step_follower
 from deployments.engines.llm.models.stored_slices import stored_slices
 from deployments.engines.nn.batch_invariant import make_batch_invariant
@@ -167,6 +168,8 @@ class LeadingBuilder(RankBuilder):
                 return TILES if component.class_name in TILED_CLASSES else None
             is_denoiser = order.vae is not None and component.name == family_of(class_name).denoiser_name
             return ROWS if is_denoiser else None
+        if component.name == "vae":
+            return TILES if component.class_name in VIDEO_CLASSES else None
         ranks = self._ranks
         is_known = computes_calls(component.class_name or "", ranks.cfg, ranks.sequence)
         return CALLS if is_known and component.name in DENOISERS else None
@@ -188,8 +191,9 @@ class FollowingBuilder(RankBuilder):
                 return step_follower(skeleton / component.folder, tensors, config, self._group)
         if component.name == "vae":
             vae = self(component, skeleton, tensors)
-            make_batch_invariant(vae)  # as rank 0's
-            make_quick(vae)
+            if not is_stock_class(order.class_name):
+                make_batch_invariant(vae)  # as rank 0's
+                make_quick(vae)
             return TilesFollower(self._group, vae)
         if is_stock_class(order.class_name):
             return CallsFollower(self._group, self(component, skeleton, tensors))

@@ -37,7 +37,7 @@ from deployments.engines.text.prompt_weights import plain_texts, weights_lost
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, is_pipeline_component
 from deployments.modules.parts import Fitting
-from deployments.modules.ranked_building import CALLS, LeadingBuilder
+from deployments.modules.ranked_building import CALLS, TILES, LeadingBuilder
 from deployments.modules.stock_parts import is_stock_text
 from deployments.records import (
     CacheUse,
@@ -226,10 +226,11 @@ class StockService:
         return _Made(output, lease.report, encoded, bool(previews)), (*encoded.warnings, *engine.inputs.ignored(stock))
 
     def _channels_of(self, lease: Lease) -> dict[str, RankChannel]:
-        """Return the ways to the other ranks' denoisers, by name."""
-        if not isinstance(self._builder, LeadingBuilder):
+        """Return the ways to the other ranks' denoisers and VAEs, by name."""
+        if not isinstance(builder := self._builder, LeadingBuilder):
             return {}
-        found = {name: self._builder.channel_of(module, CALLS) for name, module in lease.modules.items()}
+        kinds = {name: TILES if name == "vae" else CALLS for name in lease.modules}
+        found = {name: builder.channel_of(lease.modules[name], kind) for name, kind in kinds.items()}
         return {name: channel for name, channel in found.items() if channel is not None}
 
     async def _plan_text(self, manifest: Manifest, stock: StockRequest) -> tuple[TextPlanner | None, TextCall | None]:

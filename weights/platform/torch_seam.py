@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -123,12 +124,12 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def forward_hooks_of(module: nn.Module) -> dict[Any, Callable[..., Any]]:
+def forward_hooks_of(module: nn.Module) -> OrderedDict[Any, Callable[..., Any]]:
     """Return the table of the hooks that are called after a module's own forward, in its order; torch numbers its own.
 
     What is put into it is called as hooks are.
     """
-    return module._forward_hooks
+    return cast("OrderedDict[Any, Callable[..., Any]]", module._forward_hooks)
 
 
 def keyword_hooks_of(module: nn.Module) -> dict[Any, bool]:

@@ -10,6 +10,7 @@ slots.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 import uuid
@@ -71,6 +72,7 @@ class Controller:
         self._decided_s = 0.0
         self._num_ticks = 0
         self._longest_tick_s = 0.0
+        self._num_frozen = 0  # models and workers at the last `gc.freeze`
         self._metrics = ControllerMetrics()
         self._scaling: Scaling | None = None  # None until Serve has reported its target of workers
         self._slots = SlotDesk()
@@ -219,6 +221,10 @@ class Controller:
             return
         self._decided, self._decided_s = decided, began_s
         self._num_ticks += 1
+        if (num := len(decided.observed.state.models) + len(decided.observed.state.workers)) > 2 * self._num_frozen:
+            self._num_frozen = num
+            gc.collect()
+            gc.freeze()  # records stay: to look through those of 10,000 workers takes as long as a decision
         queues = self._observations.queues
         self._mailboxes.keep(self._observations.workers.keys() | queues)
         for name, orders in decided.orders.items():

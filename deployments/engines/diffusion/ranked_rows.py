@@ -2,8 +2,8 @@
 
 Requests and their steps are rank 0's; a follower gets the rows of each forward, and has nothing of the last one. What
 a rank computes of a row are the bits that rank 0 would (`rows.py`). Ranks of `sequence` share the tokens of each row
-(`shared_sequence.py`), whose sums round otherwise. Rows with adapters, and those that cannot be divided, are computed
-by rank 0 alone.
+(`shared_sequence.py`), whose sums round otherwise. Rows with ControlNets, images as prompts or a merged LoRA, and those
+that cannot be divided, are computed by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 
 from deployments.engines.costs.memory_limits import is_out_of_memory
 from deployments.engines.diffusion.families.base import ImageSize, Rows
+from deployments.engines.diffusion.ranked_adapters import AdapterReader, AdapterWriter
 from deployments.engines.diffusion.shared_sequence import can_share, run_shared
+from deployments.engines.nn.lora import AdaptedSpan
 from deployments.engines.ranks.following import TO, RankChannel
 from deployments.engines.ranks.group import Plan, RankGroup, RankLost, forms_of
 from deployments.engines.ranks.outcomes import gather_results
@@ -43,6 +45,7 @@ class LeadingRows:
 
     def __init__(self, ranks: RankChannel, pipeline: RunsRows) -> None:
         self._ranks, self._pipeline = ranks, pipeline
+        self._adapters = AdapterWriter(ranks, pipeline.denoiser)
 
     @property
     def are_whole(self) -> bool:
@@ -58,15 +61,19 @@ class LeadingRows:
         """
         group = self._ranks.group
         shares = _shares_tokens(group, self._pipeline.denoiser, rows)
-        if rows.controls or rows.lasting_tensors() or not (shares or (group.size(_AXIS) > 1 and len(rows) > 1)):
+        if rows.controls or rows.image_prompts or not (shares or (group.size(_AXIS) > 1 and len(rows) > 1)):
             return forward(rows, height, width)
         plain = _without_modulation(rows)
         tensors = plain.tensors()
+        adapters, uses = self._adapters.plan([span.uses for span in rows.adapters], tensors)
+        spans = [[span.start, span.stop, said] for span, said in zip(rows.adapters, uses, strict=True)]
         optional = [rows.pooled is not None, rows.mask is not None]
         plan = {"forms": forms_of(tensors), "optional": optional, "sizes": rows.sizes, "lengths": rows.lengths}
+        plan |= {"adapters": adapters, "spans": spans}
         self._ranks.say({**plan, "shares": shares, "size": [height, width], "threads": torch.get_num_threads()})
         group.spread(tensors)
-        own = replace(plain, sizes=rows.sizes, lengths=rows.lengths) if self.are_whole else rows
+        whole = replace(plain, sizes=rows.sizes, lengths=rows.lengths, adapters=rows.adapters)
+        own = whole if self.are_whole else rows
         return _run_part(self._ranks, self._pipeline.denoiser, lambda part: forward(part, height, width), own, shares)
 
 
@@ -75,11 +82,13 @@ class RowsFollower:
 
     def __init__(self, group: RankGroup, pipeline: RunsRows) -> None:
         self._group, self._pipeline = group, pipeline
+        self.adapters = AdapterReader(pipeline.denoiser)
 
     def __call__(self, plan: Plan) -> None:
         """Compute this rank's part of a forward. An error of its own is rank 0's to know. Raises RankLost."""
         pipeline = self._pipeline
         tensors = [one.to(pipeline.device) for one in self._group.receive(plan["forms"])]
+        self.adapters.read(plan["adapters"], tensors)
         if self._group.place.sequence and not plan["shares"]:
             return  # the first of those who share tokens does without the others
         if torch.get_num_threads() != plan["threads"]:
@@ -88,7 +97,8 @@ class RowsFollower:
         ranks = RankChannel(self._group, plan[TO])
         try:
             with torch.no_grad():
-                rows = _rows_of(plan, tensors)
+                spans = tuple(AdaptedSpan(self.adapters.uses(said), *ends) for *ends, said in plan["spans"])
+                rows = replace(_rows_of(plan, tensors), adapters=spans)
                 _run_part(ranks, pipeline.denoiser, lambda part: pipeline.run_rows(part, *size), rows, plan["shares"])
         except RankLost:
             raise

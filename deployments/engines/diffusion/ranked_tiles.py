@@ -1,4 +1,4 @@
-"""The tiles of a large image, decoded by all ranks of a replica: the picture is bit for bit that of one rank's tiles.
+"""The tiles of a large image, or of a long video, decoded by all ranks of a replica: the bits of one rank's tiles.
 
 The VAE's own tiling runs twice on rank 0: once to see which tiles its decoder is called for, and once more with the
 results, which the ranks have computed a share each of.
@@ -20,7 +20,11 @@ from deployments.engines.ranks.following import RankChannel
 from deployments.engines.ranks.group import Plan, RankGroup, RankLost, forms_of
 from deployments.engines.ranks.outcomes import gather_results
 
-TILED_CLASSES: Final = frozenset({"AutoencoderKL"})  # whose decoder sees a tile alone, and nothing of the one before
+# Classes whose decoder sees a tile alone, and nothing of the one before: of families; and of other pipelines, where
+# diffusers' own code goes by tiles without being asked: all others of its VAEs decode in one piece.
+TILED_CLASSES: Final = frozenset({"AutoencoderKL"})
+VIDEO_CLASSES: Final = frozenset({"AutoencoderKLAllegro", "AutoencoderKLHunyuanVideo"})
+_CAUSAL: Final = "AutoencoderKLHunyuanVideo"  # its first latent is one frame
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +34,11 @@ class LeadingTiles:
 
     def __init__(self, ranks: RankChannel, vae: Any) -> None:
         self._ranks, self._vae = ranks, vae
+        self._dtype = next(vae.parameters()).dtype
 
     def run(self, vae: Any, decode: Callable[[], Any]) -> Any:
         """Return `decode()`, which may call the decoder for each tile. Raises another rank's error, or RankLost."""
-        if vae is not self._vae:  # a copy in another dtype is rank 0's alone
+        if vae is not self._vae or not self._is_as_built():  # what is in another dtype is rank 0's alone
             return decode()
         tiles: list[torch.Tensor] = []
 
@@ -50,6 +55,10 @@ class LeadingTiles:
         decoded = iter(_decoded_by_all(self._ranks.group, vae, tiles))
         with replaced_forwards({vae.decoder: partial(_next_of, decoded)}):
             return decode()
+
+    def _is_as_built(self) -> bool:
+        weight = next(self._vae.parameters())
+        return weight.dtype == self._dtype and not torch.is_autocast_enabled(weight.device.type)
 
 
 class TilesFollower:
@@ -77,9 +86,13 @@ def _next_of(decoded: Iterator[torch.Tensor], tile: torch.Tensor) -> torch.Tenso
 
 
 def _decoded_shape(vae: Any, tile: torch.Tensor) -> tuple[int, ...]:
-    scale = 2 ** (len(vae.config.block_out_channels) - 1)
-    batch, _, height, width = tile.shape
-    return batch, vae.config.out_channels, height * scale, width * scale
+    frames: tuple[int, ...] = ()
+    if tile.dim() == 4:
+        scale = 2 ** (len(vae.config.block_out_channels) - 1)
+    else:
+        scale, each, count = vae.spatial_compression_ratio, vae.config.temporal_compression_ratio, tile.shape[2]
+        frames = ((count - 1) * each + 1 if type(vae).__name__ == _CAUSAL else count * each,)
+    return len(tile), vae.config.out_channels, *frames, tile.shape[-2] * scale, tile.shape[-1] * scale
 
 
 def _decoded_by_all(group: RankGroup, vae: Any, tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -38,22 +38,32 @@ struct Tiles {
     int64_t first(int64_t tile) const { return tile * most - std::max<int64_t>(0, tile - full); }
 };
 
-// A row's place in its tile, which begins with row `first` and has `rows`.
+// A row's place in its tile, which begins with row `first` and has `rows`; of rows in order (`turned` is 0), one of its own.
 template <int MOST>
 struct TilePlace {
-    int first, rows, place;
-    TilePlace(int64_t all_rows, int64_t row) {
-        const Tiles<MOST> tiles(all_rows);
-        const int all = static_cast<int>(row), before = tiles.full * tiles.most;
-        const bool is_full = all < before;
+    int row, first, rows = 1, place = 0, last_full = -1;
+    TilePlace(int64_t turned, int64_t row_) : row(static_cast<int>(row_)), first(row) {
+        if (!turned) return;
+        const Tiles<MOST> tiles(turned);
+        last_full = tiles.full * tiles.most;
+        const bool is_full = row < last_full;
         rows = tiles.most - !is_full;
-        place = (is_full ? all : all - before) % rows;
-        first = all - place;
+        place = (is_full ? row : row - last_full) % rows;
+        first = row - place;
+    }
+    // The place of the next row.
+    void advance() {
+        ++row;
+        if (++place < rows) return;
+        place = 0;
+        first = row;
+        rows -= first == last_full;
     }
 };
 
 // Rows of x as the kernels take them, padded with zeros to `stride` elements.
 struct Activations {
+    using Place = TilePlace<kTileRows>;
     int8_t* q;
     float* scale;  // dx, by 32 elements
     float* sum;            // dx * sum(q), by 32
@@ -124,22 +134,21 @@ struct TileGroup {
 };
 
 // A group's elements are `own` (of rows in order, they are in place); its numbers, and the elements in a tile, go to theirs.
-inline void put_group(const int8_t* own, float scale, const int32_t (&half_starts)[2], int64_t row, int64_t group,
-                      const Activations& to) {
+inline void put_group(const int8_t* own, float scale, const int32_t (&half_starts)[2], const Activations::Place& row,
+                      int64_t group, const Activations& to) {
     const int32_t start = half_starts[0] + half_starts[1];
     const float sum = scale * static_cast<float>(-start);
     if (to.turned) {
-        const TilePlace<kTileRows> tile(to.turned, row);
-        const TileGroup at(to, tile.first, tile.rows, group);
-        int32_t *words = at.words + tile.place, *more = at.more + tile.place;
-        for (int j = 0; j < 8; ++j, words += tile.rows) std::memcpy(words, own + 4 * j, 4);
+        const TileGroup at(to, row.first, row.rows, group);
+        int32_t *words = at.words + row.place, *more = at.more + row.place;
+        for (int j = 0; j < 8; ++j, words += row.rows) std::memcpy(words, own + 4 * j, 4);
         std::memcpy(words, &scale, 4);
-        words[tile.rows] = start;
+        words[row.rows] = start;
         std::memcpy(more, &sum, 4);
-        for (int half = 0; half < 2; ++half) more[(1 + half) * tile.rows] = half_starts[half];
+        for (int half = 0; half < 2; ++half) more[(1 + half) * row.rows] = half_starts[half];
         return;
     }
-    const int64_t at = row * to.stride / 32 + group;
+    const int64_t at = row.row * to.stride / 32 + group;
     to.scale[at] = scale;
     to.sum[at] = sum;
     to.starts[at] = start;
@@ -157,11 +166,11 @@ inline __m512 load_sixteen(const void* x, int element, int64_t i, int64_t k) {
 }
 
 // Elements `i` to `end` of x, 32 at most and perhaps none, become group number `group` of a row.
-inline void prepare_group(const void* x, int element, int64_t i, int64_t end, int64_t row, int64_t group,
-                          const Activations& to) {
+inline void prepare_group(const void* x, int element, int64_t i, int64_t end, const Activations::Place& row,
+                          int64_t group, const Activations& to) {
     alignas(32) int8_t own[32];
     int32_t half_starts[2];
-    int8_t* q = to.turned ? own : to.q + row * to.stride + 32 * group;
+    int8_t* q = to.turned ? own : to.q + row.row * to.stride + 32 * group;
     const __m512 low = load_sixteen(x, element, i, end), high = load_sixteen(x, element, i + 16, end);
     // Sizes are compared as integers: infinities and NaNs are the largest. They stay visible, since the scale becomes NaN.
     const __m512i sizes[2] = {_mm512_castps_si512(_mm512_abs_ps(low)), _mm512_castps_si512(_mm512_abs_ps(high))};
@@ -208,11 +217,11 @@ inline __m256 load_eight(const void* x, int element, int64_t i, int64_t k) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-inline void prepare_group(const void* x, int element, int64_t i, int64_t end, int64_t row, int64_t group,
-                          const Activations& to) {
+inline void prepare_group(const void* x, int element, int64_t i, int64_t end, const Activations::Place& row,
+                          int64_t group, const Activations& to) {
     alignas(32) int8_t own[32];
     int32_t half_starts[2];
-    int8_t* q = to.turned ? own : to.q + row * to.stride + 32 * group;
+    int8_t* q = to.turned ? own : to.q + row.row * to.stride + 32 * group;
     __m256 parts[4];
     __m256i sizes = _mm256_setzero_si256();  // as integers: infinities and NaNs are the largest, and the scale becomes NaN
     for (int j = 0; j < 4; ++j) {
@@ -252,8 +261,9 @@ inline void store_lanes(void* at, int element, int64_t i, int64_t count, __m256 
 
 // Row number `row` of x [.., k].
 inline void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activations& to) {
+    const Activations::Place place(to.turned, row);
     for (int64_t i = 0; i < to.stride / 32; ++i)
-        prepare_group(x, element, row * k + 32 * i, (row + 1) * k, row, i, to);
+        prepare_group(x, element, row * k + 32 * i, (row + 1) * k, place, i, to);
 }
 
 }  // namespace

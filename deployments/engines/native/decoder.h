@@ -181,7 +181,8 @@ void share_products(Team& team, const Linear* const (&linears)[N], const Linear&
 // Row number `from` of x [.., k] becomes row number `row`.
 template <class Rows>
 void prepare_row_of(const float* x, int64_t from, int64_t k, int64_t row, const Rows& to) {
-    for (int64_t i = 0; i < to.stride / 32; ++i) prepare_group(x, FLOAT32, from * k + 32 * i, (from + 1) * k, row, i, to);
+    const typename Rows::Place place(to.turned, row);
+    for (int64_t i = 0; i < to.stride / 32; ++i) prepare_group(x, FLOAT32, from * k + 32 * i, (from + 1) * k, place, i, to);
 }
 
 template <class Rows>
@@ -276,13 +277,14 @@ void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step,
         apply(layer.gate, first, last, b.of_hidden, step.num_rows, gates, own, NextRows{&up, first});
         apply(layer.up, first, last, b.of_hidden, step.num_rows, ups, own, next);
         const Rows& to = b.of_intermediate;
-        for (int64_t row = 0; row < step.num_rows; ++row) {
+        typename Rows::Place place(to.turned, 0);
+        for (int64_t row = 0; row < step.num_rows; ++row, place.advance()) {
             for (int64_t i = row * kPiece; i < row * kPiece + last - first; ++i)
                 gates[i] = gates[i] / (1.0f + exponential(-gates[i])) * ups[i];
             // Behind the last column, groups of zeros.
             const int64_t end = last < d.intermediate ? first / 32 + 1 : to.stride / 32;
             for (int64_t i = first / 32; i < end; ++i)
-                prepare_group(gates, FLOAT32, row * kPiece + 32 * i - first, row * kPiece + last - first, row, i, to);
+                prepare_group(gates, FLOAT32, row * kPiece + 32 * i - first, row * kPiece + last - first, place, i, to);
         }
     });
 }

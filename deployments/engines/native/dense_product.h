@@ -10,10 +10,13 @@
 
 namespace {
 
+constexpr int kHalfTileRows = 12;  // of x: with two panels, as many sums as leave registers for what they are made of
+
 // Rows of x in float32, or rounded to bfloat16, padded with zeros to `stride` elements. Of bfloat16, `turned` rows may lie in
 // tiles (half_panels.h); else it is 0.
 template <class Element>
 struct DenseRows {
+    using Place = TilePlace<kHalfTileRows>;
     Element* values;
     int64_t stride, turned;
 };
@@ -23,13 +26,14 @@ using HalfRows = DenseRows<uint16_t>;
 inline void put(float& to, float value) { to = value; }
 inline void put(uint16_t& to, float value) { to = to_bfloat16(value); }
 
-void turn_group(const uint16_t* group, int64_t row, int64_t number, const HalfRows& to);
+void turn_group(const uint16_t* group, const HalfRows::Place& row, int64_t number, const HalfRows& to);
 
 // Elements `i` to `end` of x, 32 at most and perhaps none, become group number `group` of a row.
 template <class Element>
-void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const DenseRows<Element>& to) {
+void prepare_group(const float* x, int, int64_t i, int64_t end, const TilePlace<kHalfTileRows>& row, int64_t group,
+                   const DenseRows<Element>& to) {
     Element own[32];
-    Element* at = to.turned ? own : to.values + row * to.stride + 32 * group;
+    Element* at = to.turned ? own : to.values + row.row * to.stride + 32 * group;
 #if defined(__AVX512VNNI__)
     constexpr int element = sizeof(Element) == 2 ? BFLOAT16 : FLOAT32;
     for (int j = 0; j < 32; j += 16) store_lanes(at, element, j, 16, load_sixteen(x, FLOAT32, i + j, end));

@@ -14,7 +14,6 @@
 namespace {
 
 constexpr int64_t kTurningRows = 48;  // of x, from which on it pays
-constexpr int kHalfTileRows = 12;     // of x: with two panels, as many sums as leave registers for what they are made of
 constexpr int64_t kStretchGroups = kStretch<uint16_t> / 32;
 
 // The pair number `turn` of a group in the order in which sum_lanes adds them, and the reverse.
@@ -22,7 +21,6 @@ constexpr int pair_of(int turn) { return turn / 2 + turn % 2 * 8; }
 constexpr int turn_of(int pair) { return pair % 8 * 2 + pair / 8; }
 
 using HalfTiles = Tiles<kHalfTileRows>;
-using HalfTilePlace = TilePlace<kHalfTileRows>;
 
 // Where a tile's stretch begins: pairs by turns, groups and rows.
 inline uint16_t* tile_stretch(const HalfRows& x, int64_t first_row, int64_t rows, int64_t stretch) {
@@ -33,13 +31,10 @@ inline int64_t groups_of(const HalfRows& x, int64_t stretch) {
 }
 
 // 32 elements become group `number` of a row.
-inline void turn_group(const uint16_t* group, const HalfTilePlace& row, int64_t number, const HalfRows& to) {
+inline void turn_group(const uint16_t* group, const HalfRows::Place& row, int64_t number, const HalfRows& to) {
     const int64_t stretch = number / kStretchGroups, step = 2 * groups_of(to, stretch) * row.rows;
     uint16_t* at = tile_stretch(to, row.first, row.rows, stretch) + 2 * (number % kStretchGroups * row.rows + row.place);
     for (int turn = 0; turn < 16; ++turn) std::memcpy(at + turn * step, group + 2 * pair_of(turn), 4);
-}
-inline void turn_group(const uint16_t* group, int64_t row, int64_t number, const HalfRows& to) {
-    turn_group(group, HalfTilePlace(to.turned, row), number, to);
 }
 
 #if defined(__AVX512VNNI__)

@@ -149,6 +149,7 @@ def applied_adapters(
 def _hooked(layers: Iterable[nn.Module], hook: Hook, by_keyword: bool = False) -> Iterator[None]:
     """Call one hook behind the forward of each layer, some of which may come twice, within the block.
 
+    It comes before all others: those of ranks make more of an output than the layer's own.
     It is put into their tables itself. A LoRA has hundreds of layers, each forward puts it on and takes it off, and
     torch's handles of that many hooks cost milliseconds, most of them of Python's search for circles among them.
     """
@@ -160,6 +161,7 @@ def _hooked(layers: Iterable[nn.Module], hook: Hook, by_keyword: bool = False) -
             mark[hook] = True
         for table in tables:
             table[hook] = hook
+            table.move_to_end(hook, last=False)
         yield
     finally:
         for mark in marks:

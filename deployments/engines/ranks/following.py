@@ -16,7 +16,7 @@ Follower = Callable[[Plan], None]
 
 @dataclass(slots=True)
 class KeptThings:
-    """Rank 0's things that followers keep, by numbers: as long as rank 0 itself has each of them."""
+    """The things of rank 0 that followers keep as well, by numbers: as long as rank 0 has each of them."""
 
     _things: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     _next: Iterator[int] = field(default_factory=itertools.count)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from deployments.engines.costs.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.diffusion.previews import preview_steps
+from deployments.engines.diffusion.ranked_tiles import VIDEO_CLASSES, LeadingTiles
 from deployments.engines.graph.workspace import LendingMemory
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.ranks.following import RankChannel
@@ -46,7 +47,7 @@ from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, 
 from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.prompted import reading_images
-from deployments.engines.stock.ranked_calls import LeadingCalls
+from deployments.engines.stock.ranked_calls import DENOISERS, LeadingCalls
 from deployments.engines.stock.sampled import check_sampled, noting_prompts, set_boundary
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
@@ -81,7 +82,8 @@ class StockEngine:
 
     Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
     do with the steps of other engines. `memory` lends what calls of modules take (`StockRequest.forward_bytes`).
-    Other `ranks` compute parts of the calls of these denoisers, but for requests with images as prompts.
+    Other `ranks` compute parts of the calls of these denoisers, but for requests with images as prompts, and tiles of
+    this VAE.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class StockEngine:
         """Take in a request. Raises EngineError for options that the class does not take."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        ranks = {} if request.image_prompts else self._ranks
+        unshared = DENOISERS if request.image_prompts else ()
+        ranks = {name: channel for name, channel in self._ranks.items() if name not in unshared}
         run = _Run(self.model, request, self.inputs, self._adapted, self._turn, self._memory, ranks)
         self._runs[request.request_id] = run
 
@@ -336,19 +339,31 @@ class _Run:
             borrowed.take()
 
     def _put_ranks(self, spans: Sequence[AdaptedSpan]) -> None:
-        """Make this call's denoisers run on all ranks, with the request's LoRAs."""
+        """Make this call's denoisers run on all ranks, with the request's LoRAs, and its VAE decode on all of them."""
         for name, channel in self._ranks.items():
             module: Any = self._model.modules[name]
-            vars(module)["forward"] = self._ranked(LeadingCalls(channel, module, spans), module.forward)
+            if name in DENOISERS:
+                run = LeadingCalls(channel, module, spans).run
+                vars(module)["forward"] = self._among_ranks(module.forward, run)
+            elif type(module).__name__ in VIDEO_CLASSES:
+                vars(module)["decode"] = self._decoder(LeadingTiles(channel, module), module, module.decode)
 
-    def _ranked(self, calls: LeadingCalls, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)  # some callers inspect its parameters
+    def _decoder(self, tiles: LeadingTiles, vae: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return tiles.run(vae, functools.partial(decode, *args, **kwargs))
+
+        return self._among_ranks(decode, run)
+
+    def _among_ranks(self, alone: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of a module: `run` for this call's own use of it, and `alone` for any other."""
+
+        @functools.wraps(alone)  # some callers inspect its parameters
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.call.is_here or self._is_among_ranks:
-                return forward(*args, **kwargs)
+                return alone(*args, **kwargs)
             self._is_among_ranks = True
             try:
-                return calls.run(*args, **kwargs)
+                return run(*args, **kwargs)
             finally:
                 self._is_among_ranks = False
 

@@ -3,8 +3,7 @@
 The pipeline runs on rank 0, and the arguments of a call go to the others: tensors and plain values. A pipeline that
 calls its denoiser once for each branch of guidance has the second call computed beside the first one: its arguments
 are guessed by the steps before, and the result is taken only where they were right. What ranks cannot divide is
-computed by rank 0 alone. LoRAs of a request go to the others with its first call, whole, and stay as long as rank 0 has
-them.
+computed by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -20,13 +19,12 @@ import torch
 from torch import nn
 
 from deployments.engines.costs.memory_limits import is_out_of_memory
+from deployments.engines.diffusion.ranked_adapters import AdapterReader, AdapterWriter
 from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES, CannotShare, run_shared
-from deployments.engines.nn.feature_maps import Gains, MappedPair, Mixed, Turns
-from deployments.engines.nn.lora import AdaptedSpan, FittedPairs, applied_adapters
+from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.ranks.following import TO, RankChannel
 from deployments.engines.ranks.group import Plan, RankGroup, RankLost, forms_of
 from deployments.engines.ranks.outcomes import gather_results
-from weights.operations.adapters import LoraPair
 
 Forward = Callable[..., Any]
 Shape = tuple[torch.Size, ...]  # of all tensors of a call
@@ -62,7 +60,6 @@ _AXIS: Final = "cfg"
 _TIMESTEP: Final = "timestep"
 _TENSOR: Final = "tensor"
 _MAX_MISSES: Final = 3  # wrong guesses: no more follow
-_RECORDS: Final[Mapping[str, Any]] = {kind.__name__: kind for kind in (LoraPair, MappedPair, Gains, Turns, Mixed)}
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +171,9 @@ class LeadingCalls:
 
     def __init__(self, ranks: RankChannel, module: Any, spans: Sequence[AdaptedSpan] = ()) -> None:
         self._ranks, self._module = ranks, module
-        paths = {part: path for path, part in module.named_modules()}
-        uses = [use for span in spans for use in span.uses if use[1]]
-        self._adapters = [(pairs, strength) for pairs, strength in uses if next(iter(pairs)) in paths]
-        self._paths = paths if self._adapters else {}
+        uses, layers = [use for span in spans for use in span.uses if use[1]], {*module.modules()}
+        self._adapters = [(pairs, strength) for pairs, strength in uses if next(iter(pairs)) in layers]
+        self._writer = AdapterWriter(ranks, module)
         self._forward: Forward = module.forward
         self._processors = _processors_of(module)
         self._guesses = NextCalls()
@@ -237,8 +233,8 @@ class LeadingCalls:
         tensors = list({id(one): one for part in parts for one in part.tensors}.values())
         places = {id(one): place for place, one in enumerate(tensors)}
         said = [[part.form, [places[id(one)] for one in part.tensors]] for part in parts]
-        adapters = self._said_adapters(tensors)
-        plan = {"forms": forms_of(tensors), "parts": said, "adapters": adapters, "shares": shares}
+        adapters, (uses,) = self._writer.plan([self._adapters], tensors)
+        plan = {"forms": forms_of(tensors), "parts": said, "adapters": adapters, "uses": uses, "shares": shares}
         self._ranks.say({**plan, "threads": torch.get_num_threads()})
         self._ranks.group.spread(tensors)
         own = _Share(self._ranks, self._module, parts)
@@ -246,17 +242,6 @@ class LeadingCalls:
         if shares and not own.is_shared:
             self._unshared.add(shape)
         return found
-
-    def _said_adapters(self, tensors: list[torch.Tensor]) -> Plan:
-        """Return the words about the adapters, and put the tensors of those that are new behind the others."""
-        kept, uses, new = self._ranks.kept, [], []
-        for pairs, strength in self._adapters:
-            number, is_new = kept.number_of(pairs)
-            uses.append([number, strength])
-            if is_new:
-                form = {self._paths[layer]: _packed(pair, tensors) for layer, pair in pairs.items()}
-                new.append([number, form])
-        return {"uses": uses, "new": new, "gone": kept.gone()}
 
     def _own_call(self, **options: Any) -> Any:
         found = self._module(**options)  # not its `forward` alone: tokens are cut by hooks
@@ -270,36 +255,27 @@ class CallsFollower:
 
     def __init__(self, group: RankGroup, module: Any) -> None:
         self._group, self._module = group, module
-        self._adapters: dict[int, FittedPairs] = {}  # by number
+        self.adapters = AdapterReader(module)
 
     def __call__(self, plan: Plan) -> None:
         """Compute this rank's part of a call. An error of its own is rank 0's to know. Raises RankLost."""
         group, device = self._group, self._module.device
         tensors = [one.to(device) for one in group.receive(plan["forms"])]
-        self._keep(plan["adapters"], tensors)
+        self.adapters.read(plan["adapters"], tensors)
         if group.place.cfg >= len(plan["parts"]) or (group.place.sequence and not plan["shares"]):
             return
         if torch.get_num_threads() != plan["threads"]:
             torch.set_num_threads(plan["threads"])
         parts = [Call(form, tuple(tensors[place] for place in places)) for form, places in plan["parts"]]
-        uses = [(self._adapters[number], strength) for number, strength in plan["adapters"]["uses"]]
+        spans = [AdaptedSpan(self.adapters.uses(plan["uses"]))]
         try:
-            with torch.no_grad(), applied_adapters([AdaptedSpan(uses)], by_keyword=True):
+            with torch.no_grad(), applied_adapters(spans, by_keyword=True):
                 share = _Share(RankChannel(group, plan[TO]), self._module, parts)
                 share.results(self._module, shares=plan["shares"])
         except RankLost:
             raise
         except Exception as error:
             logger.warning("a call of another rank failed: %s", error)
-
-    def _keep(self, said: Plan, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the adapters that are new, and let go of those that rank 0 has no more."""
-        for number in said["gone"]:
-            del self._adapters[number]
-        for number, form in said["new"]:
-            layers = {path: self._module.get_submodule(path) for path in form}
-            pairs = {layers[path]: _unpacked(pair, tensors) for path, pair in form.items()}
-            self._adapters[number] = FittedPairs(pairs)
 
 
 class _Share:
@@ -344,8 +320,6 @@ def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {type(value).__name__: [_packed(one, tensors) for one in value]}
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {"dict": {name: _packed(one, tensors) for name, one in value.items()}}
-    if (kind := type(value).__name__) in _RECORDS:
-        return {kind: {one.name: _packed(getattr(value, one.name), tensors) for one in fields(value)}}
     raise NotPlain(type(value).__name__)
 
 
@@ -355,9 +329,8 @@ def _unpacked(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     ((kind, content),) = form.items()
     if kind == _TENSOR:
         return tensors[content]
-    if kind == "dict" or kind in _RECORDS:
-        named = {name: _unpacked(one, tensors) for name, one in content.items()}
-        return _RECORDS[kind](**named) if kind in _RECORDS else named
+    if kind == "dict":
+        return {name: _unpacked(one, tensors) for name, one in content.items()}
     return (list if kind == "list" else tuple)(_unpacked(one, tensors) for one in content)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from kit.waiting import until
 
-from cluster.admission.records import AdmissionSnapshot
+from cluster.admission.records import AdmissionSnapshot, Placement
+from cluster.placement.deciding import Decided
+from cluster.placement.observing import Observed
 from cluster.placement.serving import actor
 from cluster.placement.serving.actor import Controller
+from cluster.placement.state import NOTHING, ClusterState, ModelState, SwitchPlan
 from cluster.records.errors import OverrideRefused
 from cluster.records.overrides import OverrideChange, Overrides
 from cluster.registry.actor import WeightRegistry
@@ -58,6 +61,21 @@ async def test_without_decisions_the_mailboxes_of_ingresses_that_are_gone_go_too
     for number in range(5):
         await controller.receive(f"gone-{number}", "x", 0.0)
     await until(lambda: set(controller._mailboxes._mails) == {"stays"})
+
+
+async def test_records_are_frozen_for_the_collector_once_they_have_doubled(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = list[int]()
+    monkeypatch.setattr(actor.gc, "freeze", lambda: frozen.append(num))
+    controller._registry.overrides = Overrides()
+    for num in (1, 2, 3, 6, 7, 13, 3, 14):
+        state = ClusterState({f"m{number}": ModelState(f"m{number}", NOTHING) for number in range(num)})
+        observed = Observed(state, "worker", (), (), frozenset(), {})
+        decided = Decided(Placement(), {}, SwitchPlan(), observed)
+        monkeypatch.setattr(controller._deciding, "decide", lambda *_, decided=decided: decided)
+        controller._decide()
+    assert frozen == [1, 3, 7]
 
 
 async def test_overrides_whose_answer_is_lost_are_asked_for_again(controller: Controller) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from kit.ranks import run_ranks
 from kit.seeding import seeded_random
 from kit.tiny.pipelines import make
 from safetensors.torch import load_file
+from torch import nn
 
 from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.engine import DiffusionEngine
@@ -22,8 +24,9 @@ from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES
 from deployments.engines.ranks.following import RankChannel, follow
 from deployments.engines.ranks.group import RankGroup, RankLost
 from deployments.engines.ranks.layout import RankLayout
-from deployments.engines.records.protocol import ConditionedRequest
+from deployments.engines.records.protocol import AdapterUse, ConditionedRequest
 from infra.bench.rank_prediction import TokenWork
+from weights.operations.adapters import LoraAdapter, LoraPair
 
 LAYOUT = RankLayout(cfg=2)
 
@@ -115,6 +118,55 @@ def test_images_are_those_of_one_rank(
     for request_id, found in alone.items():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, ranked[request_id], strict=True))
     assert sent > 0
+
+
+def drawn_lora(pair: Any) -> LoraAdapter:
+    """A LoRA of all linear layers of the denoiser, those of its modulation among them."""
+    pairs = {}
+    for path, layer in pair.ours.denoiser.named_modules():
+        if isinstance(layer, nn.Linear):
+            down, up = torch.randn(2, layer.in_features), torch.randn(layer.out_features, 2)
+            pairs[path] = LoraPair(down / layer.in_features**0.5, up, 0.2)
+    return LoraAdapter(Path("drawn"), {pair.denoiser_name: pairs})
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("flux", LAYOUT), ("sdxl", LAYOUT), ("stable_diffusion_3", LAYOUT)),
+        *(("flux", RankLayout(sequence=2)), ("flux", RankLayout(cfg=2, sequence=2))),
+    ],
+)
+def test_images_with_loras_are_those_of_one_rank(
+    name: str, layout: RankLayout, request: pytest.FixtureRequest, make_request: Any
+) -> None:
+    """Rows of one batch have one of them, both, and none."""
+    pair = request.getfixturevalue(name)
+    loras = {"bold": drawn_lora(pair), "thin": drawn_lora(pair)}
+    uses = [(), (AdapterUse("bold", 0.8),), (AdapterUse("bold", 0.5), AdapterUse("thin", 1.3))]
+    jobs = [
+        ConditionedRequest(
+            replace(job.request, adapters=own), pair.conditioning(number, negative=True, length=16), loras
+        )
+        for number, (job, own) in enumerate(zip(drawn_jobs(pair, make_request), uses, strict=True))
+    ]
+    alone = images_of(pipeline_of(pair, None), jobs)
+    plain = images_of(
+        pipeline_of(pair, None), [replace(job, request=replace(job.request, adapters=())) for job in jobs]
+    )
+
+    def lead(pipeline: DenoisePipeline, group: RankGroup) -> tuple[dict[str, Any], dict[Any, int]]:
+        return images_of(pipeline, jobs), dict(group.sent_bytes)
+
+    (ranked, sent), *ends = on_ranks(pair, lead, layout)
+    assert ends == [None] * (layout.size - 1)
+    for request_id, (latents, image) in alone.items():
+        assert torch.equal(plain[request_id][0], latents) == (request_id == "0")
+        if layout.sequence == 1:
+            assert torch.equal(ranked[request_id][0], latents)
+        assert (ranked[request_id][1].int() - image.int()).abs().max() <= (0 if layout.sequence == 1 else 1)
+    assert all(sent[axis] > 0 for axis in ("cfg", "sequence") if getattr(layout, axis) > 1)
 
 
 def test_one_latent_is_exchanged_a_step(flux: Any, make_request: Any) -> None:

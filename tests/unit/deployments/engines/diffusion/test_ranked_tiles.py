@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from kit.ranks import run_ranks
+from kit.tiny.classes import small
 
 from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.ranked_tiles import LeadingTiles, TilesFollower
@@ -54,6 +56,45 @@ def test_a_picture_of_tiles_has_the_bits_of_one_rank(layout: RankLayout, sdxl: A
     found, sent = led(layout, vae, lead)
     assert all(torch.equal(one, expected) for one in found)
     assert sent > 0
+
+
+def hunyuan() -> Any:
+    """Nine latents in tiles of five, every third one."""
+    return small(diffusers.AutoencoderKLHunyuanVideo, latent_channels=4, block_out_channels=(8, 8, 8, 8))
+
+
+def allegro() -> Any:
+    """Cubes of two latents by two by two, each of which begins one further."""
+    vae = diffusers.AutoencoderKLAllegro(block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=2)
+    vae.enable_tiling()
+    vae.kernel, vae.stride = (8, 16, 16), (4, 8, 8)
+    return vae
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("layout", [RankLayout(cfg=2), RankLayout(cfg=2, sequence=2)])
+@pytest.mark.parametrize(("make", "shape"), [(hunyuan, (1, 4, 9, 2, 3)), (allegro, (1, 4, 4, 4, 4))])
+def test_a_video_of_tiles_has_the_bits_of_one_rank(
+    layout: RankLayout, make: Callable[[], Any], shape: tuple[int, ...]
+) -> None:
+    vae, latents = make().eval().requires_grad_(False), torch.randn(shape)
+    expected = vae.decode(latents).sample
+
+    def rank_of(group: RankGroup) -> Any:
+        own = copy.deepcopy(vae)
+        if group.rank:
+            return follow(group, {"tiny": TilesFollower(group, own)})
+        tiles = LeadingTiles(RankChannel(group, "tiny"), own)
+        found, sent = tiles.run(own, lambda: own.decode(latents).sample), group.sent_bytes["cfg"]
+        own.to(torch.float64)  # as no other rank has it
+        wide = tiles.run(own, lambda: own.decode(latents.double()).sample)
+        assert group.sent_bytes["cfg"] == sent > 0
+        group.close()
+        return found, wide
+
+    found, wide = run_ranks(layout, rank_of)[0]
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(wide.float(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_has_no_tiles_is_rank_0s(sdxl: Any) -> None:

@@ -49,7 +49,7 @@ class Loop:
         return denoised
 
     def _output(self, x: torch.Tensor, sigma: float, prefix: str) -> torch.Tensor:
-        time = 1000 * sigma if self.is_flow else float((self.table.log() - math.log(sigma)).abs().argmin())
+        time = self.time(sigma)
         read = x if self.is_flow else x / (sigma**2 + 1) ** 0.5
         prompt = self.conditioning[f"{prefix}prompt_embeds"]
         pooled = self.conditioning.get(f"{prefix}pooled_prompt_embeds")
@@ -65,6 +65,9 @@ class Loop:
         with torch.no_grad():
             found = self.pipeline.family.network.predict_noise(self.pipeline.denoiser, rows, size)
         return self.pipeline.family.latents.unpack(found, size)
+
+    def time(self, sigma: float) -> float:
+        return 1000 * sigma if self.is_flow else float((self.table.log() - math.log(sigma)).abs().argmin())
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:
         return sigma * noise + (1 - sigma) * latents if self.is_flow else latents + sigma * noise
@@ -313,7 +316,8 @@ def expected_latents(pair, conditioning, sampler, latents, seed, mask=None):
     if mask is not None:
 
         def masked(x, sigma):
-            return loop(x * mask + loop.noised(scaled, noise, sigma) * (1 - mask), sigma) * mask + scaled * (1 - mask)
+            part = mask(loop, sigma) if callable(mask) else mask
+            return loop(x * part + loop.noised(scaled, noise, sigma) * (1 - part), sigma) * part + scaled * (1 - part)
 
         masked.is_flow, masked.noised = loop.is_flow, loop.noised  # type: ignore[attr-defined]
         model = masked
@@ -412,6 +416,14 @@ def test_a_soft_mask_keeps_a_part(request, make_request, model):
     assert_near(sampled(pair, conditioning, request), expected)
     none = replace(request, noise_mask=np.zeros((2, 8, 8), np.float32))
     assert_near(sampled(pair, conditioning, none), latents)
+    differential = sampler.model_copy(update={"masks_until": 0.05})
+
+    def painted(loop: Loop, sigma: float) -> torch.Tensor:
+        first, last, here = (loop.time(one) for one in (sampler.sigmas[0], 0.05, sigma))
+        return (small >= (here - last) / (first - last)).float()
+
+    expected = expected_latents(pair, conditioning, differential, latents, request.seed, painted)
+    assert_near(sampled(pair, conditioning, replace(request, sampler=differential)), expected)
 
 
 def test_noise_is_that_of_a_place_in_a_longer_batch(stable_diffusion, make_request):

@@ -18,6 +18,7 @@ from torch import nn
 from unit.deployments.engines.stock.test_stock_adapters import denoiser_of, use_of, write_lora
 from unit.deployments.engines.stock.test_stock_pipelines import load
 
+from deployments.engines.diffusion.ranked_tiles import VIDEO_CLASSES, TilesFollower
 from deployments.engines.diffusion.shared_sequence import SHARED_CLASSES
 from deployments.engines.nn.feature_maps import Gains, MappedPair, Mixed, Turns
 from deployments.engines.nn.lora import AdaptedSpan, FittedPairs, applied_adapters
@@ -137,11 +138,13 @@ def all_made_on(
     models = [load(folder) for _ in range(layout.size)]
 
     def rank_of(group: RankGroup) -> Any:
-        modules = {name: one for name, one in models[group.rank].modules.items() if name in DENOISERS}
+        own = models[group.rank].modules
+        modules = {name: one for name, one in own.items() if name in DENOISERS or type(one).__name__ in VIDEO_CLASSES}
         if group.rank:
-            followers = {name: CallsFollower(group, module) for name, module in modules.items()}
-            follow(group, followers)
-            return sum(len(one._adapters) for one in followers.values())
+            calls = {name: CallsFollower(group, module) for name, module in modules.items() if name in DENOISERS}
+            tiles = {name: TilesFollower(group, module) for name, module in modules.items() if name not in calls}
+            follow(group, {**calls, **tiles})
+            return sum(len(one.adapters.kept) for one in calls.values())
         engine = StockEngine(models[0], ranks={name: RankChannel(group, name) for name in modules})
         results = []
         for use in uses:
@@ -225,6 +228,18 @@ def test_what_a_pipeline_has_changed_in_its_denoiser_is_rank_0s(tmp_path: Path, 
     _, sent = made_on(PAIR, "StableDiffusionPAGPipeline", tmp_path)
     assert set(differences) == {0}
     assert "cfg" not in sent
+
+
+def test_a_long_video_is_decoded_by_all_ranks(tmp_path: Path) -> None:
+    """Diffusers' own code decodes it in tiles."""
+    name = "HunyuanVideoPipeline"
+    pipeline = saved(case_of(name)[0], tmp_path)
+    longer = [lambda: {"extra": {**request_to(name, pipeline).extra, "num_frames": 33}}]
+    (expected,), *_ = all_made_on(RankLayout(), name, tmp_path, pipeline, longer)
+    (found,), sent, _ = all_made_on(PAIR, name, tmp_path, pipeline, longer)
+    assert found.images.shape == expected.images.shape == (33, *expected.images.shape[1:])
+    assert (found.images == expected.images).all()
+    assert sent["cfg"] > 0
 
 
 class Doubled(nn.Module):

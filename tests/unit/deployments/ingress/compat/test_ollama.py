@@ -130,6 +130,12 @@ async def test_log_probabilities(client: ollama.AsyncClient, replicas: Replicas)
     assert (found.top_logprobs[0].token, replicas.requests[0].logprobs) == ("b", 1)
 
 
+async def test_phases_are_told_in_nanoseconds(client: ollama.AsyncClient, replicas: Replicas) -> None:
+    replicas.chunks = [TextChunk("a", 4, 1, "stop", {"prefill": 0.25})]
+    answer = await client.chat("chatty", ASKED)
+    assert (answer.load_duration, answer.prompt_eval_duration, answer.eval_duration) == (0, 250_000, 0)
+
+
 async def test_an_empty_request_only_loads(client: ollama.AsyncClient, replicas: Replicas) -> None:
     assert (await client.chat("chatty")).done_reason == "load"
     assert (await client.generate("chatty", keep_alive=0)).done_reason == "load"
