@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -73,7 +74,15 @@ ONNX_KINDS = PROGRAM_KINDS | {
         {**stage, "model": "program-onnx"} if stage["name"] == "bert" else stage for stage in PROGRAM_KINDS["stages"]
     ],
 }
+gc.disable()  # until all is imported
 SENTENCE = "the old river runs slowly past every quiet house on its long way down to a wide and silver sea"
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of later collections what is there for good: the libraries."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import locale
 import logging
+import operator
 import os
 import resource
 import signal
@@ -26,10 +28,11 @@ import pytest
 
 State = Mapping[str, Mapping[str, Any]]  # values by what they are of, and by name
 
-# When they are first used, once in a process: torch's own logger takes out its handler, scikit-learn sets two variables
-# for OpenMP, and a reader of safetensors, which `bench load` measures beside us, one for itself.
+# When they are first used, once in a process: torch's own logger takes out its handler, its compiler wraps a function,
+# scikit-learn sets two variables for OpenMP, and a reader of safetensors, beside which `bench load` measures, one.
 _OF_LIBRARIES: Final = {
     "torch.__trace",
+    "manual_seed",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "RUNAI_STREAMER_PROCESS_GROUP_SIZE",
@@ -53,15 +56,17 @@ class _Begun:
 
     file = ""
     state: State
+    latest: State | None = None  # at the end of a file, when nothing has run since
 
 
 @pytest.fixture(autouse=True, scope="module")
 def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the last test of a file that leaves this process changed for the files behind it."""
     if _Begun.file != request.node.nodeid:
-        _Begun.file, _Begun.state = request.node.nodeid, process_state()
+        _Begun.file, _Begun.state = request.node.nodeid, _Begun.latest or process_state()
     yield
-    if lines := changes(_Begun.state, process_state()):
+    _Begun.latest = process_state()
+    if lines := changes(_Begun.state, _Begun.latest):
         pytest.fail("\n  ".join([f"{_Begun.file} leaves changed for whatever runs behind it:", *lines]), pytrace=False)
 
 
@@ -87,21 +92,24 @@ def process_state() -> State:
 
 def changes(before: State, now: State) -> list[str]:
     """Return a line for each change."""
-    found, has_loaded = [], bool(_libraries(now) - _libraries(before))
+    found, has_loaded = [], _has_loaded_a_library(before[_MODULES], now[_MODULES])
     for group in before.keys() & now.keys():
         old, new = before[group], now[group]
-        names = old.keys() if group.startswith(_GROWING) else old.keys() | new.keys()
-        for name in names - _OF_PYTEST - _OF_LIBRARIES:
+        # Thousands of names, nearly all of which are as before: the first look is a loop of C.
+        others = set(itertools.compress(old, map(operator.is_not, old.values(), map(new.get, old))))
+        if not group.startswith(_GROWING):
+            others |= new.keys() - old.keys()
+        for name in others - _OF_PYTEST - _OF_LIBRARIES:
             was, has = old.get(name, "missing"), new.get(name, "missing")
             if has_loaded and (group == _LOGGERS or (group == _ENVIRONMENT and name not in old)):
                 continue
-            if was is not has and _differ(group, was, has):
+            if _differ(group, was, has):
                 found.append(f"{group}, {name}: was {was!r:.100}, is {has!r:.100}")
     return sorted(found)
 
 
-def _libraries(state: State) -> set[str]:
-    return {name.partition(".")[0] for name in state[_MODULES]}
+def _has_loaded_a_library(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return any(name.partition(".")[0] not in before for name in now.keys() - before.keys())
 
 
 def _differ(group: str, was: Any, has: Any) -> bool:
@@ -143,8 +151,10 @@ def _of_loggers() -> dict[str, Any]:
 
 
 def _of_logger(logger: logging.Logger) -> tuple[Any, ...]:
-    handlers = [one for one in logger.handlers if not type(one).__module__.startswith("_pytest")]
-    return logger.level, logger.disabled, logger.propagate, handlers, list(logger.filters)
+    if logger.handlers or logger.filters:
+        handlers = [one for one in logger.handlers if not type(one).__module__.startswith("_pytest")]
+        return logger.level, logger.disabled, logger.propagate, handlers, list(logger.filters)
+    return logger.level, logger.disabled, logger.propagate, [], []
 
 
 def _of_torch(torch: Any) -> dict[str, Any]:
