@@ -34,9 +34,11 @@ DENOISERS: Final = ("transformer", "transformer_2", "unet")
 FRAMED_CLASSES: Final = frozenset({"UNetMotionModel"})  # a row has a text for each of its frames
 DIVIDED_CLASSES: Final = FRAMED_CLASSES | frozenset(
     {
-        *("AuraFlowTransformer2DModel", "BriaFiboTransformer2DModel", "BriaTransformer2DModel"),
+        *("AnyFlowTransformer3DModel", "AuraFlowTransformer2DModel"),
+        *("BriaFiboTransformer2DModel", "BriaTransformer2DModel"),
         *("CogVideoXTransformer3DModel", "CogView3PlusTransformer2DModel", "DiTTransformer2DModel"),
         *("DreamLiteUNetModel", "ErnieImageTransformer2DModel", "HunyuanDiT2DModel", "I2VGenXLUNet"),
+        "JoyImageEditPlusTransformer3DModel",
         *("Kandinsky3UNet", "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel"),
         *("LatteTransformer3DModel", "LuminaNextDiT2DModel", "MochiTransformer3DModel", "PRXTransformer2DModel"),
         *("PixArtTransformer2DModel", "SD3Transformer2DModel", "SanaTransformer2DModel"),
@@ -48,9 +50,11 @@ REPEATED_CLASSES: Final = frozenset(
     {
         *("ChromaTransformer2DModel", "ChronoEditTransformer3DModel", "CogView4Transformer2DModel"),
         *("Flux2Transformer2DModel", "HeliosTransformer3DModel", "HunyuanVideo15Transformer3DModel"),
-        *("Kandinsky5Transformer3DModel", "Krea2Transformer2DModel"),
+        *("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModel"),
+        *("JoyImageEditTransformer3DModel", "Kandinsky5Transformer3DModel", "Krea2Transformer2DModel"),
         *("LongCatAudioDiTTransformer", "Lumina2Transformer2DModel", "MotifVideoTransformer3DModel"),
-        *("OvisImageTransformer2DModel", "QwenImageTransformer2DModel", "SkyReelsV2Transformer3DModel"),
+        *("NucleusMoEImageTransformer2DModel", "OvisImageTransformer2DModel", "QwenImageTransformer2DModel"),
+        *("SkyReelsV2Transformer3DModel", "WanAnimateTransformer3DModel"),
         *("WanTransformer3DModel", "WanVACETransformer3DModel"),
     }
 )
