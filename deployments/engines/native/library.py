@@ -83,6 +83,16 @@ class MatrixPointers(ctypes.Structure):
     )
 
 
+class Convolution(ctypes.Structure):
+    """`Convolution` of convolution.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "y")),
+        *((name, ctypes.c_int64) for name in ("images", "inputs", "height", "width")),
+        *((name, ctypes.c_int64) for name in ("outputs", "kernel", "stride", "padding")),
+    )
+
+
 class DrawnRow(ctypes.Structure):
     """`DrawnRow` of draws.h: a row of logits, the number in [0, 1) that is drawn for it, and its filters."""
 
@@ -102,6 +112,12 @@ class Product(ctypes.Structure):
         ("factor", ctypes.c_float),
         ("element", ctypes.c_int32),
     )
+
+
+def convolved_shape(x: torch.Tensor, weight: torch.Tensor, stride: int, padding: int) -> tuple[int, ...]:
+    """Return the shape of a convolution of images (N, in, height, width) with (out, in, side, side)."""
+    sides = ((size + 2 * padding - weight.shape[-1]) // stride + 1 for size in x.shape[2:])
+    return len(x), len(weight), *sides
 
 
 class Kernels:
@@ -124,6 +140,7 @@ class Kernels:
         self._run = getattr(library, f"atelier_run_{self.variant}")
         self._run.argtypes = (_POINTER, _SIZE, ctypes.c_int)
         self.has_half_products = self.variant == "avx512" and "avx512_bf16" in processor
+        self._convolve = getattr(library, f"atelier_convolve_{self.variant}") if self.has_half_products else None
         self.decode = getattr(library, f"atelier_decode_{self.variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +187,23 @@ class Kernels:
         given = weight.data_ptr(), ELEMENTS[x.dtype], outputs, columns, offset, x.data_ptr(), rows, y.data_ptr()
         if self._linear(*given, torch.get_num_threads()):
             raise MemoryError(f"no memory for a product of {rows} x {columns} x {outputs}")
+        return y
+
+    def conv2d(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: int
+    ) -> torch.Tensor:
+        """Return the convolution of images (N, in, height, width) with (out, in, side, side), of side 1 or 3.
+
+        With `has_half_products` alone. The stride is 1 or 2, and all are contiguous bfloat16 on the host. An image's
+        result does not depend on the others, bit for bit. Raises MemoryError.
+        """
+        assert self._convolve is not None
+        y = x.new_empty(convolved_shape(x, weight, stride, padding))
+        offset = None if bias is None else bias.data_ptr()
+        pointers = weight.data_ptr(), offset, x.data_ptr(), y.data_ptr()
+        given = Convolution(*pointers, *x.shape, len(weight), weight.shape[-1], stride, padding)
+        if self._convolve(ctypes.byref(given), torch.get_num_threads()):
+            raise MemoryError(f"no memory for a convolution of {tuple(x.shape)} with {tuple(weight.shape)}")
         return y
 
     def add_pair(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deployments.engines.native.library import ELEMENTS, Kernels, Product, load_kernels
+from deployments.engines.native.library import ELEMENTS, Kernels, Product, convolved_shape, load_kernels
 
 BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -31,6 +31,10 @@ class Operations:
         self._library.define("add_pair(Tensor(a!) result, Tensor x, Tensor down, Tensor up, float factor) -> ()")
         self._library.impl("add_pair", self._add_pair, "CPU")
         self._library.impl("add_pair", _nothing, "Meta")
+        self._library.define("conv2d(Tensor x, Tensor weight, Tensor? bias, int stride, int padding) -> Tensor")
+        self._library.impl("conv2d", self._conv2d, "CPU")
+        self._library.impl("conv2d", _convolved, "Meta")
+        self.conv2d: Any = torch.ops.atelier.conv2d.default
         self.linear: Any = torch.ops.atelier.linear.default
         self.add_pair: Any = torch.ops.atelier.add_pair.default
         self._products: dict[Any, Callable[..., Product]] = {
@@ -68,6 +72,11 @@ class Operations:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._kernels.linear(x.contiguous(), weight, bias, out=out)
+
+    def _conv2d(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: int
+    ) -> torch.Tensor:
+        return self._kernels.conv2d(x.contiguous(), weight.contiguous(), bias, stride, padding)
 
     def _add_pair(
         self, result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, factor: float
@@ -122,6 +131,12 @@ def _nothing(*_: Any) -> None:
 
 def _sized(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: int
+) -> torch.Tensor:
+    return x.new_empty(convolved_shape(x, weight, stride, padding))
 
 
 @functools.cache

@@ -33,6 +33,7 @@ thread_local Scratch tile_scratch, activation_scratch;
 
 }  // namespace
 
+#include "convolution.h"
 #include "decoder.h"
 
 namespace {
@@ -224,6 +225,13 @@ extern "C" int JOINED(atelier_add_pair, ISA)(const float* down, const float* up,
     }
     return failed;
 }
+
+#if defined(__AVX512VNNI__)
+// A convolution in bfloat16, where the processor multiplies pairs of it. Returns 0, or 1 when memory ran out.
+extern "C" int JOINED(atelier_convolve, ISA)(const Convolution* convolution, int threads) {
+    return convolve(*convolution, threads);
+}
+#endif
 
 // A product that is bound to its memory: of atelier_linear, or of atelier_add_pair if it has a rank.
 struct Product {

@@ -29,7 +29,7 @@ import torch.utils.deterministic
 from torch import nn
 from torch.nn import functional as F
 
-from deployments.engines.nn.few_rows import HOSTS, multiply_any
+from deployments.engines.nn.few_rows import HOSTS, convolve_any, multiply_any
 
 _uninitialized_memory: Any = torch.utils.deterministic  # a module with properties, which its types do not have
 _MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
@@ -114,6 +114,8 @@ def conv2d(
 ) -> torch.Tensor:
     """Return `F.conv2d`."""
     x = _in_c_order(x)
+    if groups == 1 and (found := convolve_any(x, weight, bias, stride, padding, dilation)) is not None:
+        return found
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if x.dtype != torch.float32 or x.device.type not in HOSTS or x.numel() == 0 or not has_onednn:
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)

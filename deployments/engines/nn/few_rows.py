@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -71,6 +72,41 @@ def multiply_any(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     assert operations is not None  # of the kernels
     result: torch.Tensor = operations.linear(x, weight, bias)
     return result
+
+
+def convolve_any(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> torch.Tensor | None:
+    """Return `F.conv2d` of one group in bfloat16 by the kernels where they are the faster ones, else None.
+
+    An image's result does not depend on the other images, bit for bit; nor does the choice.
+    """
+    if x.dtype != torch.bfloat16 or x.dim() != 4 or x.numel() == 0 or weight.numel() < _LEAST_WEIGHT:
+        return None
+    given = (x, weight) if bias is None else (x, weight, bias)
+    is_plain = x.device.type in HOSTS and all(one.dtype == x.dtype and one.device == x.device for one in given)
+    inputs, *sides = weight.shape[1:]
+    is_square = sides in ([1, 1], [3, 3]) and tuple(stride) in ((1, 1), (2, 2)) and len(set(padding)) == 1
+    has_room = x.shape[1] == inputs and min(x.shape[2:]) + 2 * padding[0] >= sides[0] and padding[0] >= 0
+    if not (is_plain and is_square and has_room and set(dilation) == {1}) or _wants_gradient(*given):
+        return None
+    if not are_kernels_faster() or not has_half_products() or (bias is not None and not bias.is_contiguous()):
+        return None
+    operations = load_operations()
+    assert operations is not None  # of the kernels
+    result: torch.Tensor = operations.conv2d(x, weight, bias, stride[0], padding[0])
+    return result
+
+
+def has_half_products() -> bool:
+    """Return whether the kernels multiply pairs of bfloat16 on this processor."""
+    kernels = load_kernels()
+    return kernels is not None and kernels.has_half_products
 
 
 def add_pair(result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, factor: float) -> bool:

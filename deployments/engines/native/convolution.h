@@ -1,0 +1,281 @@
+// Convolutions of images [n, in, height, width] with weights [out, in, 3, 3] or [out, in, 1, 1], both where they lie, by
+// pairs of bfloat16 with sums in float32. Lanes are pixels, so that what is read and what is written is a row of an image.
+// A word is what a lane takes at once: a pixel of two channels.
+// A block of pixels meets a piece of the outputs, some inputs at a time, of which the words of both are packed into a
+// thread's memory. A sum has the same order wherever its pixel lies: that of the inputs, those packed at once alone first.
+
+#pragma once
+
+#include "activations.h"
+#include "lanes.h"
+
+namespace {
+
+// x, y and weight are contiguous. `bias` may be null.
+struct Convolution {
+    const uint16_t *weight, *bias, *x;
+    uint16_t* y;
+    int64_t images, inputs, height, width, outputs, kernel, stride, padding;
+    int64_t out_height() const { return (height + 2 * padding - kernel) / stride + 1; }
+    int64_t out_width() const { return (width + 2 * padding - kernel) / stride + 1; }
+};
+
+}  // namespace
+
+#if defined(__AVX512VNNI__)
+
+namespace {
+
+constexpr int kTileOutputs = 6, kTileVectors = 4;  // as many sums as leave registers for what they are made of
+constexpr int64_t kPieceOutputs = 32 * kTileOutputs;
+constexpr int64_t kBlockPixels = 512;
+constexpr int64_t kPackedWords = 144;  // of an output, at once: with them a tile's pixels stay in the first cache
+
+constexpr int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
+
+// The words of a pixel that an output meets, in groups: the 9 of a channel word where the kernel is 3 x 3, else 16 channel
+// words. Blocks are bands of rows of an image, or several small images.
+struct ConvolutionPlan {
+    const Convolution& given;
+    int64_t out_height, out_width, channel_words, group_words, groups, chunk_groups, chunk_channel_words;
+    int64_t band_rows, bands, block_bands, blocks, band_vectors, block_vectors;
+    int64_t taps, copy_rows, band_words, copies, copy_words;
+
+    explicit ConvolutionPlan(const Convolution& c) : given(c) {
+        out_height = c.out_height(), out_width = c.out_width();
+        taps = c.kernel * c.kernel;
+        channel_words = divided_up(c.inputs, 2);
+        group_words = taps == 1 ? 16 : taps;
+        groups = taps == 1 ? divided_up(channel_words, 16) : channel_words;
+        chunk_groups = kPackedWords / group_words;
+        chunk_channel_words = taps == 1 ? kPackedWords : chunk_groups;
+        const int64_t most_rows = std::clamp<int64_t>(kBlockPixels / out_width, 1, out_height);
+        band_rows = divided_up(out_height, divided_up(out_height, most_rows));
+        const int64_t image_bands = divided_up(out_height, band_rows);
+        bands = c.images * image_bands;
+        block_bands = image_bands > 1 ? 1 : std::clamp<int64_t>(kBlockPixels / (out_height * out_width), 1, c.images);
+        blocks = divided_up(bands, block_bands);
+        band_vectors = divided_up(band_rows * out_width, 16);
+        block_vectors = divided_up(block_bands * band_vectors, kTileVectors) * kTileVectors;
+        // Of stride 1 a kernel's rows are rows of one copy.
+        copies = c.stride == 1 ? c.kernel : taps;
+        copy_rows = band_rows + (c.stride == 1 ? c.kernel - 1 : 0);
+        band_words = divided_up(copy_rows * out_width, 16) * 16 + 16;
+        // An odd number of lines. HAZARD: copies that lay a power of two apart would meet in the same sets of a cache.
+        copy_words = (block_bands * band_words / 16 | 1) * 16;
+    }
+    int64_t offset_of(int64_t word) const {
+        if (taps == 1) return word * copy_words;
+        const int64_t row = word / given.kernel, column = word % given.kernel;
+        return given.stride == 1 ? column * copy_words + row * out_width : word * copy_words;
+    }
+    int64_t group_stride() const { return (taps == 1 ? 16 : copies) * copy_words; }
+    int64_t x_words() const { return chunk_channel_words * copies * copy_words + 64; }
+    int64_t weight_words() const { return kPieceOutputs * kPackedWords + 16; }
+    int64_t sum_words() const { return kPieceOutputs * 16 * block_vectors; }
+    size_t scratch_bytes() const { return 4 * (x_words() + weight_words() + sum_words()); }
+};
+
+inline __mmask32 lanes_from_to(int64_t begin, int64_t end) {
+    const auto below = [](int64_t n) { return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1; };
+    return below(end) & ~below(begin);
+}
+
+// Words of 16 pixels that lie S elements apart, of those that the mask has; there may be no second channel.
+template <int S>
+inline __m512i pixel_words(const uint16_t* first, const uint16_t* second, __mmask32 mask) {
+    const auto part = [&](const uint16_t* row) {
+        if constexpr (S == 1)
+            return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), row));
+        return _mm512_maskz_loadu_epi16(mask & 0x55555555u, row);
+    };
+    return second ? part(first) | _mm512_slli_epi32(part(second), 16) : part(first);
+}
+
+// Pack a channel word of a band: as many copies as it has, of the pixels that a column of the kernel meets (or, with a
+// stride, a tap), in rows as long as the result's.
+template <int S>
+void pack_band(const ConvolutionPlan& plan, int64_t image, int64_t first_row, int64_t word, float* to) {
+    const Convolution& c = plan.given;
+    const int64_t size = c.height * c.width, channel = 2 * word;
+    const uint16_t* const x = c.x + (image * c.inputs + channel) * size;
+    for (int64_t copy = 0; copy < plan.copies; ++copy, to += plan.copy_words) {
+        const int64_t top = S * first_row + (S == 1 ? 0 : copy / c.kernel) - c.padding;
+        const int64_t left = (S == 1 ? copy : copy % c.kernel) - c.padding;
+        for (int64_t column = 0; column < plan.out_width; column += 16) {
+            const int64_t at = S * column + left;
+            const __mmask32 mask = lanes_from_to(-at, c.width - at);
+            const auto written = static_cast<__mmask16>(lanes_from_to(0, plan.out_width - column));
+            float* row_to = to + column;
+            for (int64_t y = top; y < top + S * plan.copy_rows; y += S, row_to += plan.out_width) {
+                __m512i words = _mm512_setzero_si512();
+                if (0 <= y && y < c.height && channel < c.inputs) {
+                    const uint16_t* row = x + y * c.width;
+                    words = pixel_words<S>(row + at, channel + 1 < c.inputs ? row + at + size : nullptr, mask);
+                }
+                _mm512_mask_storeu_epi32(row_to, written, words);
+            }
+        }
+    }
+}
+
+// The words of a group of an output, of which `mask` are there.
+template <bool IS_POINT>
+inline __m512i weight_words(const uint16_t* group, __mmask32 mask) {
+    const __m512i given = _mm512_maskz_loadu_epi16(mask, group);
+    if constexpr (IS_POINT) return given;
+    const __m512i order = _mm512_setr_epi32(9 << 16, 10 << 16 | 1, 11 << 16 | 2, 12 << 16 | 3, 13 << 16 | 4, 14 << 16 | 5,
+                                            15 << 16 | 6, 16 << 16 | 7, 17 << 16 | 8, 0, 0, 0, 0, 0, 0, 0);
+    return _mm512_permutexvar_epi16(order, given);
+}
+// Where some groups of the outputs' weights lie.
+template <bool IS_POINT>
+struct WeightRows {
+    static constexpr int64_t kWords = IS_POINT ? 16 : 9, kElements = 2 * kWords;
+    const uint16_t* at;
+    int64_t stride, left;  // elements of a row, and from its first group on
+    WeightRows(const Convolution& c, int64_t output, int64_t group) : stride(c.inputs * c.kernel * c.kernel) {
+        at = c.weight + output * stride + group * kElements;
+        left = stride - group * kElements;
+    }
+    // Pack the groups of a tile, of whose outputs `outputs` are there: [groups][outputs of a tile][words]. HAZARD: what is
+    // written behind a group's words is overwritten by the next.
+    void pack(int64_t outputs, int64_t groups, float* to) const {
+        for (int64_t group = 0; group < groups; ++group) {
+            const __mmask32 mask = lanes_from_to(0, std::min(kElements, left - group * kElements));
+            const uint16_t* row = at + group * kElements;
+            for (int64_t r = 0; r < kTileOutputs; ++r, to += kWords, row += stride)
+                _mm512_storeu_si512(to, r < outputs ? weight_words<IS_POINT>(row, mask) : _mm512_setzero_si512());
+        }
+    }
+    // Fetch the groups meanwhile.
+    void fetch(int64_t outputs, int64_t groups) const {
+        const int64_t nbytes = 2 * std::min(left, groups * kElements);
+        for (int64_t r = 0; r < outputs; ++r)
+            for (int64_t byte = 0; byte < nbytes + 63; byte += 64)
+                _mm_prefetch(reinterpret_cast<const char*>(at + r * stride) + byte, _MM_HINT_T1);
+    }
+};
+
+// A tile: W words of each of kTileOutputs outputs times those of V vectors of pixels, in some groups.
+template <int W, int V>
+__attribute__((target("avx512bf16"))) void convolve_tile(const float* w, const float* const* x, const int64_t* offsets,
+                                                         int64_t groups, int64_t group_stride, bool is_first, float* to,
+                                                         int64_t stride) {
+    Floats total[kTileOutputs][V];
+#pragma GCC unroll 6
+    for (int r = 0; r < kTileOutputs; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) total[r][v] = _mm512_setzero_ps();
+    const float* at[V];
+    for (int v = 0; v < V; ++v) at[v] = x[v];
+    for (int64_t g = 0; g < groups; ++g, w += kTileOutputs * W) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+            const int64_t offset = offsets[i];
+            Floats xs[V];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) xs[v] = load(at[v] + offset);
+#pragma GCC unroll 6
+            for (int r = 0; r < kTileOutputs; ++r) {
+                const Floats ws = _mm512_set1_ps(w[r * W + i]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], (__m512bh)xs[v], (__m512bh)ws);
+            }
+        }
+        for (int v = 0; v < V; ++v) at[v] += group_stride;
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kTileOutputs; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+            float* place = to + r * stride + 16 * v;
+            store(place, is_first ? total[r][v] : load(place) + total[r][v]);
+        }
+}
+
+inline __attribute__((target("avx512bf16"))) void store_pixels(const float* from, int64_t count, float bias, uint16_t* to) {
+    for (int64_t i = 0; i < count; i += 16)
+        _mm256_mask_storeu_epi16(to + i, static_cast<__mmask16>(lanes_from_to(0, count - i)),
+                                 (__m256i)_mm512_cvtneps_pbh(load(from + i) + every_float(bias)));
+}
+
+// The outputs `first` to `last` of a block of pixels.
+template <bool IS_POINT>
+void convolve_block(const ConvolutionPlan& plan, int64_t block, int64_t first, int64_t last, float* scratch) {
+    const Convolution& c = plan.given;
+    constexpr int kWords = IS_POINT ? 16 : 9;
+    float *const x = scratch, *const w = x + plan.x_words(), *const sums = w + plan.weight_words();
+    const int64_t stride = 16 * plan.block_vectors, image_bands = divided_up(plan.out_height, plan.band_rows);
+    const int64_t first_band = block * plan.block_bands, bands = std::min(plan.block_bands, plan.bands - first_band);
+    const int64_t vectors = bands * plan.band_vectors;
+    int64_t offsets[kWords];
+    for (int64_t i = 0; i < kWords; ++i) offsets[i] = plan.offset_of(i);
+    const auto image_of = [&](int64_t band) { return (first_band + band) / image_bands; };
+    const auto row_of = [&](int64_t band) { return (first_band + band) % image_bands * plan.band_rows; };
+    for (int64_t group = 0; group < plan.groups; group += plan.chunk_groups) {
+        const int64_t groups = std::min(plan.chunk_groups, plan.groups - group);
+        const int64_t first_word = IS_POINT ? 16 * group : group, words = IS_POINT ? 16 * groups : groups;
+        for (int64_t word = 0; word < words; ++word)
+            for (int64_t band = 0; band < bands; ++band) {
+                float* to = x + word * plan.copies * plan.copy_words + band * plan.band_words;
+                const auto pack = c.stride == 1 ? pack_band<1> : pack_band<2>;
+                pack(plan, image_of(band), row_of(band), first_word + word, to);
+            }
+        const auto packed = [&](int64_t output) { return w + (output - first) * groups * kWords; };
+        const auto outputs_of = [&](int64_t output) { return std::min<int64_t>(kTileOutputs, last - output); };
+        for (int64_t output = first; output < last; output += kTileOutputs)
+            WeightRows<IS_POINT>(c, output, group).pack(outputs_of(output), groups, packed(output));
+        for (int64_t vector = 0; vector < vectors; vector += kTileVectors) {
+            const float* at[kTileVectors];
+            for (int64_t v = 0; v < kTileVectors; ++v) {
+                const int64_t number = std::min(vector + v, vectors - 1);
+                at[v] = x + number / plan.band_vectors * plan.band_words + number % plan.band_vectors * 16;
+            }
+            const auto multiply =
+                vectors - vector > 2 ? convolve_tile<kWords, 4> : convolve_tile<kWords, 2>;
+            for (int64_t output = first; output < last; output += kTileOutputs) {
+                if (vector == 0 && group + groups < plan.groups)
+                    WeightRows<IS_POINT>(c, output, group + groups).fetch(outputs_of(output), groups);
+                multiply(packed(output), at, offsets, groups, plan.group_stride(), group == 0,
+                         sums + (output - first) * stride + 16 * vector, stride);
+            }
+        }
+    }
+    for (int64_t output = first; output < last; ++output)
+        for (int64_t band = 0; band < bands; ++band) {
+            const int64_t row = row_of(band), rows = std::min(plan.band_rows, plan.out_height - row);
+            const float bias = c.bias ? load_element(c.bias, BFLOAT16, output) : 0;
+            uint16_t* to = c.y + ((image_of(band) * c.outputs + output) * plan.out_height + row) * plan.out_width;
+            store_pixels(sums + (output - first) * stride + 16 * band * plan.band_vectors, rows * plan.out_width, bias, to);
+        }
+}
+
+inline int convolve(const Convolution& c, int threads) {
+    const ConvolutionPlan plan(c);
+    // With several threads, pieces that give each of them some.
+    const int64_t even = divided_up(c.outputs, std::max<int64_t>(1, divided_up(2 * threads, plan.blocks)));
+    const int64_t most = threads == 1 ? kPieceOutputs : std::clamp<int64_t>(even, 4 * kTileOutputs, kPieceOutputs);
+    const int64_t piece = divided_up(divided_up(c.outputs, divided_up(c.outputs, most)), kTileOutputs) * kTileOutputs;
+    const int64_t pieces = divided_up(c.outputs, piece);
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float* const own = reinterpret_cast<float*>(tile_scratch.reserve(plan.scratch_bytes()));
+        if (!own) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pieces * plan.blocks; ++i) {
+            if (!own) continue;
+            const int64_t first = i % pieces * piece, last = std::min(c.outputs, first + piece);
+            (plan.taps == 1 ? convolve_block<true> : convolve_block<false>)(plan, i / pieces, first, last, own);
+        }
+    }
+    return failed;
+}
+
+}  // namespace
+
+#endif
