@@ -96,6 +96,7 @@ class AdmissionQueue:
         pool.least_share = min(pool.least_share, demand.share)
         self._num_arrived += 1
         waiting = Waiting(ticket, demand, self._num_arrived, now_s, self._forecast.cost_s(demand))
+        pool.lanes.note_offer(demand, waiting.cost_s, now_s)
         refusal = self._forecast.why_untimely(pool, demand, now_s) or self._make_room(pool, waiting, now_s)
         if refusal is not None:
             counts.refused += 1
