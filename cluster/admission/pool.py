@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
-from cluster.admission.records import Demand, Reason, Refusal, TenantKey, Waiting
+from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from cluster.admission.shares import Crowd
@@ -48,7 +48,7 @@ class Lanes:
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = Crowd(config.weight_of)
+        self._crowd = Crowd(config)
         self._crowds: dict[str, Crowd] = {}  # by model
 
     def __len__(self) -> int:
@@ -72,15 +72,6 @@ class Lanes:
                 for line in lane.models.values():
                     yield priority, next(iter(line.values())), len(line)
 
-    def counts(self) -> dict[TenantKey, tuple[int, float]]:
-        """Return the number of requests of each model and tenant, and the arrival of the oldest."""
-        found: dict[TenantKey, tuple[int, float]] = {}
-        for _, first, number in self.lines():
-            key = first.demand.pool, first.demand.model, first.demand.tenant
-            before, first_s = found.get(key, (0, math.inf))
-            found[key] = before + number, min(first_s, first.arrived_s)
-        return found
-
     @property
     def cost_s(self) -> float:
         """Replica seconds of all waiting requests."""
@@ -90,10 +81,10 @@ class Lanes:
     def add(self, waiting: Waiting) -> None:
         """Add a request behind all earlier ones."""
         demand = waiting.demand
-        self._class(demand.priority).add(waiting)
+        self.turns(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
         self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, Crowd(self.config.weight_of)).add(demand.tenant)
+        self._crowds.setdefault(demand.model, Crowd(self.config)).add(demand.tenant)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""
@@ -137,7 +128,7 @@ class Lanes:
         is_oldest = next(iter(self._ages), None) == waiting.ticket
         if waiting.ticket in self._returned or (is_oldest and self._num_overtakes >= self.config.max_overtakes):
             return None
-        lines = self._class(waiting.demand.priority).lane(waiting.demand.tenant).models
+        lines = self.turns(waiting.demand.priority).lane(waiting.demand.tenant).models
         fronts = [next(iter(lines[model].values())) for model in models if model in lines]
         return min(fronts, key=lambda front: front.number, default=None)
 
@@ -146,7 +137,7 @@ class Lanes:
         overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
         waiting = self.remove(ticket)
         self._num_overtakes += overtakes
-        turns = self._class(waiting.demand.priority)
+        turns = self.turns(waiting.demand.priority)
         lane = turns.lane(waiting.demand.tenant)
         turns.floor_s = max(turns.floor_s, lane.clock_s)
         lane.charge(cost_s)
@@ -155,7 +146,7 @@ class Lanes:
 
     def settle(self, started: Waiting, cost_s: float) -> None:
         """Charge a request's real cost instead of the estimate."""
-        self._class(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
+        self.turns(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
 
     def displaced_by(self, demand: Demand, model: str | None) -> tuple[bool, float, Waiting] | None:
         """Return the request that leaves a full queue in favour of `demand`; None when `demand` itself has to go.
@@ -171,10 +162,6 @@ class Lanes:
         found = self._least_urgent(demand.tenant, model, demand.priority)
         return (False, float(found.demand.priority), found) if found else None
 
-    def note_offer(self, demand: Demand, cost_s: float, now_s: float) -> None:
-        """Count the work of a request that comes, whether it is let in or not."""
-        self._class(demand.priority).note_offer(demand.tenant, cost_s, now_s)
-
     def ahead_s(self, demand: Demand, now_s: float) -> float:
         """Return the replica seconds of work that would be done before a new request which is to start by its deadline.
 
@@ -187,7 +174,7 @@ class Lanes:
             urgent = [turns for priority, turns in self._classes.items() if priority < demand.priority]
             ahead_s = sum([waiting.cost_s for waiting in self._returned.values()])
             ahead_s += sum([turns.cost_s + most_s * turns.offered.steady_per_s(now_s) for turns in urgent])
-        return ahead_s + self._class(demand.priority).ahead_s(demand.tenant, demand.model, now_s, most_s)
+        return ahead_s + self.turns(demand.priority).ahead_s(demand.tenant, demand.model, now_s, most_s)
 
     def walk(self, cost_of: Callable[[Demand], float]) -> Iterator[tuple[Waiting, float]]:
         """Yield every request with the replica seconds of its own tenant's work before it, costs estimated anew.
@@ -213,7 +200,7 @@ class Lanes:
         for turns in self._classes.values():
             turns.reweigh(config)
         for crowd in (self._crowd, *self._crowds.values()):
-            crowd.reweigh(config.weight_of)
+            crowd.reweigh(config)
 
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""
@@ -224,7 +211,8 @@ class Lanes:
                     return found
         return None
 
-    def _class(self, priority: int) -> TenantTurns:
+    def turns(self, priority: int) -> TenantTurns:
+        """Return the turns at a priority."""
         turns = self._classes.get(priority)
         if turns is None:
             turns = self._classes[priority] = TenantTurns(self.config, self._stalled)
