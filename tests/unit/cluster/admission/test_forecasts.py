@@ -204,7 +204,7 @@ def test_a_tenant_whose_long_request_runs_is_told_that_others_go_first() -> None
 
 
 def test_a_request_that_waits_stays_until_it_cannot_be_done_any_more() -> None:
-    """Of 3 s, with 9 s; a more urgent one of 20 s goes first. Its client leaves, or does not."""
+    """A request of 3 s has 9 s. A more urgent one of 20 s goes first; its client leaves, or does not."""
     for ends_s, outcome in ((5.0, ""), (math.inf, "late")):
         door = _Door()
         for model, took_s in (("long", 20.0), ("short", 3.0)):
