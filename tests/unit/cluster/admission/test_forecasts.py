@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from kit.seeding import seeded_random
@@ -217,7 +218,7 @@ def test_a_request_that_waits_stays_until_it_cannot_be_done_any_more() -> None:
         waiting = door.num
         door.queue.submit(999, Demand(POOL, "long", 1.0, 1.0, 1, "default", math.inf), door.now_s)
         door.queue.leave(running, began_s + 3.0, is_answered=True)
-        found = {}
+        found: dict[int, tuple[Any, float]] = {}
         for tick in range(12, 40):
             now_s = began_s + tick / 4
             if now_s - began_s >= ends_s:
