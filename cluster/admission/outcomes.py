@@ -5,13 +5,14 @@ Counts are by model and tenant, of a limited number of both. Pure: times are tho
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from cluster.admission.records import Demand, TenantKey, TenantLoad
+from cluster.admission.records import Demand, TenantKey, TenantLoad, Waiting
 from cluster.admission.replica_slots import Ended
 from weights.residency.recent import Recent
 
@@ -129,6 +130,16 @@ class TenantCounts:
             (number, first_s), known = waiting.get(key, (0, now_s)), self._counts.get(key) or _Counts()
             found.append(TenantLoad(*key, number, now_s - first_s, known.started, known.waited_s, known.refused))
         return _most_telling(found)
+
+
+def counted_lines(lines: Iterable[tuple[int, Waiting, int]]) -> dict[TenantKey, tuple[int, float]]:
+    """Return the number of waiting requests of each model and tenant, and the arrival of the oldest."""
+    found: dict[TenantKey, tuple[int, float]] = {}
+    for _, first, number in lines:
+        key = first.demand.pool, first.demand.model, first.demand.tenant
+        before, first_s = found.get(key, (0, math.inf))
+        found[key] = before + number, min(first_s, first.arrived_s)
+    return found
 
 
 def joined_loads(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:

@@ -10,7 +10,7 @@ priority. Requests that come back from a replica that died go before all others.
 Priorities order the starts, and the tenant's own requests that leave a full queue. How much of a full queue a
 tenant has, its weight says: urgency displaces no other tenant's requests.
 
-A forecast is for a model, not for a client: it says when there is room if no other request comes, and reserves none.
+A forecast counts the work that waits, and what others send meanwhile as far as it goes first. It reserves nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
-from cluster.admission.records import Demand, Reason, Refusal, TenantKey, Waiting
+from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from cluster.admission.shares import Crowd
@@ -48,7 +48,7 @@ class Lanes:
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = Crowd(config.weight_of)
+        self._crowd = Crowd(config)
         self._crowds: dict[str, Crowd] = {}  # by model
 
     def __len__(self) -> int:
@@ -72,15 +72,6 @@ class Lanes:
                 for line in lane.models.values():
                     yield priority, next(iter(line.values())), len(line)
 
-    def counts(self) -> dict[TenantKey, tuple[int, float]]:
-        """Return the number of requests of each model and tenant, and the arrival of the oldest."""
-        found: dict[TenantKey, tuple[int, float]] = {}
-        for _, first, number in self.lines():
-            key = first.demand.pool, first.demand.model, first.demand.tenant
-            before, first_s = found.get(key, (0, math.inf))
-            found[key] = before + number, min(first_s, first.arrived_s)
-        return found
-
     @property
     def cost_s(self) -> float:
         """Replica seconds of all waiting requests."""
@@ -90,10 +81,10 @@ class Lanes:
     def add(self, waiting: Waiting) -> None:
         """Add a request behind all earlier ones."""
         demand = waiting.demand
-        self._class(demand.priority).add(waiting)
+        self.turns(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
         self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, Crowd(self.config.weight_of)).add(demand.tenant)
+        self._crowds.setdefault(demand.model, Crowd(self.config)).add(demand.tenant)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""
@@ -137,7 +128,7 @@ class Lanes:
         is_oldest = next(iter(self._ages), None) == waiting.ticket
         if waiting.ticket in self._returned or (is_oldest and self._num_overtakes >= self.config.max_overtakes):
             return None
-        lines = self._class(waiting.demand.priority).lane(waiting.demand.tenant).models
+        lines = self.turns(waiting.demand.priority).lane(waiting.demand.tenant).models
         fronts = [next(iter(lines[model].values())) for model in models if model in lines]
         return min(fronts, key=lambda front: front.number, default=None)
 
@@ -146,7 +137,7 @@ class Lanes:
         overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
         waiting = self.remove(ticket)
         self._num_overtakes += overtakes
-        turns = self._class(waiting.demand.priority)
+        turns = self.turns(waiting.demand.priority)
         lane = turns.lane(waiting.demand.tenant)
         turns.floor_s = max(turns.floor_s, lane.clock_s)
         lane.charge(cost_s)
@@ -155,7 +146,7 @@ class Lanes:
 
     def settle(self, started: Waiting, cost_s: float) -> None:
         """Charge a request's real cost instead of the estimate."""
-        self._class(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
+        self.turns(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
 
     def displaced_by(self, demand: Demand, model: str | None) -> tuple[bool, float, Waiting] | None:
         """Return the request that leaves a full queue in favour of `demand`; None when `demand` itself has to go.
@@ -171,32 +162,31 @@ class Lanes:
         found = self._least_urgent(demand.tenant, model, demand.priority)
         return (False, float(found.demand.priority), found) if found else None
 
-    def ahead_s(self, demand: Demand) -> float:
-        """Return the replica seconds of work that would be done before a new request."""
-        before = sum([waiting.cost_s for waiting in self._returned.values()])
-        before += sum([turns.cost_s for priority, turns in self._classes.items() if priority < demand.priority])
-        if demand.model in self._stalled:
-            before = 0.0
-        turns = self._class(demand.priority)
-        return before + turns.ahead_s(demand.tenant, demand.model, self.config.weight_of(demand.tenant))
+    def ahead_s(self, demand: Demand, now_s: float) -> float:
+        """Return the replica seconds of work that would be done before a new request which is to start by its deadline.
+
+        That is some of the work that waits, and of what others send until then.
+        """
+        most_s, ahead_s = demand.deadline_s - now_s, 0.0
+        if demand.model not in self._stalled:
+            if not self._returned and not any(turns.cost_s for turns in self._classes.values()):
+                return 0.0  # it starts before all that come
+            urgent = [turns for priority, turns in self._classes.items() if priority < demand.priority]
+            ahead_s = sum([waiting.cost_s for waiting in self._returned.values()])
+            ahead_s += sum([turns.cost_s + most_s * turns.offered.steady_per_s(now_s) for turns in urgent])
+        return ahead_s + self.turns(demand.priority).ahead_s(demand.tenant, demand.model, now_s, most_s)
 
     def walk(self, cost_of: Callable[[Demand], float]) -> Iterator[tuple[Waiting, float]]:
-        """Yield every request with the replica seconds of work before it, costs estimated anew by `cost_of`.
+        """Yield every request with the replica seconds of its own tenant's work before it, costs estimated anew.
 
-        If the caller removes a request before the next one, it does not count for those behind it in its lane.
+        If the caller removes a request before the next one, it does not count for those behind it.
         """
-        for turns in self._classes.values():
-            turns.count_again(lambda waiting: cost_of(waiting.demand))
-        before = 0.0
         for waiting in list(self._returned.values()):
             waiting.cost_s = cost_of(waiting.demand)
-            yield waiting, before
-            before += waiting.cost_s
-        for priority in sorted(self._classes):
-            turns = self._classes[priority]
-            for waiting, ahead_s in turns.walk():
-                yield waiting, (0.0 if waiting.demand.model in self._stalled else before) + ahead_s
-            before += turns.cost_s
+            yield waiting, 0.0
+        for turns in self._classes.values():
+            turns.count_again(cost_of)
+            yield from turns.walk()
 
     def set_stalled(self, models: Collection[str]) -> None:
         """Count on replicas for all models but these."""
@@ -210,7 +200,7 @@ class Lanes:
         for turns in self._classes.values():
             turns.reweigh(config)
         for crowd in (self._crowd, *self._crowds.values()):
-            crowd.reweigh(config.weight_of)
+            crowd.reweigh(config)
 
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""
@@ -221,7 +211,8 @@ class Lanes:
                     return found
         return None
 
-    def _class(self, priority: int) -> TenantTurns:
+    def turns(self, priority: int) -> TenantTurns:
+        """Return the turns at a priority."""
         turns = self._classes.get(priority)
         if turns is None:
             turns = self._classes[priority] = TenantTurns(self.config, self._stalled)
@@ -315,8 +306,8 @@ class Forecast:
             return None
         if times.is_stale(now_s) and not pool.is_at_hand(demand.model):
             return None  # one at a time is let in to measure whether the model is still as slow
-        ahead_s = pool.lanes.ahead_s(demand)
-        wait_s = pool.slots.start_in_s(demand.share, ahead_s, pool.each_s, now_s) * _MARGIN
+        ahead_s = pool.lanes.ahead_s(demand, now_s)
+        wait_s = pool.slots.start_in_s(demand.share, ahead_s, pool.each_s, now_s)
         refusal = self._why_late(pool, times, demand, ahead_s, wait_s, now_s)
         return None if refusal and not wait_s and times.lets_try(demand.work, now_s) else refusal
 
@@ -327,16 +318,17 @@ class Forecast:
         least_s = times.least_s(demand.work)
         if times.num_measured >= _ENOUGH and least_s > budget_s:
             return Refusal("hopeless", needs_s=least_s)
-        late_s = times.late_s(demand.work, pool.slots.num_sharing(demand.share, ahead_s))
+        num_sharing = pool.slots.num_sharing(demand.share, ahead_s)
+        usual_s, late_s = times.expected_s(demand.work, num_sharing), times.late_s(demand.work, num_sharing)
         if not times.is_known(demand.work):
-            late_s = min(late_s, least_s)
-        longest_s = pool.fair_wait.bound_s(demand.tenant, budget_s, late_s, now_s)
+            usual_s, late_s = min(usual_s, least_s), min(late_s, least_s)
+        longest_s = min((budget_s - late_s) / _MARGIN, pool.fair_wait.bound_s(demand.tenant, budget_s, usual_s, now_s))
         is_idle = not len(pool.lanes) and not pool.slots.num_running
         if is_idle or wait_s <= longest_s or wait_s == math.inf:
             return None
-        needs_s = wait_s + late_s
+        needs_s = _MARGIN * wait_s + late_s
         reason: Reason = "late" if needs_s > budget_s else "crowded"
-        return Refusal(reason, max(0.0, wait_s - longest_s) / _MARGIN, needs_s=needs_s)
+        return Refusal(reason, max(0.0, wait_s - longest_s), needs_s=needs_s)
 
     def room_in_s(self, pool: Pool, demand: Demand, now_s: float) -> float:
         """Return the seconds until a full queue has room again for a good part of the refused clients."""
@@ -344,19 +336,23 @@ class Forecast:
         return start_s if start_s < math.inf else self.cost_s(demand)
 
     def late_ones(self, pool: Pool, now_s: float) -> Iterator[tuple[Waiting, Refusal]]:
-        """Yield waiting requests that can no longer end in time. Take each out before the next one."""
-        late_s: dict[tuple[str, float, float], float] = {}  # many waiting requests are alike
-        each_s = pool.each_s
-        for waiting, ahead_s in pool.lanes.walk(self.cost_s):
+        """Yield waiting requests that cannot end in time any more. Take each out before the next one.
+
+        They would be late even if nothing but their tenants' earlier requests were done from now on. A likelier
+        forecast would refuse some that are in time after all, and who waits takes no place from others.
+        """
+        latencies_s: dict[tuple[str, float, float], float] = {}  # many waiting requests are alike
+        capacity = pool.slots.capacity or math.inf
+        for waiting, own_s in pool.lanes.walk(self.cost_s):
             demand = waiting.demand
             budget_s = demand.deadline_s - now_s
             if budget_s <= 0:
                 yield waiting, Refusal("expired")
             elif budget_s < math.inf and waiting.arrived_s < now_s and (times := self._times.times(demand.model)):
-                kind = demand.model, demand.work, pool.slots.num_sharing(demand.share, ahead_s)
-                if kind not in late_s:
-                    late_s[kind] = times.late_s(*kind[1:]) if times.is_known(demand.work) else 0.0
-                needs_s = pool.slots.start_in_s(demand.share, ahead_s, each_s, now_s) + late_s[kind]
-                is_known = not times.is_stale(now_s) or pool.slots.num_of(demand.model)
-                if budget_s < needs_s < math.inf and is_known:
-                    yield waiting, Refusal("late", needs_s - budget_s, needs_s=needs_s)
+                kind = demand.model, demand.work, demand.share
+                if kind not in latencies_s:
+                    is_fresh = not times.is_stale(now_s) or pool.slots.num_of(demand.model) > 0
+                    latency_s = times.expected_s(demand.work, pool.slots.num_sharing(demand.share, 0.0))
+                    latencies_s[kind] = latency_s if is_fresh and times.is_known(demand.work) else -math.inf
+                if (needs_s := own_s / capacity + latencies_s[kind]) > budget_s:
+                    yield waiting, Refusal("late", self.room_in_s(pool, demand, now_s), needs_s=needs_s)

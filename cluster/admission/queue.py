@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from cluster.admission.outcomes import EndedLog, TenantCounts
+from cluster.admission.outcomes import EndedLog, TenantCounts, counted_lines
 from cluster.admission.places import Places
 from cluster.admission.pool import Forecast, Pool
 from cluster.admission.records import (
@@ -96,6 +96,7 @@ class AdmissionQueue:
         pool.least_share = min(pool.least_share, demand.share)
         self._num_arrived += 1
         waiting = Waiting(ticket, demand, self._num_arrived, now_s, self._forecast.cost_s(demand))
+        pool.lanes.turns(demand.priority).note_offer(demand.tenant, waiting.cost_s, now_s)
         refusal = self._forecast.why_untimely(pool, demand, now_s) or self._make_room(pool, waiting, now_s)
         if refusal is not None:
             counts.refused += 1
@@ -240,7 +241,7 @@ class AdmissionQueue:
         lines: dict[TenantKey, tuple[int, float]] = {}
         for pool in self._pools.values():
             running += pool.slots.running()
-            lines |= pool.lanes.counts()
+            lines |= counted_lines(pool.lanes.lines())
             for model, first_s in pool.waiting.deadlines():
                 earliest[model] = min(first_s, earliest.get(model, math.inf))
         for (_, model, tenant), (number, first_s) in lines.items():

@@ -220,7 +220,7 @@ class ModelTimes:
 
     def lets_try(self, work: float, now_s: float) -> bool:
         """Return whether to let in a request that would be refused, so that its size is measured anew."""
-        again_s = max(_TRY_S, _TRY_TIMES * self._expected_s(work, 1.0))
+        again_s = max(_TRY_S, _TRY_TIMES * self.expected_s(work, 1.0))
         if now_s - self._tried_s.get(_size_of(work), -math.inf) < again_s:
             return False
         self._tried_s[_size_of(work)] = now_s
@@ -229,7 +229,7 @@ class ModelTimes:
     def joining_s(self, work: float) -> float:
         """Return the mutual delay per batch-mate of a request of that work, in seconds."""
         least, most = self.slowdown.seen()
-        return max(0.0, self._expected_s(work, most) - self._expected_s(work, least)) / (most - least)
+        return max(0.0, self.expected_s(work, most) - self.expected_s(work, least)) / (most - least)
 
     def latency_s(self, work: float) -> BatchLatency:
         """Return the latency of a request of that work, among any number of batch-mates."""
@@ -237,19 +237,19 @@ class ModelTimes:
 
     def usual_latency_s(self, work: float) -> float:
         """Return the latency of a request of that work among the usual number of batch-mates."""
-        return self._expected_s(work, self.usual_sharing)
+        return self.expected_s(work, self.usual_sharing)
 
     def late_s(self, work: float, num_sharing: float) -> float:
         """Return the latency that few requests of that work exceed when `num_sharing` share the replica."""
-        return self._late_factor * self._expected_s(work, num_sharing)
+        return self._late_factor * self.expected_s(work, num_sharing)
 
     def cost_s(self, work: float, share: float) -> float:
         """Return the request's part of the seconds of a full replica, since waiting requests will run on full ones."""
-        return share * self._expected_s(work, 1 / share)
+        return share * self.expected_s(work, 1 / share)
 
     def is_longer(self, work: float, busy_s: float, latency_s: float) -> bool:
         """Return whether a request took longer than expected among its batch-mates."""
-        return latency_s > self._expected_s(work, _num_sharing(busy_s, latency_s))
+        return latency_s > self.expected_s(work, _num_sharing(busy_s, latency_s))
 
     def note_served(self, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0) -> None:
         """Learn from a request that was answered. `num_left`: those for the model that still run.
@@ -258,7 +258,7 @@ class ModelTimes:
         began together the quickest ends first, so it counts as one of them.
         """
         num_sharing = _num_sharing(busy_s, latency_s)
-        expected_s = self._expected_s(work, num_sharing)
+        expected_s = self.expected_s(work, num_sharing)
         error = min(latency_s / expected_s, _MAX_FACTOR) if expected_s else 1.0
         if self.is_stale(now_s):
             self._num_fresh = num_left if self.num_measured else 0
@@ -278,8 +278,8 @@ class ModelTimes:
         self.measured_s = now_s
 
     def _note_fastest(self, now_s: float, work: float, num_sharing: float, latency_s: float) -> None:
-        there_s = self._expected_s(work, num_sharing)
-        alone_s = latency_s * self._expected_s(work, 1.0) / there_s if there_s else latency_s
+        there_s = self.expected_s(work, num_sharing)
+        alone_s = latency_s * self.expected_s(work, 1.0) / there_s if there_s else latency_s
         before, before_s = self._fastest.get(_size_of(work), (work, math.inf))
         before_s *= _FORGOTTEN
         self._fastest[_size_of(work)] = (work, alone_s) if alone_s < before_s else (before, before_s)
@@ -289,7 +289,8 @@ class ModelTimes:
         """Return the work that takes as long alone as this work does when so many share the replica."""
         return work * _between(self._factors, num_sharing)
 
-    def _expected_s(self, work: float, num_sharing: float) -> float:
+    def expected_s(self, work: float, num_sharing: float) -> float:
+        """Return the latency of a request of that work when `num_sharing` share the replica, in the mean."""
         return self.latency.seconds_of(self._weighed(work, num_sharing))
 
 
@@ -351,6 +352,10 @@ class ArrivalRate:
         """Return the rates over the short and the long window."""
         passed_s = max(0.0, now_s - self._last_s)
         return faded(self._short, passed_s), faded(self._long, passed_s, LONG_S)
+
+    def steady_per_s(self, now_s: float) -> float:
+        """Return the lesser of both rates: a burst that has ended tells little of what comes."""
+        return min(self.per_s(now_s))
 
 
 @dataclass(slots=True)

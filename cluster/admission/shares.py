@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Final, TypeVar
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Final, Protocol, TypeVar
 
 _MOST_STALE: Final = 64  # entries of a crowd's heap, beside a few for each tenant
 
@@ -32,6 +32,13 @@ def given_until(level: float, claims: Iterable[tuple[float, float]]) -> float:
     return sum([min(most, level * weight) for weight, most in claims])
 
 
+class TenantWeights(Protocol):
+    """The tenants' weights; those of a queue's config, say."""
+
+    def weight_of(self, tenant: str) -> float:
+        """Return the weight of a tenant."""
+
+
 class Crowd:
     """Waiting requests, counted by tenant.
 
@@ -39,8 +46,8 @@ class Crowd:
     change costs O(log tenants).
     """
 
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
-        self._weight_of = weight_of
+    def __init__(self, weights: TenantWeights) -> None:
+        self._weights = weights
         self._counts: Counter[str] = Counter()
         self._longest: list[tuple[float, str]] = []  # a heap: lengths below 0
 
@@ -52,7 +59,7 @@ class Crowd:
         self._counts[tenant] += 1
         heapq.heappush(self._longest, (-self._length(tenant), tenant))
         if len(self._longest) > 4 * len(self._counts) + _MOST_STALE:
-            self.reweigh(self._weight_of)
+            self.reweigh(self._weights)
 
     def remove(self, tenant: str) -> None:
         """Count one less."""
@@ -75,12 +82,12 @@ class Crowd:
                 return (length, other) if other != tenant and length > self._length(tenant, 1) else None
         return None
 
-    def reweigh(self, weight_of: Callable[[str], float]) -> None:
+    def reweigh(self, weights: TenantWeights) -> None:
         """Use these weights from now on."""
-        self._weight_of = weight_of
+        self._weights = weights
         self._longest = [(-self._length(tenant), tenant) for tenant in self._counts]
         heapq.heapify(self._longest)
 
     def _length(self, tenant: str, num_more: int = 0) -> float:
         """Return the number of the tenant's requests plus `num_more`, divided by its weight."""
-        return (self._counts[tenant] + num_more) / self._weight_of(tenant)
+        return (self._counts[tenant] + num_more) / self._weights.weight_of(tenant)

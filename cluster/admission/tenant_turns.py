@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from cluster.admission.records import Waiting
-from cluster.admission.shares import given_until
+from cluster.admission.records import Demand, Waiting
+from cluster.admission.service_times import ArrivalRate
 from configs.admission import AdmissionConfig
 
 MAX_CLOCKS: Final = 1024  # of tenants without waiting requests
@@ -44,6 +44,7 @@ class Lane:
     refund_s: float = 0.0
     cost_s: float = 0.0
     num_startable: int = 0
+    offered: ArrivalRate = field(default_factory=ArrivalRate)  # replica seconds, refused ones included
     waiting: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)
     models: dict[str, Line] = field(default_factory=dict)
     turn: tuple[float, int, int] | None = None  # its entry in the heap of turns
@@ -51,6 +52,10 @@ class Lane:
     def key(self) -> tuple[float, int]:
         """Return the sort key of lanes: the clock, then the number of the oldest request."""
         return self.clock_s, next(iter(self.waiting.values())).number
+
+    def next_s(self, floor_s: float) -> float:
+        """Return the clock at its next turn; `floor_s` is that of the lane served last. Idle lanes save up no turns."""
+        return self.clock_s if self.num_startable else max(self.clock_s - self.refund_s, floor_s)
 
     def charge(self, cost_s: float) -> None:
         """Move the clock on by work, less the refund."""
@@ -110,6 +115,7 @@ class TenantTurns:
         self._weight = 0.0  # of the busy lanes
         self.cost_s = 0.0
         self.stalled_s = 0.0  # the estimated cost of requests for stalled models
+        self.offered = ArrivalRate()  # replica seconds
         self.floor_s = 0.0
 
     def lane(self, tenant: str) -> Lane:
@@ -131,15 +137,37 @@ class TenantTurns:
         """Return the lane of a tenant that waits."""
         return self._waiting.get(tenant)
 
-    def ahead_s(self, tenant: str, model: str, weight: float) -> float:
-        """Return the work that is done before the next request of a tenant for a model.
+    def note_offer(self, tenant: str, cost_s: float, now_s: float) -> None:
+        """Count the work of a request that comes, whether it is let in or not."""
+        self.lane(tenant).offered.note_arrival(now_s, cost_s)
+        self.offered.note_arrival(now_s, cost_s)
 
-        While the model has no replica this is the work waiting for it: no other work competes for its future replicas.
+    def ahead_s(self, tenant: str, model: str, now_s: float, most_s: float) -> float:
+        """Return the work that is done before the next request of a tenant for a model, if that waits for `most_s`.
+
+        Until its turn every other tenant gets its share, at most the work that it has and that it sends meanwhile, at
+        the rate of late. The shares of many tenants are summed together. While the model has no replica, only the work
+        waiting for it counts: no other competes for its future replicas.
         """
-        lane = self._waiting.get(tenant)
+        lane = self.lane(tenant)
         if model in self._stalled:
-            return lane.models[model].cost_s if lane and model in lane.models else 0.0
-        return self.share_ahead_s(lane.cost_s if lane else 0.0, tenant, weight)
+            return lane.models[model].cost_s if model in lane.models else 0.0
+        turn_s = lane.next_s(self.floor_s) + lane.cost_s / lane.weight
+        if len(self._busy) > FEW:
+            weight, work_s = self._weight - lane.weight * (lane.num_startable > 0), self.cost_s - lane.cost_s
+            coming_s = most_s * (self.offered.steady_per_s(now_s) - lane.offered.steady_per_s(now_s))
+            claims = [((turn_s - self.floor_s) * weight, work_s + coming_s)]
+        else:
+            recent = [self._lanes[other] for other in islice(reversed(self._idle), FEW)]
+            claims = [
+                (
+                    (turn_s - other.next_s(self.floor_s)) * other.weight,
+                    other.cost_s + most_s * other.offered.steady_per_s(now_s),
+                )
+                for other in (*self._busy.values(), *recent)
+                if other is not lane
+            ]
+        return lane.cost_s + sum([max(0.0, min(claim)) for claim in claims])
 
     def add(self, waiting: Waiting) -> None:
         """Add a request behind the others of its tenant."""
@@ -219,52 +247,27 @@ class TenantTurns:
             self._take_turn(lane)
         return found
 
-    def share_ahead_s(self, own_s: float, tenant: str, weight: float) -> float:
-        """Return the work that is done before a tenant's next request, after `own_s` of its own.
-
-        Until then every other tenant with work gets its share, at most the work that it has. The shares of many tenants
-        are summed together.
-        """
-        own = self._busy.get(tenant)
-        num_others = len(self._busy) - (own is not None)
-        if num_others <= FEW:
-            others = [(lane.weight, lane.cost_s) for lane in self._busy.values() if lane is not own]
-        elif own:
-            others = [(self._weight - own.weight, max(0.0, self.cost_s - own.cost_s))]
-        else:
-            others = [(self._weight, max(0.0, self.cost_s))]
-        return own_s + given_until(own_s / weight, others)
-
     def waiting_lanes(self) -> Iterator[Lane]:
         """Yield the waiting lanes, as they were at the beginning."""
         yield from list(self._waiting.values())
 
     def walk(self) -> Iterator[tuple[Waiting, float]]:
-        """Yield waiting requests with the work before each. The caller removes a request before the next one."""
-        for lane in self.waiting_lanes():
+        """Yield waiting requests with their tenants' work before each. The caller removes one before the next one."""
+        for lane in list(self._waiting.values()):
             own_s = 0.0
-            lines_s: dict[str, float] = {}
             for waiting in list(lane.waiting.values()):
-                model = waiting.demand.model
-                is_stalled = model in self._stalled
-                yield (
-                    waiting,
-                    lines_s.get(model, 0.0) if is_stalled else self.share_ahead_s(own_s, lane.tenant, lane.weight),
-                )
-                cost_s = waiting.cost_s if waiting.ticket in lane.waiting else 0.0
-                if is_stalled:
-                    lines_s[model] = lines_s.get(model, 0.0) + cost_s
-                else:
-                    own_s += cost_s
+                is_stalled = waiting.demand.model in self._stalled
+                yield waiting, 0.0 if is_stalled else own_s
+                own_s += 0.0 if is_stalled or waiting.ticket not in lane.waiting else waiting.cost_s
 
-    def count_again(self, cost_of: Callable[[Waiting], float]) -> None:
+    def count_again(self, cost_of: Callable[[Demand], float]) -> None:
         """Estimate anew the costs of all waiting requests."""
         self.cost_s = self.stalled_s = 0.0
         for lane in self._waiting.values():
             lane.cost_s = 0.0
             for model, line in lane.models.items():
                 for waiting in line.values():
-                    waiting.cost_s = cost_of(waiting)
+                    waiting.cost_s = cost_of(waiting.demand)
                 line.cost_s = sum([waiting.cost_s for waiting in line.values()])
                 if model in self._stalled:
                     self.stalled_s += line.cost_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from kit.seeding import seeded_random
@@ -173,3 +174,56 @@ def test_no_request_takes_less_than_one_of_less_work_did() -> None:
     assert known.least_s(1000.0) == pytest.approx(9.0, rel=0.3)
     assert known.is_known(200.0)
     assert not known.is_known(1000.0)
+
+
+@pytest.mark.parametrize("others", [0, 30])
+def test_what_others_will_send_until_its_deadline_goes_before_a_request(others: int) -> None:
+    """Work of a second each; another tenant of equal weight sends some every other second."""
+    door = _Door()
+    for _ in range(10):
+        door.serve("m", 1.0, 1.0, share=1.0)
+    for _ in range(others):
+        assert not door.ask("m", 1.0, math.inf, share=1.0, tenant="other")
+        door.now_s += 1.0
+        door.queue.leave(door.num, door.now_s, is_answered=True)
+        door.now_s += 1.0
+    for _ in range(11):  # one of them runs
+        assert not door.ask("m", 1.0, math.inf, share=1.0)
+    assert door.ask("m", 1.0, 14.0, share=1.0) == ("late" if others else "")
+    assert door.ask("m", 1.0, 40.0, share=1.0) == ""
+
+
+def test_a_tenant_whose_long_request_runs_is_told_that_others_go_first() -> None:
+    door = _Door()
+    for model, took_s in (("long", 20.0), ("short", 1.0)):
+        for _ in range(5):
+            door.serve(model, 1.0, took_s, share=1.0)
+    assert door.ask("long", 1.0, math.inf, share=1.0) == ""
+    assert [door.ask("short", 1.0, math.inf, share=1.0, tenant="other") for _ in range(9)] == [""] * 9
+    assert door.ask("short", 1.0, 24.0, share=1.0) == "late"
+    assert door.ask("short", 1.0, 24.0, share=1.0, tenant="third") == ""
+
+
+def test_a_request_that_waits_stays_until_it_cannot_be_done_any_more() -> None:
+    """A request of 3 s has 9 s. A more urgent one of 20 s goes first; its client leaves, or does not."""
+    for ends_s, outcome in ((5.0, ""), (math.inf, "late")):
+        door = _Door()
+        for model, took_s in (("long", 20.0), ("short", 3.0)):
+            for _ in range(5):
+                door.serve(model, 1.0, took_s, share=1.0)
+        began_s = door.now_s
+        assert not door.ask("short", 1.0, math.inf, share=1.0)  # it runs
+        running = door.num
+        assert not door.ask("short", 1.0, 9.0, share=1.0)
+        waiting = door.num
+        door.queue.submit(999, Demand(POOL, "long", 1.0, 1.0, 1, "default", math.inf), door.now_s)
+        door.queue.leave(running, began_s + 3.0, is_answered=True)
+        found: dict[int, tuple[Any, float]] = {}
+        for tick in range(12, 40):
+            now_s = began_s + tick / 4
+            if now_s - began_s >= ends_s:
+                door.queue.leave(999, now_s)
+            found |= {one.ticket: (one, now_s - began_s) for one in door.queue.pump(now_s)}
+        event, at_s = found[waiting]
+        assert getattr(getattr(event, "refusal", None), "reason", "") == outcome
+        assert at_s == (5.0 if not outcome else pytest.approx(6.25))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -66,8 +67,8 @@ async def test_without_decisions_the_mailboxes_of_ingresses_that_are_gone_go_too
 async def test_records_are_frozen_for_the_collector_once_they_have_doubled(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frozen = list[int]()
-    monkeypatch.setattr(actor.gc, "freeze", lambda: frozen.append(num))
+    frozen, num = list[int](), 0
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(num))
     controller._registry.overrides = Overrides()
     for num in (1, 2, 3, 6, 7, 13, 3, 14):
         state = ClusterState({f"m{number}": ModelState(f"m{number}", NOTHING) for number in range(num)})
