@@ -13,11 +13,43 @@ import torch
 from kit.ranks import run_ranks
 from kit.seeding import seeded_rng
 
+from deployments.engines.ranks.following import TO, follow
 from deployments.engines.ranks.group import RankGroup, RankLost, forms_of
 from deployments.engines.ranks.layout import RankLayout
 from deployments.engines.ranks.links import Meeting, listening
 
 PAIR = RankLayout(tensor=2)
+
+
+class HeardGroup:
+    """Rank 1 of a group in which these plans are said."""
+
+    rank = 1
+
+    def __init__(self, *plans: dict[str, Any]) -> None:
+        self.plans, self.has_left = list(plans), False
+
+    def hear(self) -> dict[str, Any] | None:
+        return self.plans.pop(0) if self.plans else None
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+@pytest.mark.parametrize("error", [ValueError("torn"), RankLost("rank 0 is gone", [0])])
+def test_a_follower_that_fails_ends_the_group_that_is_not_lost_already(error: Exception) -> None:
+    group: Any = HeardGroup({TO: "a", "x": 1}, {TO: "b"}, {TO: "a"})
+    heard = list[Any]()
+
+    def fail(plan: Any) -> None:
+        raise error
+
+    with pytest.raises(RankLost) as lost:
+        follow(group, {"a": heard.append, "b": fail})
+    is_lost = isinstance(error, RankLost)
+    told = "rank 0 is gone" if is_lost else "rank 1 failed in a step: torn"
+    assert (str(lost.value), lost.value.ranks, group.has_left) == (told, (0,) if is_lost else (1,), not is_lost)
+    assert heard == [{TO: "a", "x": 1}]
 
 
 def test_followers_hear_what_rank_0_says() -> None:
