@@ -4,7 +4,8 @@ Torch chooses its float32 kernels on a CPU by the number of rows (2.13). MKL mul
 or more in three ways, with AVX-512 up to 16 rows in two more, by the size of the weight, with several threads the first
 dozen rows in yet others, and with less than a dozen outputs a row by its place among the others; a convolution goes to
 oneDNN or elsewhere by the size of the batch. Here few rows, and few outputs, are padded, and every convolution goes to
-oneDNN, whose fixed cost of about 60 us is felt by convolutions of less than a million multiplications only. HAZARD: on
+the compiled kernels (`few_rows.py`) or to oneDNN, whose fixed cost of about 60 us is felt by convolutions of less than
+a million multiplications only. HAZARD: on
 Intel's processors, with several threads, products of a thousand inputs and more differ even so where there are 70 rows
 or more, and with AVX2 alone every product does; MKL_CBWR=AUTO,STRICT in the environment of the processes is MKL's own
 way to have all of them alike (as fast from 16 rows on, and up to half as fast with one). A half precision product goes

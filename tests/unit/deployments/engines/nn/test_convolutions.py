@@ -115,6 +115,7 @@ def test_other_convolutions_are_torchs() -> None:
             (x[:, :16], weight, plain),
             (x[..., :2, :2], weight, (None, (1, 1), (0, 0), (1, 1))),
             (x, weight, (torch.randn(64), *plain[1:])),
+            (x, weight, (torch.randn(3).bfloat16(), *plain[1:])),
             (x, weight, (None, (3, 3), (1, 1), (1, 1))),
             (x, weight, (None, (1, 2), (1, 1), (1, 1))),
             (x, weight, (None, (1, 1), (1, 0), (1, 1))),
