@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from deployments.engines.diffusion.families.base import Rows
 from deployments.engines.libraries.library_seam import SequencePart, TokenCut, sequence_plan
+from deployments.engines.nn.batch_invariant import attention
 from deployments.engines.ranks.following import RankChannel
 from deployments.engines.ranks.group import RankGroup, RankLost
 
@@ -78,7 +79,7 @@ def shared_sequence(denoiser: Any, group: RankGroup, whole_keys: tuple[int, int]
     if (option := _COUNTING.get(kind)) and denoiser.config.get(option):
         raise CannotShare(f"a {kind} with {option} counts its tokens")
     is_text_shared = any(_TEXT in part.inputs for part in plan)
-    attention = _SharedAttention(group, None if whole_keys is None else _order(*whole_keys, group.size(_AXIS)))
+    shared = _SharedAttention(group, None if whole_keys is None else _order(*whole_keys, group.size(_AXIS)))
     try:
         for path, module in denoiser.named_modules():
             for part in plan:
@@ -89,10 +90,10 @@ def shared_sequence(denoiser: Any, group: RankGroup, whole_keys: tuple[int, int]
                 if part.outputs or part.gathered is not None:
                     handles.append(module.register_forward_hook(_changing(part, group)))
             if not is_text_shared and hasattr(module, "processor"):
-                begin = partial(attention.begin_module, _WHOLE.get(path.rpartition(".")[2]))
+                begin = partial(shared.begin_module, _WHOLE.get(path.rpartition(".")[2]))
                 handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-                handles.append(module.register_forward_hook(attention.end_module))
-        with attention:
+                handles.append(module.register_forward_hook(shared.end_module))
+        with shared:
             yield
     finally:
         for handle in handles:
@@ -192,7 +193,7 @@ class _SharedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention and self._whole != "keys":
+        if func in (F.scaled_dot_product_attention, attention) and self._whole != "keys":
             return self._attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -211,13 +212,13 @@ class _SharedAttention(TorchFunctionMode):
         if self._whole == "queries":
             own = query.chunk(count, dim=1)[self._group.place.sequence]
             key, value = self._heads(torch.stack([key, value]))
-            attended = F.scaled_dot_product_attention(own, key, value, attn_mask=mask, **options)
+            attended = attention(own, key, value, attn_mask=mask, **options)
             return torch.cat(list(self._group.gather(attended, _AXIS)), dim=1)
         if query.shape[2] == key.shape[2]:
             query, key, value = self._heads(torch.stack([query, key, value])).unbind()
         else:
             (query,), (key, value) = self._heads(query[None]), self._heads(torch.stack([key, value]))
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        attended = attention(query, key, value, attn_mask=mask, **options)
         tokens = torch.unflatten(attended, 2, (count, -1)).movedim(2, 0)
         return self._group.exchange(tokens, _AXIS).movedim(0, 1).flatten(1, 2)
 

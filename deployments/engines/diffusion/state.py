@@ -20,6 +20,7 @@ from deployments.engines.diffusion.families.base import MAX_SIDE_PX, Branch, Fam
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
 from deployments.engines.diffusion.samplers import why_no_sigmas
 from deployments.engines.nn.batch_invariant import make_batch_invariant
+from deployments.engines.nn.forwards import make_quick
 from deployments.engines.nn.lora import FittedPairs, MergedLayers
 from deployments.engines.records.input_images import find_bad_image
 from deployments.engines.records.protocol import ComputationFailed, DiffusionRequest, EngineError
@@ -83,6 +84,7 @@ def make_controls(
         if reason := _wrong_mode(use.mode, family.adapters.num_modes(net)):
             raise EngineError(f"control: {use.name!r} {reason}")
         make_batch_invariant(net)
+        make_quick(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
             inputs = family.adapters.control_inputs(net, pixels, encode)

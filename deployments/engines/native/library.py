@@ -93,6 +93,17 @@ class Convolution(ctypes.Structure):
     )
 
 
+class FullAttention(ctypes.Structure):
+    """`FullAttention` of full_attention.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "y")),
+        *((f"strides_of_{name}", ctypes.c_int64 * 3) for name in ("q", "k", "v", "y")),
+        *((name, ctypes.c_int64) for name in ("images", "heads", "queries", "keys", "size")),
+        ("scale", ctypes.c_double),
+    )
+
+
 class DrawnRow(ctypes.Structure):
     """`DrawnRow` of draws.h: a row of logits, the number in [0, 1) that is drawn for it, and its filters."""
 
@@ -120,6 +131,12 @@ def convolved_shape(x: torch.Tensor, weight: torch.Tensor, stride: int, padding:
     return len(x), len(weight), *sides
 
 
+def attended(query: torch.Tensor) -> torch.Tensor:
+    """Return memory for an attention's result (N, heads, queries, size), which has the heads behind the tokens."""
+    images, heads, queries, size = query.shape
+    return query.new_empty(images, queries, heads, size).transpose(1, 2)
+
+
 class Kernels:
     """The functions of one library that this processor can run."""
 
@@ -141,6 +158,7 @@ class Kernels:
         self._run.argtypes = (_POINTER, _SIZE, ctypes.c_int)
         self.has_half_products = self.variant == "avx512" and "avx512_bf16" in processor
         self._convolve = getattr(library, f"atelier_convolve_{self.variant}") if self.has_half_products else None
+        self._attend = getattr(library, f"atelier_attend_{self.variant}") if self.has_half_products else None
         self.decode = getattr(library, f"atelier_decode_{self.variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -204,6 +222,24 @@ class Kernels:
         given = Convolution(*pointers, *x.shape, len(weight), weight.shape[-1], stride, padding)
         if self._convolve(ctypes.byref(given), torch.get_num_threads()):
             raise MemoryError(f"no memory for a convolution of {tuple(x.shape)} with {tuple(weight.shape)}")
+        return y
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the attention of all queries (N, heads, queries, size) to all keys (N, heads, keys, size).
+
+        With `has_half_products` alone. The size is even, and all are bfloat16 on the host; a token's elements follow
+        each other. An image's result does not depend on the others, bit for bit. Raises MemoryError.
+        """
+        assert self._attend is not None
+        y, keys = attended(query), key.shape[2]
+        tensors = query, key, value, y
+        pointers, strides = (
+            (one.data_ptr() for one in tensors),
+            ((ctypes.c_int64 * 3)(*one.stride()[:3]) for one in tensors),
+        )
+        given = FullAttention(*pointers, *strides, *query.shape[:3], keys, query.shape[3], scale)
+        if self._attend(ctypes.byref(given), torch.get_num_threads()):
+            raise MemoryError(f"no memory for attention of {tuple(query.shape)} to {keys} keys")
         return y
 
     def add_pair(

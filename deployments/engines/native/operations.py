@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deployments.engines.native.library import ELEMENTS, Kernels, Product, convolved_shape, load_kernels
+from deployments.engines.native.library import ELEMENTS, Kernels, Product, attended, convolved_shape, load_kernels
 
 BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -34,6 +34,10 @@ class Operations:
         self._library.define("conv2d(Tensor x, Tensor weight, Tensor? bias, int stride, int padding) -> Tensor")
         self._library.impl("conv2d", self._conv2d, "CPU")
         self._library.impl("conv2d", _convolved, "Meta")
+        self._library.define("attend(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
+        self._library.impl("attend", self._attend, "CPU")
+        self._library.impl("attend", _attended, "Meta")
+        self.attend: Any = torch.ops.atelier.attend.default
         self.conv2d: Any = torch.ops.atelier.conv2d.default
         self.linear: Any = torch.ops.atelier.linear.default
         self.add_pair: Any = torch.ops.atelier.add_pair.default
@@ -77,6 +81,10 @@ class Operations:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: int
     ) -> torch.Tensor:
         return self._kernels.conv2d(x.contiguous(), weight.contiguous(), bias, stride, padding)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
+        return self._kernels.attend(q, k, v, scale)
 
     def _add_pair(
         self, result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, factor: float
@@ -137,6 +145,10 @@ def _convolved(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: int
 ) -> torch.Tensor:
     return x.new_empty(convolved_shape(x, weight, stride, padding))
+
+
+def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    return attended(query)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ thread_local Scratch tile_scratch, activation_scratch;
 
 #include "convolution.h"
 #include "decoder.h"
+#include "full_attention.h"
 
 namespace {
 
@@ -230,6 +231,11 @@ extern "C" int JOINED(atelier_add_pair, ISA)(const float* down, const float* up,
 // A convolution in bfloat16, where the processor multiplies pairs of it. Returns 0, or 1 when memory ran out.
 extern "C" int JOINED(atelier_convolve, ISA)(const Convolution* convolution, int threads) {
     return convolve(*convolution, threads);
+}
+
+// Attention without a mask in bfloat16, where the processor multiplies pairs of it. Returns 0, or 1 when memory ran out.
+extern "C" int JOINED(atelier_attend, ISA)(const FullAttention* attention, int threads) {
+    return attend_fully(*attention, threads);
 }
 #endif
 

@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 import torch.utils.deterministic
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from deployments.engines.nn.few_rows import HOSTS, convolve_any, multiply_any
+from deployments.engines.nn.few_rows import HOSTS, attend_any, convolve_any, multiply_any
 
 _uninitialized_memory: Any = torch.utils.deterministic  # a module with properties, which its types do not have
 _MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
@@ -122,6 +123,37 @@ def conv2d(
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     result: torch.Tensor = torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     return result
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Return `F.scaled_dot_product_attention`. Modes of functions see it as they see that."""
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    given = query, key, value
+    if has_torch_function(given):
+        handled: torch.Tensor = handle_torch_function(attention, given, *given, attn_mask=attn_mask, **options)
+        return handled
+    is_full = attn_mask is None and dropout_p == 0 and not is_causal and not enable_gqa
+    if is_full and (found := attend_any(*given, scale)) is not None:
+        return found
+    return F.scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+class OwnAttention(TorchFunctionMode):
+    """Has what runs in it attend by `attention`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return (attention if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
 
 def _in_c_order(x: torch.Tensor) -> torch.Tensor:

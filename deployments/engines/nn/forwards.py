@@ -1,6 +1,7 @@
 """Forwards in place of a module's own: another one for a while, or stock's without what it does again in every call.
 
-Parameters stay where they are, untouched. A quick forward's results are stock's, bit for bit. A small model's step is a
+Parameters stay where they are, untouched. A quick forward's results are stock's, bit for bit, but for attention in
+bfloat16 that the compiled kernels compute (`few_rows.attend_any`): it has other roundings. A small model's step is a
 thousand such calls, and spends more of its time in Python than in kernels: stock's attention looks up the signature of
 its processor, 20 to 40 us each time, and Flux makes its rotary angles anew at every step, 3 ms of an image of the
 demo's.
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 from deployments.engines.libraries.library_seam import QUICK_ATTENTION, QUICK_POSITIONS, has_known_forward
+from deployments.engines.nn.batch_invariant import OwnAttention
+from deployments.engines.nn.few_rows import HOSTS, are_kernels_faster, has_half_products
 
 
 @contextlib.contextmanager
@@ -80,10 +83,18 @@ def _quick_attention(stock: Any) -> Any:
 
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
         if options.keys() <= _parameters(type(self.processor).__call__):
-            return self.processor(self, *inputs, **options)
+            hidden = inputs[0] if inputs else options.get("hidden_states")
+            with OwnAttention() if _may_gain(hidden) else contextlib.nullcontext():
+                return self.processor(self, *inputs, **options)
         return stock.forward(self, *inputs, **options)  # which leaves out what the processor does not take, and says so
 
     return type(f"Quick{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
+
+
+def _may_gain(hidden: Any) -> bool:
+    """Return whether the kernels may attend: each function of torch in a mode costs a microsecond."""
+    is_half = isinstance(hidden, torch.Tensor) and hidden.dtype == torch.bfloat16 and hidden.device.type in HOSTS
+    return is_half and are_kernels_faster() and has_half_products()
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from deployments.engines.building.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.nn import forwards
 
 SOLVERS = [
     "DDIMScheduler",
@@ -98,7 +99,7 @@ def test_a_float16_vae_that_overflows_decodes_in_float32(sdxl, load_pipeline, ma
     assert half._codec.vae.dtype == torch.float16  # the given weights stay as they are
 
 
-def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request):
+def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request, monkeypatch):
     ours = load_pipeline(flux.folder, "FluxPipeline", "transformer", torch.bfloat16)
     parts = [
         type(part).from_pretrained(flux.folder / name, dtype=torch.bfloat16)
@@ -110,7 +111,13 @@ def test_bfloat16_is_stock_in_bfloat16(flux, load_pipeline, make_request):
     # A length that is not padded: under a mask, bfloat16 rounds otherwise.
     conditioning = {name: tensor.bfloat16() for name, tensor in flux.conditioning(length=16).items()}
     flux_bfloat16 = type(flux)(stock, ours, flux.folder, flux.conditioning)
-    assert_same_image(ours.generate(request, conditioning), flux_bfloat16.stock_images(request, conditioning))
+    own = ours.generate(request, conditioning)
+    # Attention in the compiled kernels rounds otherwise, and no more: float32's image is as near.
+    exact = flux.ours.generate(request, flux.conditioning(length=16)).astype(int)
+    theirs = flux_bfloat16.stock_images(request, conditioning)
+    assert np.abs(own - exact).mean() <= 1.25 * np.abs(theirs - exact).mean()
+    monkeypatch.setattr(forwards, "_may_gain", lambda hidden: False)
+    assert_same_image(ours.generate(request, conditioning), theirs)
 
 
 def test_weights_are_not_written(pair, make_request):
