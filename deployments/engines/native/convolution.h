@@ -1,6 +1,6 @@
-// Convolutions of images [n, in, height, width] with weights [out, in, 3, 3] or [out, in, 1, 1], both where they lie, by
-// pairs of bfloat16 with sums in float32. Lanes are pixels, so that what is read and what is written is a row of an image.
-// A word is what a lane takes at once: a pixel of two channels.
+// Convolutions of images [n, in, height, width] with weights [out, in, 3, 3] or [out, in, 1, 1], both where they lie, in
+// float32 or by pairs of bfloat16, with sums in float32. Lanes are pixels, so that what is read and what is written is a
+// row of an image. A word is what a lane takes at once: a float, or a pixel of two channels in bfloat16.
 // A block of pixels meets a piece of the outputs, some inputs at a time, of which the words of both are packed into a
 // thread's memory. A sum has the same order wherever its pixel lies: that of the inputs, those packed at once alone first.
 
@@ -13,8 +13,8 @@ namespace {
 
 // x, y and weight are contiguous. `bias` may be null.
 struct Convolution {
-    const uint16_t *weight, *bias, *x;
-    uint16_t* y;
+    const void *weight, *bias, *x;
+    void* y;
     int64_t images, inputs, height, width, outputs, kernel, stride, padding;
     int64_t out_height() const { return (height + 2 * padding - kernel) / stride + 1; }
     int64_t out_width() const { return (width + 2 * padding - kernel) / stride + 1; }
@@ -35,7 +35,10 @@ constexpr int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1
 
 // The words of a pixel that an output meets, in groups: the 9 of a channel word where the kernel is 3 x 3, else 16 channel
 // words. Blocks are bands of rows of an image, or several small images.
+template <class Element>
 struct ConvolutionPlan {
+    static constexpr int64_t kChannels = 4 / sizeof(Element);  // of a word
+
     const Convolution& given;
     int64_t out_height, out_width, channel_words, group_words, groups, chunk_groups, chunk_channel_words;
     int64_t band_rows, bands, block_bands, blocks, band_vectors, block_vectors;
@@ -44,7 +47,7 @@ struct ConvolutionPlan {
     explicit ConvolutionPlan(const Convolution& c) : given(c) {
         out_height = c.out_height(), out_width = c.out_width();
         taps = c.kernel * c.kernel;
-        channel_words = divided_up(c.inputs, 2);
+        channel_words = divided_up(c.inputs, kChannels);
         group_words = taps == 1 ? 16 : taps;
         groups = taps == 1 ? divided_up(channel_words, 16) : channel_words;
         chunk_groups = kPackedWords / group_words;
@@ -81,24 +84,33 @@ inline __mmask32 lanes_from_to(int64_t begin, int64_t end) {
     return below(end) & ~below(begin);
 }
 
-// Words of 16 pixels that lie S elements apart, of those that the mask has; there may be no second channel.
+// Words of 16 pixels that lie S elements apart, of those the row of each channel has by the mask; a row may be null.
 template <int S>
-inline __m512i pixel_words(const uint16_t* first, const uint16_t* second, __mmask32 mask) {
+inline __m512i pixel_words(const float* const (&rows)[1], int64_t at, __mmask32 mask) {
+    const __m512i low = _mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), rows[0] + at);
+    if constexpr (S == 1) return low;
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i high = _mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask >> 16), rows[0] + at + 16);
+    return _mm512_permutex2var_epi32(low, even, high);
+}
+template <int S>
+inline __m512i pixel_words(const uint16_t* const (&rows)[2], int64_t at, __mmask32 mask) {
     const auto part = [&](const uint16_t* row) {
         if constexpr (S == 1)
-            return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), row));
-        return _mm512_maskz_loadu_epi16(mask & 0x55555555u, row);
+            return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), row + at));
+        return _mm512_maskz_loadu_epi16(mask & 0x55555555u, row + at);
     };
-    return second ? part(first) | _mm512_slli_epi32(part(second), 16) : part(first);
+    return rows[1] ? part(rows[0]) | _mm512_slli_epi32(part(rows[1]), 16) : part(rows[0]);
 }
 
 // Pack a channel word of a band: as many copies as it has, of the pixels that a column of the kernel meets (or, with a
 // stride, a tap), in rows as long as the result's.
-template <int S>
-void pack_band(const ConvolutionPlan& plan, int64_t image, int64_t first_row, int64_t word, float* to) {
+template <int S, class Element>
+void pack_band(const ConvolutionPlan<Element>& plan, int64_t image, int64_t first_row, int64_t word, float* to) {
     const Convolution& c = plan.given;
-    const int64_t size = c.height * c.width, channel = 2 * word;
-    const uint16_t* const x = c.x + (image * c.inputs + channel) * size;
+    constexpr int64_t kChannels = ConvolutionPlan<Element>::kChannels;
+    const int64_t size = c.height * c.width, channel = word * kChannels;
+    const Element* const x = static_cast<const Element*>(c.x) + (image * c.inputs + channel) * size;
     for (int64_t copy = 0; copy < plan.copies; ++copy, to += plan.copy_words) {
         const int64_t top = S * first_row + (S == 1 ? 0 : copy / c.kernel) - c.padding;
         const int64_t left = (S == 1 ? copy : copy % c.kernel) - c.padding;
@@ -110,8 +122,9 @@ void pack_band(const ConvolutionPlan& plan, int64_t image, int64_t first_row, in
             for (int64_t y = top; y < top + S * plan.copy_rows; y += S, row_to += plan.out_width) {
                 __m512i words = _mm512_setzero_si512();
                 if (0 <= y && y < c.height && channel < c.inputs) {
-                    const uint16_t* row = x + y * c.width;
-                    words = pixel_words<S>(row + at, channel + 1 < c.inputs ? row + at + size : nullptr, mask);
+                    const Element* rows[kChannels] = {x + y * c.width};
+                    if (kChannels == 2) rows[kChannels - 1] = channel + 1 < c.inputs ? rows[0] + size : nullptr;
+                    words = pixel_words<S>(rows, at, mask);
                 }
                 _mm512_mask_storeu_epi32(row_to, written, words);
             }
@@ -128,14 +141,19 @@ inline __m512i weight_words(const uint16_t* group, __mmask32 mask) {
                                             15 << 16 | 6, 16 << 16 | 7, 17 << 16 | 8, 0, 0, 0, 0, 0, 0, 0);
     return _mm512_permutexvar_epi16(order, given);
 }
-// Where some groups of the outputs' weights lie.
 template <bool IS_POINT>
+inline __m512i weight_words(const float* group, __mmask32 mask) {
+    return _mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), group);
+}
+
+// Where some groups of the outputs' weights lie.
+template <class Element, bool IS_POINT>
 struct WeightRows {
-    static constexpr int64_t kWords = IS_POINT ? 16 : 9, kElements = 2 * kWords;
-    const uint16_t* at;
+    static constexpr int64_t kWords = IS_POINT ? 16 : 9, kElements = kWords * 4 / sizeof(Element);
+    const Element* at;
     int64_t stride, left;  // elements of a row, and from its first group on
     WeightRows(const Convolution& c, int64_t output, int64_t group) : stride(c.inputs * c.kernel * c.kernel) {
-        at = c.weight + output * stride + group * kElements;
+        at = static_cast<const Element*>(c.weight) + output * stride + group * kElements;
         left = stride - group * kElements;
     }
     // Pack the groups of a tile, of whose outputs `outputs` are there: [groups][outputs of a tile][words]. HAZARD: what is
@@ -143,22 +161,29 @@ struct WeightRows {
     void pack(int64_t outputs, int64_t groups, float* to) const {
         for (int64_t group = 0; group < groups; ++group) {
             const __mmask32 mask = lanes_from_to(0, std::min(kElements, left - group * kElements));
-            const uint16_t* row = at + group * kElements;
+            const Element* row = at + group * kElements;
             for (int64_t r = 0; r < kTileOutputs; ++r, to += kWords, row += stride)
                 _mm512_storeu_si512(to, r < outputs ? weight_words<IS_POINT>(row, mask) : _mm512_setzero_si512());
         }
     }
     // Fetch the groups meanwhile.
     void fetch(int64_t outputs, int64_t groups) const {
-        const int64_t nbytes = 2 * std::min(left, groups * kElements);
+        const int64_t nbytes = sizeof(Element) * std::min(left, groups * kElements);
         for (int64_t r = 0; r < outputs; ++r)
             for (int64_t byte = 0; byte < nbytes + 63; byte += 64)
                 _mm_prefetch(reinterpret_cast<const char*>(at + r * stride) + byte, _MM_HINT_T1);
     }
 };
 
+inline __attribute__((target("avx512bf16"), always_inline)) Floats add_words(Floats total, Floats x, Floats w, uint16_t) {
+    return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)w);
+}
+inline __attribute__((target("avx512bf16"), always_inline)) Floats add_words(Floats total, Floats x, Floats w, float) {
+    return _mm512_fmadd_ps(x, w, total);
+}
+
 // A tile: W words of each of kTileOutputs outputs times those of V vectors of pixels, in some groups.
-template <int W, int V>
+template <class Element, int W, int V>
 __attribute__((target("avx512bf16"))) void convolve_tile(const float* w, const float* const* x, const int64_t* offsets,
                                                          int64_t groups, int64_t group_stride, bool is_first, float* to,
                                                          int64_t stride) {
@@ -180,7 +205,7 @@ __attribute__((target("avx512bf16"))) void convolve_tile(const float* w, const f
             for (int r = 0; r < kTileOutputs; ++r) {
                 const Floats ws = _mm512_set1_ps(w[r * W + i]);
 #pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], (__m512bh)xs[v], (__m512bh)ws);
+                for (int v = 0; v < V; ++v) total[r][v] = add_words(total[r][v], xs[v], ws, Element{});
             }
         }
         for (int v = 0; v < V; ++v) at[v] += group_stride;
@@ -194,6 +219,10 @@ __attribute__((target("avx512bf16"))) void convolve_tile(const float* w, const f
         }
 }
 
+inline __attribute__((target("avx512bf16"))) void store_pixels(const float* from, int64_t count, float bias, float* to) {
+    for (int64_t i = 0; i < count; i += 16)
+        _mm512_mask_storeu_ps(to + i, static_cast<__mmask16>(lanes_from_to(0, count - i)), load(from + i) + every_float(bias));
+}
 inline __attribute__((target("avx512bf16"))) void store_pixels(const float* from, int64_t count, float bias, uint16_t* to) {
     for (int64_t i = 0; i < count; i += 16)
         _mm256_mask_storeu_epi16(to + i, static_cast<__mmask16>(lanes_from_to(0, count - i)),
@@ -201,8 +230,8 @@ inline __attribute__((target("avx512bf16"))) void store_pixels(const float* from
 }
 
 // The outputs `first` to `last` of a block of pixels.
-template <bool IS_POINT>
-void convolve_block(const ConvolutionPlan& plan, int64_t block, int64_t first, int64_t last, float* scratch) {
+template <class Element, bool IS_POINT>
+void convolve_block(const ConvolutionPlan<Element>& plan, int64_t block, int64_t first, int64_t last, float* scratch) {
     const Convolution& c = plan.given;
     constexpr int kWords = IS_POINT ? 16 : 9;
     float *const x = scratch, *const w = x + plan.x_words(), *const sums = w + plan.weight_words();
@@ -219,13 +248,13 @@ void convolve_block(const ConvolutionPlan& plan, int64_t block, int64_t first, i
         for (int64_t word = 0; word < words; ++word)
             for (int64_t band = 0; band < bands; ++band) {
                 float* to = x + word * plan.copies * plan.copy_words + band * plan.band_words;
-                const auto pack = c.stride == 1 ? pack_band<1> : pack_band<2>;
+                const auto pack = c.stride == 1 ? pack_band<1, Element> : pack_band<2, Element>;
                 pack(plan, image_of(band), row_of(band), first_word + word, to);
             }
         const auto packed = [&](int64_t output) { return w + (output - first) * groups * kWords; };
         const auto outputs_of = [&](int64_t output) { return std::min<int64_t>(kTileOutputs, last - output); };
         for (int64_t output = first; output < last; output += kTileOutputs)
-            WeightRows<IS_POINT>(c, output, group).pack(outputs_of(output), groups, packed(output));
+            WeightRows<Element, IS_POINT>(c, output, group).pack(outputs_of(output), groups, packed(output));
         for (int64_t vector = 0; vector < vectors; vector += kTileVectors) {
             const float* at[kTileVectors];
             for (int64_t v = 0; v < kTileVectors; ++v) {
@@ -233,10 +262,10 @@ void convolve_block(const ConvolutionPlan& plan, int64_t block, int64_t first, i
                 at[v] = x + number / plan.band_vectors * plan.band_words + number % plan.band_vectors * 16;
             }
             const auto multiply =
-                vectors - vector > 2 ? convolve_tile<kWords, 4> : convolve_tile<kWords, 2>;
+                vectors - vector > 2 ? convolve_tile<Element, kWords, 4> : convolve_tile<Element, kWords, 2>;
             for (int64_t output = first; output < last; output += kTileOutputs) {
                 if (vector == 0 && group + groups < plan.groups)
-                    WeightRows<IS_POINT>(c, output, group + groups).fetch(outputs_of(output), groups);
+                    WeightRows<Element, IS_POINT>(c, output, group + groups).fetch(outputs_of(output), groups);
                 multiply(packed(output), at, offsets, groups, plan.group_stride(), group == 0,
                          sums + (output - first) * stride + 16 * vector, stride);
             }
@@ -245,14 +274,16 @@ void convolve_block(const ConvolutionPlan& plan, int64_t block, int64_t first, i
     for (int64_t output = first; output < last; ++output)
         for (int64_t band = 0; band < bands; ++band) {
             const int64_t row = row_of(band), rows = std::min(plan.band_rows, plan.out_height - row);
-            const float bias = c.bias ? load_element(c.bias, BFLOAT16, output) : 0;
-            uint16_t* to = c.y + ((image_of(band) * c.outputs + output) * plan.out_height + row) * plan.out_width;
+            const float bias = c.bias ? load_element(c.bias, sizeof(Element) == 2 ? BFLOAT16 : FLOAT32, output) : 0;
+            Element* to = static_cast<Element*>(c.y) +
+                          ((image_of(band) * c.outputs + output) * plan.out_height + row) * plan.out_width;
             store_pixels(sums + (output - first) * stride + 16 * band * plan.band_vectors, rows * plan.out_width, bias, to);
         }
 }
 
-inline int convolve(const Convolution& c, int threads) {
-    const ConvolutionPlan plan(c);
+template <class Element>
+int convolve(const Convolution& c, int threads) {
+    const ConvolutionPlan<Element> plan(c);
     // With several threads, pieces that give each of them some.
     const int64_t even = divided_up(c.outputs, std::max<int64_t>(1, divided_up(2 * threads, plan.blocks)));
     const int64_t most = threads == 1 ? kPieceOutputs : std::clamp<int64_t>(even, 4 * kTileOutputs, kPieceOutputs);
@@ -270,7 +301,7 @@ inline int convolve(const Convolution& c, int threads) {
         for (int64_t i = 0; i < pieces * plan.blocks; ++i) {
             if (!own) continue;
             const int64_t first = i % pieces * piece, last = std::min(c.outputs, first + piece);
-            (plan.taps == 1 ? convolve_block<true> : convolve_block<false>)(plan, i / pieces, first, last, own);
+            (plan.taps == 1 ? convolve_block<Element, true> : convolve_block<Element, false>)(plan, i / pieces, first, last, own);
         }
     }
     return failed;

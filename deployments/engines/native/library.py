@@ -212,15 +212,15 @@ class Kernels:
     ) -> torch.Tensor:
         """Return the convolution of images (N, in, height, width) with (out, in, side, side), of side 1 or 3.
 
-        With `has_half_products` alone. The stride is 1 or 2, and all are contiguous bfloat16 on the host. An image's
-        result does not depend on the others, bit for bit. Raises MemoryError.
+        With `has_half_products` alone. The stride is 1 or 2, and all are contiguous float32 or bfloat16 on the host. An
+        image's result does not depend on the others, bit for bit. Raises MemoryError.
         """
         assert self._convolve is not None
         y = x.new_empty(convolved_shape(x, weight, stride, padding))
         offset = None if bias is None else bias.data_ptr()
         pointers = weight.data_ptr(), offset, x.data_ptr(), y.data_ptr()
         given = Convolution(*pointers, *x.shape, len(weight), weight.shape[-1], stride, padding)
-        if self._convolve(ctypes.byref(given), torch.get_num_threads()):
+        if self._convolve(ctypes.byref(given), ELEMENTS[x.dtype], torch.get_num_threads()):
             raise MemoryError(f"no memory for a convolution of {tuple(x.shape)} with {tuple(weight.shape)}")
         return y
 

@@ -228,9 +228,9 @@ extern "C" int JOINED(atelier_add_pair, ISA)(const float* down, const float* up,
 }
 
 #if defined(__AVX512VNNI__)
-// A convolution in bfloat16, where the processor multiplies pairs of it. Returns 0, or 1 when memory ran out.
-extern "C" int JOINED(atelier_convolve, ISA)(const Convolution* convolution, int threads) {
-    return convolve(*convolution, threads);
+// A convolution in an Element, where the processor multiplies pairs of bfloat16. Returns 0, or 1 when memory ran out.
+extern "C" int JOINED(atelier_convolve, ISA)(const Convolution* convolution, int element, int threads) {
+    return (element == BFLOAT16 ? convolve<uint16_t> : convolve<float>)(*convolution, threads);
 }
 
 // Attention without a mask in bfloat16, where the processor multiplies pairs of it. Returns 0, or 1 when memory ran out.

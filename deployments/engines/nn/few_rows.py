@@ -7,7 +7,9 @@ and 10.6 for 8 tokens, 17.7 and 16.0 for 22, 20.5 and 19.8 for 32, the same from
 rows and 256 to 10,240 inputs and outputs, on a Zen 5 their products take 0.47 to 0.58 of MKL's time, from 8 rows on.
 Those of bfloat16 take 0.39 to 0.71 of oneDNN's time up to 16 rows, and from 64 on 0.94 to 1.04, with 384 to 5,632
 columns. Convolutions of bfloat16 take 0.31 to 1.07 of the time of oneDNN, which packs the weights at each call: the
-more weights for a pixel, the less. Attention in bfloat16 takes 0.19 to 0.35 of the time of torch's, from 64 queries on.
+more weights for a pixel, the less. Those of float32 take 0.3 to 1.1 of it up to 16 x 16 pixels, and from 24 x
+24 on, but for few channels, 1.0 to 1.3. Attention in bfloat16 takes 0.19 to 0.35 of the time of torch's, from 64
+queries on.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _TURNED: Final = 4  # elements; pair_product.h turns so many at once
 _LEAST_WEIGHT: Final = 2**12  # elements; of a smaller one, the call takes longer than the product
 _LEAST_QUERIES: Final = 64  # full_attention.h computes as many at once
 _MOST_SIZE: Final = 160  # elements; a thread keeps a copy of all keys and values of a head
+_MOST_FLOAT_PIXELS: Final = 16**2  # of an image; of a larger one in float32, oneDNN's convolutions are the faster ones
 _VECTOR: Final = 16  # elements: dense_product.h leaves no remainder
 
 
@@ -85,11 +88,13 @@ def convolve_any(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> torch.Tensor | None:
-    """Return `F.conv2d` of one group in bfloat16 by the kernels where they are the faster ones, else None.
+    """Return `F.conv2d` of one group by the kernels where they are the faster ones, else None.
 
     An image's result does not depend on the other images, bit for bit; nor does the choice.
     """
-    if x.dtype != torch.bfloat16 or x.dim() != 4 or x.numel() == 0 or weight.numel() < _LEAST_WEIGHT:
+    if x.dtype not in ELEMENTS or x.dim() != 4 or x.numel() == 0 or weight.numel() < _LEAST_WEIGHT:
+        return None
+    if x.dtype == torch.float32 and x.shape[2] * x.shape[3] > _MOST_FLOAT_PIXELS:
         return None
     given = (x, weight) if bias is None else (x, weight, bias)
     is_plain = x.device.type in HOSTS and all(one.dtype == x.dtype and one.device == x.device for one in given)
