@@ -16,14 +16,12 @@ from transformers import AutoTokenizer, ProcessorMixin
 
 from configs.options import Sampler
 from deployments.engines.building.build import IMPORT_LOCK
-from deployments.engines.diffusion.solvers import SolverFactory
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.libraries.library_classes import LIBRARIES, is_pipeline_folder
 from deployments.engines.libraries.library_seam import pipeline_arguments
 from deployments.engines.libraries.processors import load_image_processor
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts
-from deployments.engines.stock.sampled import SampledScheduler
 from weights.platform.panics import panics_as_errors
 
 _ONLY_IN_TILES: Final = ("AutoencoderKLAllegro",)  # diffusers has no other way for it, and leaves this one off
@@ -67,14 +65,18 @@ class StockModel:
         """Return a pipeline of one request, with schedulers of its own.
 
         `scheduler` and `scheduler_options` are those of a DiffusionRequest. A `sampler` is in place of the scheduler.
-        Raises EngineError.
+        diffusers is loaded here, since replicas of texts load this module. Raises EngineError.
         """
         parts = {name: copy.deepcopy(one) if _is_scheduler(one) else one for name, one in self._parts.items()}
         if (scheduler or scheduler_options or sampler) and "scheduler" not in parts:
             raise EngineError(f"scheduler: a {self.cls.__name__} has its own, which a request cannot change")
         if sampler is not None:
+            from deployments.engines.stock.sampled import SampledScheduler  # loads diffusers
+
             parts["scheduler"] = SampledScheduler(parts["scheduler"], sampler)
         elif scheduler or scheduler_options:
+            from deployments.engines.diffusion.solvers import SolverFactory  # loads diffusers
+
             solvers = SolverFactory(self._folder, self._index)
             parts["scheduler"] = solvers.configured(scheduler, scheduler_options or {})
         _mend_parts(self.cls.__name__, parts)
