@@ -119,7 +119,7 @@ class ObjectStore:
         try:
             ref = put()
             view = ray.get(ref)
-        except ray.exceptions.ObjectStoreFullError as error:
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:  # it may not spill either
             raise StoreFull(f"Ray's object store has no room for {nbytes} bytes: {error}") from None
         if self._is_shared and not _in_shared_memory(view):
             raise StoreFull(

@@ -119,9 +119,11 @@ def test_what_does_not_stay_in_memory_is_refused(fake: FakeRay) -> None:
     fake.is_shared = False
     with pytest.raises(StoreFull, match=r"store of 1000 bytes has no room in memory for 100 bytes beside 700"):
         store.put(DATA, 700)
-    fake.is_shared, fake.error = True, ray.exceptions.ObjectStoreFullError("full")
-    with pytest.raises(StoreFull, match="no room for 100 bytes"):
-        store.put(DATA, 700)
+    fake.is_shared = True
+    for full in (ray.exceptions.ObjectStoreFullError("full"), ray.exceptions.OutOfDiskError("no disk to spill to")):
+        fake.error = full
+        with pytest.raises(StoreFull, match=r"no room for 100 bytes: .*(full|no disk)"):
+            store.put(DATA, 700)
 
 
 def test_a_store_that_is_on_disk_by_configuration_is_used(fake: FakeRay) -> None:
