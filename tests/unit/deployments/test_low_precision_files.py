@@ -55,4 +55,5 @@ def test_a_pipeline_in_low_precision_answers_a_request(
     found = image_of(tmp_path / "short", short, tmp_path)
     assert found.std() > 1
     expected = image_of(tmp_path / "values", values, tmp_path)
-    assert np.abs(found.astype(int) - expected).max() <= 3  # what is rounded to 16 bits may be rounded the other way
+    # What is rounded to 16 bits may be rounded the other way, most of all what was turned back.
+    assert np.abs(found.astype(int) - expected).max() <= (6 if write.__name__ == "int4_rotated" else 3)
