@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from kit.judges import judge_folder
 from kit.seeding import seeded_random
 
 from deployments.engines.llm.answer_forms import HARMONY_START, REASONING_FORMS, TOOL_FORMS, AnswerForm
@@ -16,7 +16,6 @@ from deployments.engines.llm.chat import Function, whole_calls
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).resolve().parents[2]
 # The beginnings of a file's or a model's name, the form of its calls, and that of its reasoning.
 FORMS: Final = (
     ("qwen3-xml/", "qwen3-coder", "think"),
@@ -52,8 +51,8 @@ MISSES: Final = {
 
 
 def fixtures() -> list[dict[str, Any]]:
-    files = sorted((ROOT / ".judges/canitoolcall").glob("lib/*/site-packages/canitoolcall/_data/fixtures/*/*.jsonl"))
-    assert files, "there are no fixtures: run `make judges-long`"
+    files = sorted(judge_folder("canitoolcall").glob("lib/*/site-packages/canitoolcall/_data/fixtures/*/*.jsonl"))
+    assert files
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 

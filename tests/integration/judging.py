@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from integration.harness import ROOT
+from kit.judges import judge_folder
 
 JUDGES = ROOT / "tests/judges"
 DEMO = ROOT / "infra/demo"
@@ -48,8 +49,8 @@ class Observed:
 
 def judge(script: str, environment: str, url: str, grpc: str, folder: Path, asked: dict[str, Any]) -> Observed:
     """One run of the script. `asked` is what it reads its questions from."""
-    python = ROOT / ".judges" / environment / "bin/python"
-    return _run([str(_found(python)), str(JUDGES / f"{script}.py")], {}, url, grpc, folder, asked)
+    python = judge_folder(environment) / "bin/python"
+    return _run([str(python), str(JUDGES / f"{script}.py")], {}, url, grpc, folder, asked)
 
 
 def node_judge(script: str, environment: str, url: str, grpc: str, folder: Path, asked: dict[str, Any]) -> Observed:
@@ -57,13 +58,8 @@ def node_judge(script: str, environment: str, url: str, grpc: str, folder: Path,
     node = shutil.which("node")
     if node is None or shutil.which("npm") is None:
         pytest.skip("there is no node, or no npm, which installs the client")
-    modules = {"NODE_PATH": str(_found(ROOT / ".judges" / environment / "node_modules"))}
+    modules = {"NODE_PATH": str(judge_folder(environment) / "node_modules")}
     return _run([node, str(JUDGES / f"{script}.cjs")], modules, url, grpc, folder, asked)
-
-
-def _found(path: Path) -> Path:
-    assert path.exists(), f"there is no {path}: run `make judges-long`"
-    return path
 
 
 def _run(

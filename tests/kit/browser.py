@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.judges import judge_folder
 
-AXE = Path(__file__).resolve().parents[2] / ".judges/axe/node_modules/axe-core/axe.min.js"
-needs_axe = pytest.mark.skipif(
-    not AXE.exists(), reason="axe-core is not installed (make judge-axe, where there is npm)"
-)
+needs_axe = pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm, which installs axe-core")
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 OpenPage = Callable[..., Any]
 
@@ -62,7 +59,7 @@ def axe_violations(page: Any) -> list[tuple[str, list[Any]]]:
 
     The page's own policy lets no script of anybody else in: open it with `bypass_csp=True`.
     """
-    page.evaluate(AXE.read_text())
+    page.evaluate((judge_folder("axe") / "node_modules/axe-core/axe.min.js").read_text())
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     return [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]]
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import yaml
+from kit.judges import judge_folder
 from unit.infra.deploy.test_deploy_files import kubernetes, pods
 
 ROOT = Path(__file__).parents[4]
 CHART = ROOT / "infra/deploy/helm"
-JUDGE = ROOT / ".judges/kubernetes/bin"
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 pytestmark = pytest.mark.long
 
 
 def run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    assert (JUDGE / program).is_file(), f"{JUDGE} lacks {program}: `make judges-long` installs it"
     # helm-binary is the program itself; the other one is a script of its environment
-    return subprocess.run([JUDGE / program, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    path = judge_folder("kubernetes") / "bin" / program
+    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture
