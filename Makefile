@@ -7,7 +7,8 @@ JUDGES := .judges
 FUZZ := out/fuzz
 FIGURES := out/figures
 TIME_FILES := out/times
-RAYS := $(JUDGES)/ray-2.58.1/.installed $(JUDGES)/ray-2.59.0/.installed  # releases whose private names are compared
+MARK := not long
+OPTIONS :=
 SECONDS ?= 600
 ONCE ?=
 DEVICE ?=
@@ -20,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judges-peers judge-node judge-axe judge-llama judge-openvino judge-smollm2 judge-vllm judge-templates judge-zipnn demo test test-unit test-ray test-device times test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-peers judge-llama judge-openvino judge-smollm2 judge-vllm judge-templates judge-zipnn demo test test-unit test-ray test-device times times-long test-gpu test-long test-eighth abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -33,9 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
-judges: $(JUDGES)/protocol/.installed  ## Clients that test us and cannot share our pins
-
-judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/kubernetes/.installed $(JUDGES)/litellm/.installed $(JUDGES)/agents/.installed $(JUDGES)/comfyui/.installed $(JUDGES)/canitoolcall/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+judges: $(JUDGES)/protocol/.installed  ## Clients of `make test` that cannot share our pins; tests install the other ones (tests/kit/judges.py)
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
@@ -67,19 +66,9 @@ $(JUDGES)/%/.installed: infra/judges/%.txt
 	$(JUDGES)/$*/bin/python -m pip install --quiet --no-deps --requirement infra/judges/$*.txt
 	@touch $@
 
-judge-node: $(if $(shell command -v npm 2>/dev/null),$(JUDGES)/openai_node/.installed)  ## OpenAI's client for JavaScript, where there is npm
-
-$(JUDGES)/openai_node/.installed: infra/judges/openai_node/package-lock.json
+$(JUDGES)/openai_node/.installed $(JUDGES)/axe/.installed: $(JUDGES)/%/.installed: infra/judges/%/package-lock.json
 	mkdir -p $(@D)
-	cp infra/judges/openai_node/package*.json $(@D)
-	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
-	@touch $@
-
-judge-axe: $(if $(shell command -v npm 2>/dev/null),$(JUDGES)/axe/.installed)  ## axe-core, which judges the pages, where there is npm
-
-$(JUDGES)/axe/.installed: infra/judges/axe/package-lock.json
-	mkdir -p $(@D)
-	cp infra/judges/axe/package*.json $(@D)
+	cp $(<D)/package*.json $(@D)
 	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
 	@touch $@
 
@@ -96,34 +85,33 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 # collect all tests. The plugin for repeated tests begins a thread where it finds xdist, and copies have no threads.
 IN_COPIES := -p no:xdist --forks $(PARTS)
 
+# Of a folder for the times of tests, and of targets and variables.
+define side_by_side
+	@rm -rf $(1)
+	@$(MAKE) --jobs 3 --keep-going --output-sync=target --no-print-directory $(2) TIME_FILES=$(1); \
+	  outcome=$$?; $(BIN)/python infra/times_report.py $$(ls $(1)/*.tsv); exit $$outcome
+endef
+
 test: setup judges  ## Lint, types, contracts, all tests but the long ones: Ray's, PARTS of the unit tests and all else side by side
-	@rm -rf $(TIME_FILES)
-	@$(MAKE) --jobs 3 --keep-going --output-sync=target --no-print-directory test-ray test-unit check test-device; \
-	  outcome=$$?; $(BIN)/python infra/times_report.py $$(ls $(TIME_FILES)/*.tsv); exit $$outcome
+	$(call side_by_side,out/times,test-ray test-unit check test-device)
+
+test-long: setup judges  ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
+	$(call side_by_side,out/times-long,test-ray test-unit test-device MARK=long)
+
+test-eighth: setup judges  ## One eighth of test-long but for its soak, which the Python files draw (SHARE=3/8: the third)
+	$(call side_by_side,out/times-eighth,test-ray test-unit test-device MARK=long OPTIONS="--share $(SHARE) --ignore tests/e2e/test_soak.py")
 
 test-ray: setup judges
-	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" --times $(TIME_FILES)/ray.tsv $(TWICE)
+	$(PYTEST) tests/e2e tests/integration -m "not faults and $(MARK)" --times $(TIME_FILES)/ray.tsv $(TWICE) $(OPTIONS)
 
 test-unit: setup judges  # nicer than the tests of Ray, which take longest and wait for processes that start
-	nice -n 5 $(PYTEST) tests/unit -m "not long" $(IN_COPIES) --times $(TIME_FILES)/unit.tsv $(TWICE)
+	nice -n 5 $(PYTEST) tests/unit -m "$(MARK)" $(IN_COPIES) --times $(TIME_FILES)/unit.tsv $(TWICE) $(OPTIONS)
 
 test-device: setup
-	$(PYTEST) tests/device -m "not long" --times $(TIME_FILES)/device.tsv $(TWICE)
+	$(PYTEST) tests/device -m "$(MARK)" --times $(TIME_FILES)/device.tsv $(TWICE) $(OPTIONS)
 
-times: setup     ## Store what the last `make test` took, where the next reader sees it: tests/times.md
-	$(BIN)/python infra/times_report.py $(TIME_FILES)/*.tsv --to tests/times.md
-
-test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
-	$(PYTEST) tests/unit -m long $(IN_COPIES)
-	$(PYTEST) tests/device -m long -n 2 --dist worksteal
-	$(PYTEST) tests/e2e -m long
-	$(PYTEST) tests/integration -m long
-
-test-eighth: setup judges-long ## One eighth of test-long but for its soak, which the Python files draw (SHARE=3/8: the third)
-	$(PYTEST) tests/unit -m long $(IN_COPIES) --share $(SHARE) $(TWICE)
-	$(PYTEST) tests/device -m long -n 2 --dist worksteal --share $(SHARE) $(TWICE)
-	$(PYTEST) tests/e2e -m long --share $(SHARE) --ignore tests/e2e/test_soak.py $(TWICE) || [ $$? = 5 ]  # no test is in this share
-	$(PYTEST) tests/integration -m long --share $(SHARE) $(TWICE) || [ $$? = 5 ]
+times times-long: setup  ## Store what the last `make test` or `make test-long` took, where the next reader sees it: tests/times.md
+	$(BIN)/python infra/times_report.py out/$@/*.tsv --to tests/$@.md
 
 abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of another key have to go on as before
 	PYTHONPATH=.:tests $(BIN)/python tests/abuse/run_abuse.py

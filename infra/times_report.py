@@ -68,7 +68,7 @@ def main() -> None:
     if arguments.to is None:
         print(report(runs, 12))
     else:
-        intro = "# What the tests take\n\n`make test` measures, `make times` writes this page. Begin at the top.\n\n"
+        intro = "# What the tests take\n\nA run of tests measures, `make times` writes this page. Begin at the top.\n\n"
         arguments.to.write_text(intro + report(runs, 60))
 
 

@@ -14,18 +14,15 @@ import atexit
 import itertools
 import os
 import pickle
-import re
 import selectors
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from kit.times import PAGE, stored_seconds
 
-_TIMES: Final = Path(__file__).parents[1] / "times.md"
-_ROW: Final = re.compile(r"^\| [\d.]+ \| ([\d.]+) \| \d+ \| (\S+\.py) \|$", re.MULTILINE)
 _NUMBER_BYTES: Final = 4
 _LOOK_EVERY_S: Final = 0.2  # at copies that have ended: what a test has forked may keep their pipes open
 
@@ -61,7 +58,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 def _longest_first(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     """Return the tests by file."""
-    took_s = {file: float(seconds) for seconds, file in _ROW.findall(_TIMES.read_text())}
+    took_s = stored_seconds(PAGE)
     files = [list(tests) for _, tests in itertools.groupby(items, _file_of)]
     return sorted(files, key=lambda tests: -took_s.get(_file_of(tests[0]), 0.0))
 

@@ -6,14 +6,24 @@ test's process and of its children that have ended. A wider fixture counts for t
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 _PROPERTY = "processor_s"
+_ROW: Final = re.compile(r"^\| [\d.]+ \| ([\d.]+) \| \d+ \| (\S+\.py) \|$", re.MULTILINE)
+PAGE: Final = Path(__file__).parents[1] / "times.md"  # of `make test`
+LONG_PAGE: Final = PAGE.with_name("times-long.md")
+
+
+def stored_seconds(page: Path) -> dict[str, float]:
+    """Return the seconds that passed in the files that a page names (infra/times_report.py)."""
+    return {file: float(seconds) for seconds, file in _ROW.findall(page.read_text())}
 
 
 class Times:

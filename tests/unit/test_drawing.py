@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from kit import seeding
 from kit.nested import Run, plugins, run_pytest
-from kit.shares import parse_share
+from kit.seeding import seeded_rng
+from kit.shares import parse_share, shares_of
 
 SOURCE = """
 import time
@@ -64,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *runs: tuple[int, tuple[str, ...]]) -> list[list[str]]:
     """Return the names of the tests that runs have chosen, each of a seed and of options."""
     files = sorted(file.name for file in folder.glob("test_*.py"))
-    words = [*plugins("seeding", "drawing", "shares", "times"), "--verbose", *files]
+    words = [*plugins("seeding", "drawing", "times", "shares"), "--verbose", *files]
     done = run_pytest(folder, *(Run([*words, *options], {seeding.VARIABLE: str(seed)}) for seed, options in runs))
     assert all(one.code in (0, pytest.ExitCode.NO_TESTS_COLLECTED) for one in done), done
     return [re.findall(r"::(test_\S+) PASSED", one.out) for one in done]
@@ -104,9 +105,20 @@ def test_shares_are_all_tests_once_and_a_drawn_one_is_one_of_them(folder: Path) 
     (ray / "test_drawn.py").write_text(plain + clustered)
     *shares, drawn = map(set, run(ray, *((7, ("--share", share)) for share in ("1/3", "2/3", "3/3", "3"))))
     assert sum(map(len, shares)) == len(set.union(*shares)) == 40
-    assert all(any("plain" in test for test in share) for share in shares)
+    assert sorted(map(len, shares)) == [10, 10, 20], "each takes as long as another"
     assert sorted(sum("ray" in test for test in share) for share in shares) == [0, 0, 20], "they share a cluster"
     assert drawn in shares
+
+
+def test_no_share_is_longer_than_another_by_more_than_one_test() -> None:
+    rng = seeded_rng()
+    seconds = {f"test_{number}": float(rng.exponential(10)) for number in range(int(rng.integers(1, 60)))}
+    shares = shares_of(seconds, 8)
+    assert shares.keys() == seconds.keys()
+    taken = [sum(seconds[name] for name in seconds if shares[name] == number) for number in range(1, 9)]
+    assert sum(taken) == pytest.approx(sum(seconds.values())), "shares are from 1 to 8"
+    assert max(taken) - min(taken) <= max(seconds.values()) + 1e-9
+    assert shares_of(dict(reversed(seconds.items())), 8) == shares, "their order says nothing"
 
 
 def test_the_seed_draws_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
