@@ -17,13 +17,12 @@ _TIMEOUT_S: Final = 240  # less than a test has
 
 
 def judge_folder(name: str, root: Path = _ROOT) -> Path:
-    """Return the folder of a judge, which is installed where it is not yet. Other processes wait meanwhile."""
+    """Return the folder of a judge, which `make` installs where it is missing or old, one at a time."""
     folder = root / ".judges" / name
     folder.parent.mkdir(exist_ok=True)
     with (folder.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / ".installed").exists():
-            _install(root, f".judges/{name}/.installed")
+        _install(root, f".judges/{name}/.installed")
     return folder
 
 

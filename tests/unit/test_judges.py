@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,8 +12,8 @@ from kit.judges import judge_folder
 
 MAKEFILE = """\
 .judges/%/.installed: infra/%.txt
-\tmkdir $(@D)
 \t@test "$$(cat $<)" = "" || { cat $< >&2; exit 3; }
+\tmkdir $(@D)
 \t@touch $@
 """
 
@@ -32,8 +34,10 @@ def test_whoever_wants_a_judge_at_the_same_time_finds_it_installed_once(
         found = list(threads.map(lambda _: judge_folder("client", root), range(4)))
     assert found == [root / ".judges/client"] * 4
     assert (found[0] / ".installed").exists()
-    (root / "Makefile").unlink()
-    assert judge_folder("client", root) == found[0]
+    (root / "infra/client.txt").write_text("a newer release")
+    os.utime(root / "infra/client.txt", (time.time() + 60,) * 2)
+    with pytest.raises(AssertionError, match="a newer release"):
+        judge_folder("client", root)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("client", "no such release"), ("unknown", "No rule to make target")])
