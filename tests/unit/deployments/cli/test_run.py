@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray  # noqa: F401  # a start loads it, which changes sys.path and logging for good
 import yaml
 from unit.weights.sources.hub_server import Files, Hub, serving
 
