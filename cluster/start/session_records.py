@@ -33,7 +33,7 @@ class SessionRecord:
     """A running `atelier up`: its process and where it listens. `started` guards against a reused `pid`.
 
     `lacking` says which models could not be used when it was `ready`, "" where all could. `ray` is the address of its
-    private Ray, "" before it is there and for a Ray of others. `digest` is that of the config that it was started with.
+    private Ray, "" before it is there and for a Ray of others. `digest` is that of its present config.
     """
 
     name: str
@@ -118,9 +118,20 @@ class SessionFile:
         self._write(replace(self._record, ready=True, lacking=lacking))
 
     def _write(self, record: SessionRecord) -> None:
-        staged = self._file.with_suffix(f".{os.getpid()}.tmp")
-        staged.write_text(json.dumps(asdict(record)))
-        staged.replace(self._file)
+        _write_record(self._file, record)
+
+
+def note_applied(folder: Path, before: ClusterConfig, after: ClusterConfig) -> None:
+    """Record the new config of a running cluster. A cluster of that name with another config is on another Ray."""
+    for record in running_sessions(folder):
+        if (record.name, record.digest) == (before.name, config_digest(before)):
+            _write_record(folder / f"{record.name}.json", replace(record, digest=config_digest(after)))
+
+
+def _write_record(file: Path, record: SessionRecord) -> None:
+    staged = file.with_suffix(f".{os.getpid()}.tmp")
+    staged.write_text(json.dumps(asdict(record)))
+    staged.replace(file)
 
 
 def stop_session(record: SessionRecord, timeout_s: float = _STOP_TIMEOUT_S) -> None:

@@ -14,6 +14,7 @@ from cluster.ray_seam.serve_control import DeployedApp, ServeReplicas, deployed_
 from cluster.records.actor_names import names_of_cluster, registry_name
 from cluster.records.errors import SessionError
 from cluster.registry.actor import WeightRegistry, find_registry
+from cluster.start.session_records import note_applied, record_folder
 from configs.changes import Concern, changes, with_live_values
 from configs.cluster import ClusterConfig
 
@@ -49,18 +50,26 @@ def carry_out(
     Raises SessionError.
     """
     concerns = {concern for change in changes(running, wanted) for concern in change.concerns}
-    problems = []
+    problems, present = [], running
     if concerns & {Concern.MODELS, Concern.LIMITS}:
-        _ask(registry, WeightRegistry.configure, with_live_values(running, wanted))
+        taken = with_live_values(running, wanted)
+        _configure(registry, present, taken)
+        present = taken
         problems += _await_models(registry, running, wanted, say)
         problems += _follow(running, wanted)
         say("models, adapters, limits and how models are placed are those of the config")
     if concerns & REPLACED:
         _replace(running, wanted)
-        _ask(registry, WeightRegistry.configure, wanted)
+        _configure(registry, present, wanted)
         _await_replicas(wanted)
         say("replicas are those of the config")
     return problems
+
+
+def _configure(registry: Any, before: ClusterConfig, after: ClusterConfig) -> None:
+    """Make the registry store another config, which `atelier up` then compares its own with. Raises SessionError."""
+    _ask(registry, WeightRegistry.configure, after)
+    note_applied(record_folder(), before, after)
 
 
 def _ask(registry: Any, method: Any, *arguments: Any) -> Any:

@@ -318,7 +318,7 @@ def start_attached(
         os.execve(  # noqa: S606  # the same process, anew
             sys.executable, _start_command(path, port, insecure, timeout_s), os.environ | {_FOUND_GOOD: digest}
         )
-    if _told_as_up(config):
+    if tell_if_up(config):
         return
     stop = threading.Event()
     with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
@@ -348,7 +348,7 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
     digest = _digest(path)
     with _out.status(Text(f"checking {path}")):
         config = load_for_start(path, port, insecure)
-    if _told_as_up(config):
+    if tell_if_up(config):
         return
     log = begin_log(config.name)
     command, environment = _start_command(path, port, insecure, timeout_s), os.environ | {_FOUND_GOOD: digest}
@@ -376,8 +376,11 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
         raise typer.Exit(UP_IN_PART)
 
 
-def _told_as_up(config: ClusterConfig) -> bool:
-    """Tell of the cluster if it is up with this very config. Raises ClientError if it does not answer."""
+def tell_if_up(config: ClusterConfig) -> bool:
+    """Print where the cluster is, and return True, if it is up with this very config.
+
+    Raises ClientError if it does not answer.
+    """
     from cluster.start.session_records import config_digest, record_folder, running_sessions
 
     wanted = (config.name, config_digest(config), True)

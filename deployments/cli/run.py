@@ -14,7 +14,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from configs.errors import ConfigFileError
+from configs.errors import Problem
 from configs.hub_names import hub_hint
 from deployments.cli.cluster import Insecure, Port, start_attached
 from deployments.console.output import OptionError
@@ -102,7 +102,7 @@ def _base_of(lora: str, ids: Sequence[str]) -> tuple[str, str]:
     first, is_named, rest = lora.partition("=")
     if is_named and first in ids:
         return first, rest
-    if len(ids) == 1:
+    if len(ids) == 1 and (not is_named or "/" in first or Path(lora).exists()):
         return ids[0], lora
     raise OptionError(f"--lora {lora}: say for which model, as --lora MODEL=SOURCE (models: {', '.join(ids)})")
 
@@ -144,12 +144,18 @@ def _fitted(models: Sequence[Named], adapters: Sequence[Named], options: Mapping
         _, read, problems = check_config(draft)
         nbytes |= {id_: one.record.nbytes for id_, one in read.items()}
     if problems:
-        raise ConfigFileError(draft, problems)
+        raise OptionError("\n".join(map(_told, problems)))
     named = {
         "models": [one.entry(local=False) for one in models],
         "adapters": [one.entry(local=False) for one in adapters],
     }
     return fitted_config(named, nbytes, machine)
+
+
+def _told(problem: Problem) -> str:
+    """Return a problem of the draft without its place there, for nobody wrote that file."""
+    section, _, _ = problem.key.partition(".")
+    return problem.text if section in ("models", "adapters") else f"{problem.key}: {problem.text}"
 
 
 def _machine() -> Machine:

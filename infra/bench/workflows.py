@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import httpx
+import aiohttp
 
 from configs.cluster import ClusterConfig
 from deployments.console.output import Column, print_json, print_table
@@ -27,7 +27,7 @@ Way = Literal["at once", "one queue"]
 
 WAYS: Final[tuple[Way, ...]] = ("at once", "one queue")
 _COLUMNS: Final = (Column("way", "text"), Column("images/s", align="right"), Column("p50 ms", align="right"))
-_LOOK_S: Final = 0.01  # from one look at the history to the next
+_FAILURES: Final = ("execution_error", "execution_interrupted")
 _BOUND_S: Final = 300.0  # of a prompt
 
 
@@ -87,17 +87,17 @@ def print_workflows(found: dict[str, Any], as_json: bool) -> None:
 
 
 async def _measured(url: str, settings: WorkflowSettings, chance: random.Random) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=_BOUND_S, trust_env=False) as client:
-        return await compare(client, settings, chance)
+    async with aiohttp.ClientSession(url) as session:
+        return await compare(session, settings, chance)
 
 
-async def compare(client: httpx.AsyncClient, settings: WorkflowSettings, chance: random.Random) -> dict[str, Any]:
+async def compare(session: aiohttp.ClientSession, settings: WorkflowSettings, chance: random.Random) -> dict[str, Any]:
     """Return the figures of both ways, after a first round of each that is not counted."""
     seeds = itertools.count(chance.randrange(2**40))
     found: dict[Way, list[Round]] = {way: [] for way in WAYS}
     for number in range(settings.rounds + 1):
         for way in chance.sample(WAYS, len(WAYS)):
-            done = await run_round(client, settings, way, seeds)
+            done = await run_round(session, settings, way, seeds)
             if number:
                 found[way].append(done)
     ways = {
@@ -111,18 +111,22 @@ async def compare(client: httpx.AsyncClient, settings: WorkflowSettings, chance:
     return {"users": settings.users, "ways": ways, "ratio": ratio}
 
 
-async def run_round(client: httpx.AsyncClient, settings: WorkflowSettings, way: Way, seeds: Iterator[int]) -> Round:
+async def run_round(
+    session: aiohttp.ClientSession, settings: WorkflowSettings, way: Way, seeds: Iterator[int]
+) -> Round:
     """Run the prompts of all users, who each wait for one before they send the next."""
     queue = asyncio.Lock() if way == "one queue" else None
     took: list[float] = []
 
     async def use(user: int) -> None:
-        for number in range(settings.prompts):
-            model = settings.models[(user + number) % len(settings.models)]
-            sent_s = time.perf_counter()
-            async with queue or _no_queue():
-                await run_prompt(client, workflow(model, next(seeds), settings))
-            took.append(time.perf_counter() - sent_s)
+        async with session.ws_connect("/ws", params={"clientId": f"user-{user}"}) as socket:
+            for number in range(settings.prompts):
+                model = settings.models[(user + number) % len(settings.models)]
+                prompt = {"prompt": workflow(model, next(seeds), settings), "client_id": f"user-{user}"}
+                sent_s = time.perf_counter()
+                async with queue or _no_queue():
+                    await run_prompt(session, socket, prompt)
+                took.append(time.perf_counter() - sent_s)
 
     begun_s = time.perf_counter()
     await asyncio.gather(*(use(user) for user in range(settings.users)))
@@ -134,20 +138,21 @@ async def _no_queue() -> AsyncIterator[None]:
     yield
 
 
-async def run_prompt(client: httpx.AsyncClient, prompt: dict[str, Any]) -> None:
-    """Send a prompt and wait until it has made its image. Raises OSError for one that failed."""
-    answer = await client.post("/prompt", json={"prompt": prompt})
-    if not answer.is_success:
-        raise OSError(f"/prompt answered {answer.status_code}: {answer.text[:300]}")
-    prompt_id = answer.json()["prompt_id"]
-    history: dict[str, Any] = {}
-    looks = int(_BOUND_S / _LOOK_S)
-    for _ in range(looks):
-        history = (await client.get(f"/history/{prompt_id}")).json()
-        if prompt_id in history:
-            break
-        await asyncio.sleep(_LOOK_S)
-    else:
-        raise OSError(f"a workflow has not ended after {looks} looks at its history")
-    if history[prompt_id]["status"]["status_str"] != "success":
-        raise OSError(f"a workflow failed: {history[prompt_id]['status']}")
+async def run_prompt(
+    session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, prompt: dict[str, Any]
+) -> None:
+    """Send a prompt and read its client's socket until it has made its image. Raises OSError for one that failed."""
+    async with asyncio.timeout(_BOUND_S):
+        async with session.post("/prompt", json=prompt) as answer:
+            if not answer.ok:
+                raise OSError(f"/prompt answered {answer.status}: {(await answer.text())[:300]}")
+            prompt_id = (await answer.json())["prompt_id"]
+        async for message in socket:
+            event = message.json()
+            if event["data"].get("prompt_id") != prompt_id:
+                continue
+            if event["type"] in _FAILURES:
+                raise OSError(f"a workflow failed: {event}")
+            if event["type"] == "executing" and event["data"]["node"] is None:
+                return
+    raise OSError("/ws ended before a workflow did")

@@ -43,6 +43,7 @@ from weights.formats.published_quantization import ComputedTensor
 from weights.formats.quantized import Array, Quantized, round_to
 from weights.formats.safetensors import SafetensorsHeader, read_header
 from weights.formats.source import BasePipeline, Checkpoint, SourceComponent
+from weights.formats.svdquant import nunchaku_class
 from weights.formats.tensors import FileTensor, SourceTensor
 from weights.formats.untrusted import shown
 from weights.loading.views import mapped_views
@@ -74,6 +75,9 @@ def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
     header = read_header(path)
     mapped, quantized = _mapped(path, header)
     classes = weighted_parts(base.folder)
+    kind = nunchaku_class(path, header.tensors, header.metadata)
+    if kind not in (None, *(class_name for _, class_name in classes.values())):
+        raise FormatError(f"{path}: SVDQuant of a {kind}, which {base.name!r}, given as its `like`, does not have")
     components, found = [], list[str]()
     named = {name: part for name, part in _under_own_names(mapped, base).items() if name in classes}
     taken = {key for name in named for key in _all_names(base, name, *classes[name])}
@@ -237,9 +241,10 @@ def _translated(
 
 def _unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error: Exception) -> FormatError:
     """Return the error for tensors that diffusers' conversion cannot take."""
+    lacks = f"it has no {shown(str(error.args[0]))}" if isinstance(error, KeyError) and error.args else ""
     return FormatError(
         f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}, so it is hardly like that "
-        f"model ({type(error).__name__}: {str(error)[:300]})"
+        f"model ({lacks or f'{type(error).__name__}: {str(error)[:300]}'})"
     )
 
 

@@ -20,7 +20,7 @@ Sources: nunchaku, `lora/flux/packer.py`, `models/linear.py`, `models/transforme
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -130,6 +130,13 @@ def take_svdquant(path: Path, tensors: Mapping[str, SourceTensor], metadata: Map
         found[_NORM.sub(r"\1attn.\2", name)] = Quantized(same.file, same.shape, _Same(same))
     anything = tensors[f"{modules[0]}{_CODES}"]
     return Weights(kept | dict.fromkeys(found, anything), found)
+
+
+def nunchaku_class(path: Path, tensors: Collection[str], metadata: Mapping[str, str]) -> str | None:
+    """Return the class in diffusers of a file of nunchaku's own, None for another file. Raises FormatError."""
+    modules = [name.removesuffix(_CODES) for name in tensors if name.endswith(_CODES)]
+    places = _places(path, modules, metadata)
+    return "FluxTransformer2DModel" if places is _FLUX else "QwenImageTransformer2DModel" if places is _QWEN else None
 
 
 def _places(path: Path, modules: Sequence[str], metadata: Mapping[str, str]) -> Mapping[str, _Place]:

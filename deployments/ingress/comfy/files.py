@@ -124,7 +124,9 @@ class WorkflowFiles:
             if self._is_own:
                 self._folder.parent.mkdir(0o700, parents=True, exist_ok=True)
                 private_folder(self._folder)
-            folder.mkdir(0o700, parents=True, exist_ok=True)
+            for one in reversed([folder, *folder.parents]):  # `parents=True` would make those between for all to read
+                if one.is_relative_to(self._folder):
+                    one.mkdir(0o700, parents=True, exist_ok=True)
             yield
             with self._lock:
                 self._num_unswept += 1

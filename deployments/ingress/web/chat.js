@@ -6,7 +6,7 @@ import { asMarkdown, pathOf, showing, siblingsOf, titleOf, useConversations, wit
 import { base64Of, download } from "./image_files.js";
 import { Markdown } from "./markdown.js";
 import { Area, Field, Slider, clamp, copy, html, icon, open, seconds, tell, useEffect, useKept, useRef, useState, useUrl } from "./parts.js";
-import { ModelPicker, makes, useModels } from "./models.js";
+import { ModelPicker, firstOf, makes, useModels } from "./models.js";
 import { Vectors } from "./vectors.js";
 import { texts } from "./texts.js";
 
@@ -69,7 +69,7 @@ function Chat({ models }) {
   const answering = useRef(new Map()).current; // what ends the answer of a conversation, by its key
   const set = (changes) => setChat((old) => ({ ...old, ...changes }));
   useEffect(() => {
-    if (models?.length && !models.some((model) => model.id === chat.model)) set({ model: models[0].id });
+    if (models?.length && !models.some((model) => model.id === chat.model)) set({ model: firstOf(models).id });
   }, [models?.length]);
   const model = models?.find((one) => one.id === chat.model);
   const path = pathOf(shown);

@@ -2,6 +2,7 @@
 
 import { request } from "./api.js";
 import { Bar, Canvas, Legend, SPAN_S, colorOf, drawTimeLine, laneHeight } from "./drawing.js";
+import { nearness } from "./models.js";
 import { bytes, html, percent, seconds, tell, useId, useMemo, useState } from "./parts.js";
 import { texts } from "./texts.js";
 
@@ -219,10 +220,7 @@ export function Models({ picture, canOrder = true, within }) {
 
 function ModelRow({ name, model, load, canOrder }) {
   return useMemo(() => {
-    const isAway = ["unavailable", "does_not_fit"].includes(model.state);
-    const tier = isAway ? "away" : model.tier;
-    const text = isAway ? texts.tiers[model.state] : texts.tiers[model.tier];
-    const later = !isAway && model.ready_in_s > 0 ? texts.tiers.readyIn(seconds(model.ready_in_s)) : "";
+    const { tone, text, later } = nearness(model);
     const numbers = [
       bytes(model.bytes || NaN),
       load?.waiting || "",
@@ -233,7 +231,7 @@ function ModelRow({ name, model, load, canOrder }) {
     ];
     return html`<tr>
       <th scope="row">${name}${model.error && html`<small class="problem">${model.error}</small>`}</th>
-      <td><span class=${`near ${tier}`}>${text}</span>${later && html`<small>${later}</small>`}</td>
+      <td><span class=${`near ${tone}`}>${text}</span>${later && html`<small>${later}</small>`}</td>
       ${numbers.map((value) => html`<td class="number">${value}</td>`)}
       ${canOrder && html`<td><div class="row">
         <${Order} text=${words.prefetch} off=${words.prefetch} isOn=${false} isPressed=${undefined} name=${name} on=${path("models", name, "prefetch")} />

@@ -27,7 +27,7 @@ import { GridFields, cellsOf, sheetOf } from "./grid.js";
 import { MAX_FILE_BYTES, download, parametersOf as parametersOfFile } from "./image_files.js";
 import { Jobs } from "./image_jobs.js";
 import { MaskDialog } from "./mask.js";
-import { ModelPicker, makes, useModels, useSchedulers } from "./models.js";
+import { ModelPicker, firstOf, makes, useModels, useSchedulers } from "./models.js";
 import { texts } from "./texts.js";
 
 const words = texts.create;
@@ -46,7 +46,7 @@ function Create() {
   const models = all?.filter((model) => makes("/v1/images/generations")(model) || isAway(model));
   const model = models?.find((one) => one.id === form.model);
   useEffect(() => {
-    if (models?.length && !model) setForm((old) => ({ ...old, model: models[0].id }));
+    if (models?.length && !model) setForm((old) => ({ ...old, model: firstOf(models).id }));
   }, [models?.length, Boolean(model)]);
   useEffect(() => void store.all().then(setEntries), []);
   const set = (change) => setForm((old) => ({ ...old, ...change }));

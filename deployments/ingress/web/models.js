@@ -47,17 +47,20 @@ export function useSchedulers(model) {
 
 export const makes = (endpoint) => (model) => model.endpoints.includes(endpoint);
 
-function nearness(model) {
-  if (BEHIND.includes(model.state)) return { tone: "away", text: texts.tiers[model.state] };
-  const tier = model.tier ?? "unknown";
-  const text = texts.tiers[tier];
-  const isLater = tier !== "resident" && model.ready_in_s > 0;
-  return { tone: tier, text: isLater ? `${text}, ${texts.tiers.readyIn(seconds(model.ready_in_s))}` : text };
+// Return the model to begin with: one that can be asked now, if there is one.
+export const firstOf = (models) => models.find((model) => !BEHIND.includes(model.state)) ?? models[0];
+
+// Return where a model is, its color, and when it can start if that is later.
+export function nearness(model) {
+  if (BEHIND.includes(model.state)) return { tone: "away", text: texts.tiers[model.state], later: "" };
+  const tone = model.tier ?? "unknown";
+  const isLater = tone !== "resident" && model.ready_in_s > 0;
+  return { tone, text: texts.tiers[tone], later: isLater ? texts.tiers.readyIn(seconds(model.ready_in_s)) : "" };
 }
 
 export function Nearness({ model }) {
-  const { tone, text } = nearness(model);
-  return html`<span class=${`near ${tone}`}>${text}</span>`;
+  const { tone, text, later } = nearness(model);
+  return html`<span class=${`near ${tone}`}>${later ? `${text}, ${later}` : text}</span>`;
 }
 
 const fits = (model, words) => {

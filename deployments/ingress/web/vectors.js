@@ -2,7 +2,7 @@
 
 import { getJson } from "./api.js";
 import { Area, Field, html, tell, useEffect, useKept, useState } from "./parts.js";
-import { ModelPicker, makes } from "./models.js";
+import { ModelPicker, firstOf, makes } from "./models.js";
 import { texts } from "./texts.js";
 
 const words = texts.vectors;
@@ -15,7 +15,7 @@ export function Vectors({ models }) {
   const [isOn, setOn] = useState(false);
   const set = (change) => setForm((old) => ({ ...old, ...change }));
   useEffect(() => {
-    if (models?.length && !models.some((model) => model.id === form.model)) set({ model: models[0].id });
+    if (models?.length && !models.some((model) => model.id === form.model)) set({ model: firstOf(models).id });
   }, [models?.length]);
   const model = models?.find((one) => one.id === form.model);
   const ask = model && askOf(model);

@@ -15,6 +15,7 @@ from cluster.ray_seam.serve_control import DeployedApp, ReplicaCount
 from cluster.records.errors import SessionError
 from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import ModelRecord
+from cluster.start.session_records import SessionFile, config_digest, record_folder, running_sessions
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli import applying
@@ -144,8 +145,9 @@ class Registry:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The calls of everybody but the registry, in their order."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     made: list[str] = []
     for name in ("_follow", "_replace", "_await_replicas"):
         monkeypatch.setattr(applying, name, lambda *_, name=name: made.append(name) or [])
@@ -160,7 +162,10 @@ def test_models_are_there_before_replicas_are_replaced_and_the_rest_is_kept_when
     states = [ModelRecord("n", "registering"), ModelRecord("n", "unavailable", error="torn")]
     registry, said = Registry(iter(states)), []
     monkeypatch.setattr(applying, "_ask", registry.ask)
-    assert carry_out(registry, before, wanted, said.append) == ["n: torn"]
+    with SessionFile(before, "http://127.0.0.1:8000", "one.yaml", record_folder()):
+        assert carry_out(registry, before, wanted, said.append) == ["n: torn"]
+        (record,) = running_sessions(record_folder())
+        assert record.digest == config_digest(wanted), "`atelier up` compares its config with that"
     assert registry.asked == [before.model_copy(update={"models": wanted.models}), wanted]
     assert calls == ["_follow", "_replace", "_await_replicas"]
     assert said[0] == "adapters of models that are gone, registered beside the config: a"

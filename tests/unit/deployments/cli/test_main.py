@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from cluster.records.errors import SessionError
-from cluster.start.session_records import SessionFile, SessionRecord, record_folder
+from cluster.start.session_records import SessionFile, SessionRecord, note_applied, record_folder
 from configs.errors import ConfigFileError
 from deployments import preflight
 from deployments.cli.cluster import _wait_for_record, load_for_start, start_attached
@@ -555,6 +555,12 @@ def test_a_cluster_that_is_up_with_this_config_is_told_and_nothing_starts(
         for change in (["--port", "8009"], ["--insecure"]):
             assert run("up", "c.yaml", *change, *detach)[0] == 1
         assert len(started) == 2, "another config is another start, which says what is in its way"
+        applied = config.model_copy(update={"models": ()})
+        note_applied(record_folder(), applied, config)
+        note_applied(record_folder(), config, applied)
+        assert run("up", "c.yaml", *detach)[0] == 1, "it runs with what was applied"
+        note_applied(record_folder(), applied, config)
+        assert run("up", "c.yaml", *detach)[0] == 0
 
 
 @pytest.mark.parametrize("is_changed", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray  # noqa: F401  # a start loads it, which changes sys.path and logging for good
 import yaml
 from unit.weights.sources.hub_server import Files, Hub, serving
 
@@ -75,7 +76,9 @@ def test_a_model_of_a_hub_is_fetched_once_and_keeps_its_name(run: Command, hub: 
         (["ftp://a/b"], "expected a path, hf:// or s3://"),
         ([str(MODELS / "adder"), str(MODELS / "texts-bert"), "--lora", "x"], "models: adder, texts-bert"),
         ([str(MODELS / "adder"), "--lora", str(MODELS / "bold")], "a LoRA of diffusion pipelines"),
-        ([str(MODELS)], "unknown layout"),
+        ([str(MODELS / "adder"), "--lora", "other=x"], "say for which model, as --lora MODEL=SOURCE (models: adder)"),
+        ([str(MODELS)], f"error: {MODELS}: unknown layout"),
+        ([str(MODELS / "bold")], f"error: {MODELS / 'bold'}: a LoRA, no model"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(run: Command, arguments: list[str], said: str) -> None:

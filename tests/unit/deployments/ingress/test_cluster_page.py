@@ -76,6 +76,29 @@ def test_a_switch_is_as_old_as_its_time_says(page_server: PageServer, open_page:
     assert all("kept vae" in row for row in rows)
 
 
+def test_each_model_has_its_state_and_the_reason_why_it_waits(page_server: PageServer, open_page: OpenPage) -> None:
+    why = "needs 433 MiB on a node, and store.node_budget_bytes is 358 MiB"
+    models = {
+        state: {"state": state, "tier": "disk", "bytes": MIB, "ready_in_s": 2.5, "pinned": False, "error": ""}
+        for state in ("registering", "updating", "ready", "does_not_fit")
+    }
+    models["does_not_fit"]["error"] = why
+    totals = picture()["totals"] | {"num_models": 4, "notes": ["2 requests for 'ready' wait for a worker"]}
+    page = opened(
+        page_server, open_page, picture(totals=totals, models=models, workers={"w": worker(0, [])}, nodes={"n1": {}})
+    )
+    rows = {
+        row.locator("th").inner_text(): row.locator("td").first.inner_text() for row in page.locator("tr:has(td)").all()
+    }
+    assert rows == {
+        "registering": "arriving",
+        "updating": "updating",
+        "ready": "on disk\nready in 2.5 s",
+        f"does_not_fit\n{why}": "does not fit",
+    }
+    page.get_by_text("2 requests for 'ready' wait for a worker").wait_for()
+
+
 @needs_axe
 def test_a_model_and_a_lora_are_added(page_server: PageServer, open_page: OpenPage) -> None:
     node = {"resident_bytes": 0, "leased_bytes": 0, "pinned_bytes": 0, "budget_bytes": MIB}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
-from unit.deployments.ingress.page_server import PageServer
+from unit.deployments.ingress.http_fakes import Replicas
+from unit.deployments.ingress.page_server import PageServer, page_server_over
 
 from deployments.ingress.openai.image_files import ImageDescription, encode_image
 
@@ -25,6 +27,23 @@ def test_a_controlnet_without_its_image_is_told_and_nothing_is_sent(
     page.get_by_role("button", name="Generate", exact=True).click()
     page.get_by_text("Image done in").wait_for()
     assert [request.control for request in page_server.replicas.requests[before:]] == [()]
+
+
+def test_a_model_that_does_not_fit_says_why_and_is_not_the_first_choice(open_page: OpenPage) -> None:
+    replicas, why = Replicas(), "needs 433 MiB on a node, and store.node_budget_bytes is 358 MiB"
+    replicas.states["flux"] = replace(replicas.states["flux"], state="does_not_fit", error=why)
+    with page_server_over(replicas) as server:
+        page = open_page(server.url)
+        page.locator(".near").first.wait_for()
+        models = page.get_by_label("Model", exact=True)
+        assert models.input_value() == "other-flux"
+        models.click()
+        option = page.get_by_role("option").filter(has_text=why)
+        assert option.get_by_text("does not fit").is_visible()
+        option.click()
+        page.get_by_label("Prompt", exact=True).fill("x")
+        page.get_by_role("button", name="Generate", exact=True).click()
+        page.get_by_role("alert").filter(has_text=f"model 'flux' does not fit this cluster: {why}").wait_for()
 
 
 def test_on_a_phone_the_image_is_in_sight_when_it_is_asked_for(page_server: PageServer, open_page: OpenPage) -> None:

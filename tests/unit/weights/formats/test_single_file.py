@@ -414,6 +414,12 @@ def test_what_is_not_like_its_base_is_refused_in_words(store: WeightStore, tmp_p
     assert store.find_manifest("changed") is None
 
 
+def test_a_tensor_that_diffusers_misses_is_named(tmp_path: Path) -> None:
+    save_file({"model.diffusion_model.out.2.weight": torch.rand(3)}, tmp_path / "x.safetensors")
+    with pytest.raises(FormatError, match=r"so it is hardly like that model \(it has no 'label_emb\..*'\)$"):
+        read_checkpoint(tmp_path / "x.safetensors", like=open_base(sdxl(tmp_path)[0], None))
+
+
 def test_what_is_no_base_is_refused(store: WeightStore, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"no pipeline's folder \(no model_index.json\)"):
         open_base(tmp_path, store)

@@ -294,6 +294,18 @@ def test_a_file_takes_the_place_of_a_pipelines_transformer(tmp_path: Path) -> No
         torch.testing.assert_close(found.float(), state[name], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(("make", "write"), [(flux, nunchaku_flux), (qwen, nunchaku_qwen)], ids=["flux", "qwen"])
+def test_a_base_without_its_class_is_refused_in_one_sentence(tmp_path: Path, make: Any, write: Any) -> None:
+    state = {name: one.detach() for name, one in make().state_dict().items()}
+    file = tmp_path / "x.safetensors"
+    save_file({name: one.contiguous() for name, one in write(state, is_float=False).items()}, file)
+    expected = (
+        f"{file}: SVDQuant of a {make().__class__.__name__}, which '.*digits-sdxl', given as its `like`, does not"
+    )
+    with pytest.raises(FormatError, match=expected):
+        read_single_file(file, open_base(DEMO.parent / "digits-sdxl", None))
+
+
 def test_a_folder_of_diffusers_nunchaku_lite_is_a_plain_one(tmp_path: Path) -> None:
     model = flux()
     model.save_pretrained(tmp_path)

@@ -44,8 +44,15 @@ def test_a_key_finds_no_file_of_another(tmp_path: Path) -> None:
     assert files.read("yours", saved) is None
     assert files.read("", saved) is None
     assert files.names("yours", "output") == []
-    private = tmp_path / "workflows", tmp_path / "workflows/c", next(tmp_path.rglob("p_*")).parent
-    assert [folder.stat().st_mode & 0o777 for folder in private] == [0o700] * 3
+
+
+@pytest.mark.parametrize("own", [None, "kept"])
+def test_all_folders_are_this_users_alone(tmp_path: Path, own: str | None) -> None:
+    config = WorkflowFilesConfig(folder=tmp_path / own if own else None)
+    WorkflowFiles(config, tmp_path, "c").save("k", "of/a/day/p", "output", [b"1"])
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {path.name for path in made} >= {"output", "of", "a", "day"}
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
 
 
 def test_a_taken_name_gets_a_number_unless_the_content_is_the_same(tmp_path: Path) -> None:
