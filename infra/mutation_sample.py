@@ -1,28 +1,33 @@
-"""Break the product at random places, one at a time, and say which breaks no unit test notices.
+"""Break the product at random places, one at a time, and say which breaks `make test` would not notice.
 
-`python infra/mutation_sample.py [--count 60] [--seed 0] [--since REVISION] [--quick] [--near]`, in a checkout of its
+`python infra/mutation_sample.py [--record] [--count 60] [--seed 0] [--since REVISION] [--quick]`, in a checkout of its
 own: files change and are put back. A break turns a comparison, swaps `and` and `or`, negates a condition, moves a
-number by one, swaps plus and minus, or leaves out a call. The tests are those that import the module (one without any
-is passed over), and where these do not fail, all others of its package; `--near` stops before that, `--quick` leaves
-out the long tests, as `make test` does. A test that takes a minute has failed. A survivor may be as good as what stood
-there: each wants a look.
+number by one, swaps plus and minus, or leaves out a call. `--record` runs the unit and device tests once under
+coverage, which is wanted again when the code has changed: a break has the tests that run its line, those that import
+the module first, and the checks of `make check`. Where imports or other processes alone run it, it has the tests of its
+package. `--quick` leaves out the long tests, as `make test` does. A test that takes a minute has failed. A survivor may
+be as good as what stood there: each wants a look.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from coverage import CoverageData
 
 PACKAGES: Final = ("configs", "weights", "cluster", "deployments")
 TEST_TIMEOUT_S: Final = 60
-NEAR_TIMEOUT_S: Final = 240  # of tests that import the module: without an end, where no test is at fault
-PACKAGE_TIMEOUT_S: Final = 1800
+RUN_TIMEOUT_S: Final = 1800
+RECORDED: Final = Path("out/lines/data")
 _NO_TESTS: Final = 5  # pytest's exit code
 _SWAPS: Final[dict[type[ast.AST], Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -31,21 +36,37 @@ _SWAPS: Final[dict[type[ast.AST], Any]] = {
 }  # fmt: skip
 
 
-def breaks_of(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, what is broken, the whole text with it) for each place inside of functions."""
+class Break(NamedTuple):
+    """One place, broken."""
+
+    lines: range  # of its statement, up to the place
+    said: str
+    text: str  # the whole module
+
+
+def breaks_of(source: str) -> Iterator[Break]:
+    """Yield a break for each place inside of functions."""
     lines = source.splitlines(keepends=True)
-    for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for statement in function.body:
-                for node in ast.walk(statement):
-                    if not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno:
-                        continue
-                    if (broken := _broken(node)) is not None:
-                        before = ast.get_source_segment(source, node)
-                        line = lines[node.lineno - 1].encode()
-                        changed = line[: node.col_offset] + broken.encode() + line[node.end_col_offset :]
-                        text = "".join([*lines[: node.lineno - 1], changed.decode(), *lines[node.lineno :]])
-                        yield node.lineno, f"{before} -> {broken}", text
+    functions = (one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+    inner = {one: None for function in functions for statement in function.body for one in ast.walk(statement)}
+    for statement in inner:
+        for node in _own_nodes(statement) if isinstance(statement, ast.stmt) else ():
+            if node.lineno != node.end_lineno or (broken := _broken(node)) is None:
+                continue
+            line = lines[node.lineno - 1].encode()
+            changed = line[: node.col_offset] + broken.encode() + line[node.end_col_offset :]
+            text = "".join([*lines[: node.lineno - 1], changed.decode(), *lines[node.lineno :]])
+            said = f"{ast.get_source_segment(source, node)} -> {broken}"
+            yield Break(range(statement.lineno, node.lineno + 1), said, text)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[Any]:
+    """Yield a statement and what it has but for statements."""
+    if isinstance(node, ast.expr | ast.stmt):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt):
+            yield from _own_nodes(child)
 
 
 def _broken(node: ast.AST) -> str | None:
@@ -66,38 +87,74 @@ def _broken(node: ast.AST) -> str | None:
     return None
 
 
-def tests_of(module: Path) -> list[str]:
-    """Return the unit tests that import a module."""
+def record(options: list[str]) -> None:
+    """Run the unit and device tests, and keep which of them run which lines, and for how long."""
+    shutil.rmtree(RECORDED.parent, ignore_errors=True)
+    copies = ["-p", "no:xdist", "--forks", str((os.cpu_count() or 1) + 1)]
+    for tests, more in (("unit", copies), ("device", [])):
+        times = ["--times", str(RECORDED.with_name(f"{tests}.tsv"))]
+        measured = [sys.executable, "-m", "coverage", "run", f"--data-file={RECORDED}", "-m", "pytest"]
+        subprocess.run([*measured, f"tests/{tests}", *more, *options, *times], check=False)
+    subprocess.run([sys.executable, "-m", "coverage", "combine", f"--data-file={RECORDED}"], check=True)
+
+
+class Recording:
+    """Which tests run which lines, as `record` has kept it."""
+
+    def __init__(self) -> None:
+        self._data = CoverageData(str(RECORDED))
+        self._data.read()
+        rows = (line.split("\t") for path in RECORDED.parent.glob("*.tsv") for line in path.read_text().splitlines())
+        self._took_s = {test: float(passed) for _, passed, test in rows}
+
+    def tests_of(self, module: Path, lines: range) -> list[str]:
+        """Return the tests that run one of these lines, by files: those that import the module first, then the quick.
+
+        They are files or folders where their fixtures run it, and all of the package where no test does, but a process.
+        """
+        contexts = self._data.contexts_by_lineno(str(module))
+        found = {test for line in lines for test in contexts.get(line, ())}
+        if found == {""}:
+            folders = (Path("tests/unit") / parent for parent in module.parents)
+            return [str(next(folder for folder in folders if folder.is_dir()))]
+        files: dict[str, list[str]] = {}
+        for test in sorted(found - {""}):
+            files.setdefault(test.partition("::")[0], []).append(test)
+        return [
+            test for file in sorted(files, key=lambda one: self._order(one, files[one], module)) for test in files[file]
+        ]
+
+    def _order(self, file: str, tests: list[str], module: Path) -> tuple[bool, float]:
+        return not _imports(Path(file), module), sum(self._took_s.get(test, TEST_TIMEOUT_S) for test in tests)
+
+
+def _imports(test: Path, module: Path) -> bool:
     dotted = str(module.with_suffix("")).replace("/", ".")
     package, _, name = dotted.rpartition(".")
-    found = []
-    for test in Path("tests/unit").rglob("test_*.py"):
-        text = test.read_text()
-        if f"from {dotted} import" in text or f"from {package} import {name}" in text or f"import {dotted}" in text:
-            found.append(str(test))
-    return sorted(found)
+    text = test.read_text() if test.is_file() else ""
+    return any(one in text for one in (f"from {dotted} import", f"from {package} import {name}", f"import {dotted}"))
 
 
-def others_of(module: Path, near: list[str]) -> list[str]:
-    """Return the unit tests of the module's package, or of the one around it, but those that import it."""
-    folders = (Path("tests/unit") / parent for parent in module.parents)
-    folder = next(folder for folder in folders if folder.is_dir())
-    return sorted({str(test) for test in folder.rglob("test_*.py")} - set(near))
-
-
-def first_failure(tests: list[str], quick: bool, timeout_s: float, workers: int = 0) -> str:
+def first_failure(tests: list[str], options: list[str]) -> str:
     """Return the first of the tests that fails, "" where none does."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_TIMEOUT_S), "-n", str(workers)]
-    options += ["-m", "not long"] if quick else []
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+    fixed = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_TIMEOUT_S)]
+    command = [sys.executable, "-m", "pytest", *fixed, *options, *tests]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return "no end"
     if run.returncode in (0, _NO_TESTS):
         return ""
-    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return failed[0].split()[1] if failed else f"exit code {run.returncode}"
+
+
+def first_complaint(module: Path) -> str:
+    """Return the first of the checks that complains of a module, "" where none does."""
+    for check in (["ruff", "check", "--quiet", str(module)], ["mypy"]):
+        if subprocess.run([sys.executable, "-m", *check], capture_output=True, check=False).returncode:
+            return check[0]
+    return ""
 
 
 def candidates(since: str | None) -> list[Path]:
@@ -113,36 +170,35 @@ def candidates(since: str | None) -> list[Path]:
 def main() -> None:
     """Break, test and put back; ends with 1 when fewer than nine of ten are caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="which tests run which lines, first")
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--since")
     parser.add_argument("--quick", action="store_true", help="the tests of `make test` alone")
-    parser.add_argument("--near", action="store_true", help="those alone that import the module")
     given = parser.parse_args()
-    rng, files, num_near, num_others, num_tried = random.Random(given.seed), candidates(given.since), 0, 0, 0
+    options = ["-m", "not long"] if given.quick else []
+    os.environ.setdefault("ATELIER_TEST_SEED", "1")  # or each break would draw other tests than the recorded ones
+    if given.record:
+        record(options)
+    rng, files, recording, num_caught, num_tried = random.Random(given.seed), candidates(given.since), Recording(), 0, 0
     while num_tried < given.count:
         file = rng.choice(files)
-        source, tests = file.read_text(), tests_of(file)
-        places = list(breaks_of(source))
-        if not tests or not places:
+        source = file.read_text()
+        if not (places := list(breaks_of(source))):
             continue
-        line, what, text = rng.choice(places)
+        lines, said, text = rng.choice(places)
+        tests = recording.tests_of(file, lines)
         file.write_text(text)
         try:
-            failure = first_failure(tests, given.quick, NEAR_TIMEOUT_S)
-            num_near += bool(failure)
-            if not failure and not given.near and (others := others_of(file, tests)):
-                failure = first_failure(others, given.quick, PACKAGE_TIMEOUT_S, workers=2)
-                num_others += bool(failure)
+            failure = (first_failure(tests, options) if tests else "") or first_complaint(file)
         finally:
             file.write_text(source)
-        num_tried += 1
-        sys.stdout.write(f"{'caught  ' if failure else 'SURVIVED'} {file}:{line} {what}{failure and f' ({failure})'}\n")
+        num_tried, num_caught = num_tried + 1, num_caught + bool(failure)
+        outcome = f"caught   {file}:{lines[-1]} {said} ({failure})"
+        sys.stdout.write(f"{outcome if failure else f'SURVIVED {file}:{lines[-1]} {said} (of {len(tests)} tests)'}\n")
         sys.stdout.flush()
-    told = f"{num_near} of {num_tried} caught by tests that import the module"
-    told += "" if given.near else f", {num_others} more by others of its package"
-    sys.stdout.write(f"{told} (seed {given.seed})\n")
-    sys.exit(num_near + num_others < 0.9 * num_tried)
+    sys.stdout.write(f"{num_caught} of {num_tried} caught (seed {given.seed})\n")
+    sys.exit(num_caught < 0.9 * num_tried)
 
 
 if __name__ == "__main__":

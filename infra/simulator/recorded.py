@@ -95,7 +95,7 @@ def _fitted_costs(requests: Sequence[Record], usual: Mapping[str, float]) -> dic
         if one["ended_s"] > one["started_s"]:
             beside.setdefault((one["replica"], one["model"]), []).append(number)
     for numbers in beside.values():
-        _note_company(requests, numbers, seconds)
+        _note_batch_sizes(requests, numbers, seconds)
     samples: dict[str, list[tuple[float, dict[int, float]]]] = {}
     for number, one in enumerate(requests):
         took_s = one["ended_s"] - one["started_s"]
@@ -116,7 +116,7 @@ def _fitted_costs(requests: Sequence[Record], usual: Mapping[str, float]) -> dic
     return {model: (statistics.mean(values), growth) for model, values in alone_s(growth).items()}
 
 
-def _note_company(requests: Sequence[Record], numbers: Sequence[int], seconds: dict[int, dict[int, float]]) -> None:
+def _note_batch_sizes(requests: Sequence[Record], numbers: Sequence[int], seconds: dict[int, dict[int, float]]) -> None:
     """Note how long each of these requests, all of one model on one replica, ran beside how many of the others."""
     starts = [(requests[number]["started_s"], 1, number) for number in numbers]
     ends = [(requests[number]["ended_s"], 0, number) for number in numbers]

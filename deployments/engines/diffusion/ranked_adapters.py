@@ -5,7 +5,6 @@ keep it for as long as rank 0 has it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -15,12 +14,12 @@ from deployments.engines.nn.feature_maps import Gains, MappedPair, Mixed, Turns
 from deployments.engines.nn.lora import FittedPairs
 from deployments.engines.ranks.following import RankChannel
 from deployments.engines.ranks.group import Plan
+from deployments.engines.ranks.packing import packed, unpacked
 from weights.operations.adapters import LoraPair
 
 Use = tuple[FittedPairs, float]  # with its strength
 Said = list[list[Any]]  # uses by number
 _KINDS: Final[Mapping[str, Any]] = {kind.__name__: kind for kind in (LoraPair, MappedPair, Gains, Turns, Mixed)}
-_TENSOR: Final = "tensor"
 
 
 class AdapterWriter:
@@ -42,7 +41,9 @@ class AdapterWriter:
                 number, is_new = self._kept.number_of(pairs)
                 numbers.append([number, strength])
                 if is_new:
-                    new.append([number, {self._path(layer): _packed(pair, tensors) for layer, pair in pairs.items()}])
+                    new.append(
+                        [number, {self._path(layer): packed(pair, tensors, _KINDS) for layer, pair in pairs.items()}]
+                    )
             said.append(numbers)
         return {"new": new, "gone": self._kept.gone()}, said
 
@@ -64,28 +65,9 @@ class AdapterReader:
         for number in plan["gone"]:
             del self.kept[number]
         for number, said in plan["new"]:
-            pairs = {self._denoiser.get_submodule(path): _unpacked(pair, tensors) for path, pair in said.items()}
+            pairs = {self._denoiser.get_submodule(path): unpacked(pair, tensors, _KINDS) for path, pair in said.items()}
             self.kept[number] = FittedPairs(pairs)
 
     def uses(self, said: Said) -> list[Use]:
         """Return the adapters of a span."""
         return [(self.kept[number], strength) for number, strength in said]
-
-
-def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value of a pair as JSON has it, and put its tensors behind the others."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return {_TENSOR: len(tensors) - 1}
-    if (kind := type(value).__name__) in _KINDS:
-        return {kind: {one.name: _packed(getattr(value, one.name), tensors) for one in fields(value)}}
-    return value
-
-
-def _unpacked(said: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if not isinstance(said, dict):
-        return said
-    ((kind, content),) = said.items()
-    if kind == _TENSOR:
-        return tensors[content]
-    return _KINDS[kind](**{name: _unpacked(one, tensors) for name, one in content.items()})

@@ -25,6 +25,7 @@ from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.ranks.following import TO, RankChannel
 from deployments.engines.ranks.group import Plan, RankGroup, RankLost, forms_of
 from deployments.engines.ranks.outcomes import gather_results
+from deployments.engines.ranks.packing import TENSOR, NotPlain, packed, unpacked
 
 Forward = Callable[..., Any]
 Shape = tuple[torch.Size, ...]  # of all tensors of a call
@@ -62,7 +63,6 @@ REPEATED_CLASSES: Final = frozenset(
 REMAKING_CLASSES: Final = frozenset({"ControlNetXSAdapter", "MotionAdapter"})
 _AXIS: Final = "cfg"
 _TIMESTEP: Final = "timestep"
-_TENSOR: Final = "tensor"
 _MAX_MISSES: Final = 3  # wrong guesses: no more follow
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,6 @@ def computes_calls(class_name: str, cfg: int, sequence: int) -> bool:
     """Return whether ranks of these numbers have a part in the calls of a denoiser of that class."""
     is_guided = class_name in DIVIDED_CLASSES or class_name in REPEATED_CLASSES
     return (cfg > 1 and is_guided) or (sequence > 1 and class_name in SHARED_CLASSES)
-
-
-class NotPlain(ValueError):
-    """An argument that is neither a tensor nor a plain value."""
 
 
 class Call(NamedTuple):
@@ -90,16 +86,16 @@ class Call(NamedTuple):
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = {**dict(zip(names, inputs, strict=False)), **options}
         tensors, order = list[torch.Tensor](), [*(name for name in names if name in given), *given]
-        return cls({name: _packed(given[name], tensors) for name in dict.fromkeys(order)}, tuple(tensors))
+        return cls({name: packed(given[name], tensors) for name in dict.fromkeys(order)}, tuple(tensors))
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name."""
-        return {name: _unpacked(value, self.tensors) for name, value in self.form.items()}
+        return {name: unpacked(value, self.tensors) for name, value in self.form.items()}
 
     @property
     def num_rows(self) -> int:
         """Return the rows of its first argument, which is what is denoised; 0 where that is no tensor."""
-        is_tensor = next(iter(self.form.values()), None) == {_TENSOR: 0} and self.tensors[0].dim() > 0
+        is_tensor = next(iter(self.form.values()), None) == {TENSOR: 0} and self.tensors[0].dim() > 0
         return len(self.tensors[0]) if is_tensor else 0
 
     def rows(self, start: int, stop: int, *, has_frames: bool = False) -> Call:
@@ -118,7 +114,7 @@ class Call(NamedTuple):
             return False
         if not isinstance(place, dict):
             return True
-        return _is_equal(*(call.tensors[place[_TENSOR]] for call in (self, other)))
+        return _is_equal(*(call.tensors[place[TENSOR]] for call in (self, other)))
 
     def equals(self, other: Call) -> bool:
         """Return whether both have the same arguments."""
@@ -128,7 +124,7 @@ class Call(NamedTuple):
     def lengths(self) -> tuple[int, int] | None:
         """Return the tokens of the text and of what is denoised; None where the call does not have them as tokens."""
         found = [self.form.get(name) for name in ("encoder_hidden_states", "hidden_states")]
-        tokens = [self.tensors[one[_TENSOR]] for one in found if isinstance(one, dict) and _TENSOR in one]
+        tokens = [self.tensors[one[TENSOR]] for one in found if isinstance(one, dict) and TENSOR in one]
         is_of_tokens = len(tokens) == 2 and all(one.dim() == 3 for one in tokens)
         return (tokens[0].shape[1], tokens[1].shape[1]) if is_of_tokens else None
 
@@ -311,31 +307,6 @@ class _Share:
 
     def _computed(self, run: Forward) -> torch.Tensor:
         return _joined(_outputs_of(run(**self._own.arguments())))
-
-
-def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as JSON has it, and put its tensors behind the others. Raises NotPlain."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return {_TENSOR: len(tensors) - 1}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: [_packed(one, tensors) for one in value]}
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {"dict": {name: _packed(one, tensors) for name, one in value.items()}}
-    raise NotPlain(type(value).__name__)
-
-
-def _unpacked(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if not isinstance(form, dict):
-        return form
-    ((kind, content),) = form.items()
-    if kind == _TENSOR:
-        return tensors[content]
-    if kind == "dict":
-        return {name: _unpacked(one, tensors) for name, one in content.items()}
-    return (list if kind == "list" else tuple)(_unpacked(one, tensors) for one in content)
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

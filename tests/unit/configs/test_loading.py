@@ -58,7 +58,6 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
     assert config.store.path == tmp_path / "home/store"
 
 
-@pytest.mark.drawn(12)
 @pytest.mark.parametrize(
     ("text", "line", "key", "words"),
     [
@@ -75,6 +74,16 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         ("models:\n  - id: m\n", 2, "models.0.path", ["required"]),
         (MODELS + "    like: mm\n", 4, "models.0.like", ["'mm' is no model with configs of its own"]),
         (MODELS + "    like: 7\n", 4, "models.0.like", ["expected the id of a model, or a pipeline's folder"]),
+        (MODELS + "    vae: hf://org/vae\n", 4, "models.0.vae", ["expected a path; download it first"]),
+        (MODELS + "    component: vae\n    vae: v\n", 2, "models.0", ["vae is for a whole pipeline"]),
+        (MODELS + "    defaults: {sigmas: [1], timesteps: [1]}\n", 4, "models.0.defaults", ["give one of them"]),
+        (
+            MODELS + "admission: {default_priority: 3, priority_levels: 2}\n",
+            4,
+            "admission",
+            ["beyond priority_levels 2"],
+        ),
+        (MODELS + "    gpu_layers: '('\n", 4, "models.0.gpu_layers", ["'(' is no regular expression"]),
         ("name: x\n", 1, "models", ["required"]),
         ("models: []\n", 1, "models", ["at least 1"]),
         (MODELS + "http: {port: eighty}\n", 4, "http.port", ["integer", "'eighty'"]),
@@ -123,6 +132,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
             ["expected hf://organization/name", "HF_TOKEN"],
         ),
         (MODELS + "model_roots: ['hf://org']\n", 4, "model_roots.0", ["expected a folder, or hf://organization/*"]),
+        (MODELS + "model_roots: [3]\n", 4, "model_roots.0", ["expected a folder, or hf://organization/*"]),
         ("models:\n  - id: m\n    path: 3\n", 3, "models.0.path", ["a path, an s3:// or an hf:// URL", "3"]),
         (MODELS + "store: {object_storage: {regoin: x}}\n", 4, "store.object_storage.regoin", ["'region'"]),
         (MODELS + "store: {object_storage: {endpoint: host}}\n", 4, "store.object_storage.endpoint", ["'host'"]),

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.cluster import ClusterConfig
+from configs.simulated import parse_simulated
 
 
 def config(**given: Any) -> ClusterConfig:
@@ -35,3 +36,25 @@ def test_an_unknown_device_is_refused(device: str) -> None:
 def test_what_no_device_can_have_is_refused(simulated: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(simulated))):
         config(simulated=simulated)
+
+
+def test_devices_are_read_from_one_line() -> None:
+    found = parse_simulated(" num_devices=2, memory_bytes=512MiB,link_gbps=0.5,unsupported_ops=add+mul,")
+    assert (found.num_devices, found.memory_bytes, found.link_gbps) == (2, 2**29, 0.5)
+    assert found.unsupported_ops == {"add", "mul"}
+    assert parse_simulated("") == type(found)()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_devices", r"'num_devices': expected key=value \(keys: num_devices, "),
+        ("cores=3", r"cores=3: .* \(known: num_devices, "),
+        ("num_devices=0", r"num_devices=0: [^(]*greater than or equal to 1$"),
+        ("link_gbps=fast", r"link_gbps=fast: [^(]*number"),
+    ],
+)
+def test_a_wrong_line_is_told_by_its_key(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as told:
+        parse_simulated(text)
+    assert "\n" not in str(told.value)

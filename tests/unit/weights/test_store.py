@@ -153,6 +153,69 @@ def test_a_damaged_manifest_is_named(store: WeightStore, damage: bytes) -> None:
         store.manifest("m")
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("extent", {"id": "other"}, "calls itself 'other'"),
+        ("extent", {"offset": 4095}, "begins at byte 4095, not a multiple of 4096"),
+        ("extent", {"nbytes": 1, "offset": 2**63 - 1}, "begins at byte"),
+        ("extent", {"offset": 2**63}, "less than"),
+        ("extent", {"pack": "../else"}, "not a relative path inside its folder"),
+        ("extent", {"pack": "/etc/passwd"}, "not a relative path inside its folder"),
+        ("extent", {"pack": "a\\b"}, "not a relative path inside its folder"),
+        ("extent", {"pack": ""}, "not a relative path inside its folder"),
+        ("tensor", {"extent": "gone"}, "tensor model.w is in extent 'gone', which the manifest does not have"),
+        ("tensor", {"offset": 512}, "ends at byte 524 of extent .*, which has 12 bytes"),
+        ("tensor", {"offset": -1}, "greater than or equal to 0"),
+        ("tensor", {"nbytes": 8}, r"F32 \[3\] takes 12 bytes, not 8"),
+        ("tensor", {"shape": [3, *[1] * 64]}, "at most 64 items"),
+        ("tensor", {"sha256": "0"}, "match pattern"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused(
+    store: WeightStore, kind: str, changes: dict[str, object], words: str
+) -> None:
+    file = store.models / "m" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    (extent,) = manifest["extents"].values()
+    record = extent if kind == "extent" else manifest["components"]["model"]["tensors"]["w"]
+    record |= changes
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(WeightsError, match=f"damaged manifest at .*{words}"):
+        store.manifest("m")
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        (0, None),  # the very same bytes: tied
+        (512, None),
+        (1, "at byte 1 is not aligned to 512 bytes"),
+        (1536, None),  # to the last byte
+        (2048, "ends at byte 2560 of extent .*, which has 2048 bytes"),
+    ],
+)
+def test_tensors_lie_within_their_extent_and_are_tied_or_apart(
+    store: WeightStore, offset: int, words: str | None
+) -> None:
+    """A second tensor of 512 bytes, beside one at the extent's beginning."""
+    file = store.models / "m" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    (extent,) = manifest["extents"].values()
+    extent["nbytes"] = 2048
+    tensors = manifest["components"]["model"]["tensors"]
+    tensors["w"] |= {"shape": [128], "nbytes": 512}
+    tensors["v"] = tensors["w"] | {"offset": offset}
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(WeightsError, match=words) if words else contextlib.nullcontext():
+        assert store.manifest("m").components["model"].tensors["v"].offset == offset
+    for shape, nbytes in (([129], 516), ([127], 508)):
+        tensors["v"] = tensors["w"] | {"shape": shape, "nbytes": nbytes}
+        file.write_text(json.dumps(manifest))
+        with pytest.raises(WeightsError, match=r"model\.[vw] overlaps tensor model\.[vw]"):
+            store.manifest("m")
+
+
 def test_a_field_of_a_manifest_is_named(store: WeightStore) -> None:
     file = store.models / "m" / "manifest.json"
     manifest = json.loads(file.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from kit.clock import Clock
 from kit.seeding import seeded_rng
 
-from cluster.ray_seam.haproxy import PERIOD_S, prune_logs, seldom
+from cluster.ray_seam import shims
+from cluster.ray_seam.haproxy import PERIOD_S, look_up_nodes_seldom, prune_logs, seldom
 
 
 def test_nodes_are_looked_up_once_in_a_period() -> None:
@@ -40,6 +42,26 @@ def test_a_look_that_failed_is_tried_again_at_the_next_step() -> None:
     update(None)
     update(None)
     assert looks == []
+
+
+def test_a_ray_with_another_name_for_its_nodes_is_asked_as_often_as_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray.serve._private.cluster_node_info_cache import ClusterNodeInfoCache
+
+    looks: list[object] = []
+    monkeypatch.setattr(ClusterNodeInfoCache, "update", looks.append)
+    clock, cache = Clock(), object()
+    monkeypatch.setattr(shims, "problems", lambda _: ["no method update"])
+    with caplog.at_level(logging.WARNING):
+        look_up_nodes_seldom(clock)
+    assert "no method update" in caplog.text
+    assert ClusterNodeInfoCache.update == looks.append
+    monkeypatch.setattr(shims, "problems", lambda _: [])
+    look_up_nodes_seldom(clock)
+    for _ in range(3):
+        ClusterNodeInfoCache.update(cache)
+    assert looks == [cache]
 
 
 def test_of_the_logs_of_dead_processes_the_newest_stay(tmp_path: Path) -> None:

@@ -415,6 +415,54 @@ def test_texts_do_not_grow_without_end() -> None:
         call("RegexReplace", string="a" * 10_000, regex_pattern="a", replace="b" * 10_000, **FLAGS)
 
 
+SMALL = np.zeros((1, 5, 5, 3), np.float32)
+CLIP: dict[str, Any] = {"images": SMALL, "filename_prefix": "x", "codec": "vp9", "fps": 8.0, "crf": 32.0}
+LEVELS: dict[str, Any] = {"steps": 3, "sigma_max": 1.0, "sigma_min": 0.5}
+STRETCHED: dict[str, Any] = {"steps": 3, "max_shift": 2.0, "base_shift": 1.0, "stretch": True, "terminal": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "change", "words"),
+    [
+        (
+            *("RegexMatch", {"string": "x", "regex_pattern": "x" * 2000, **FLAGS}, {"regex_pattern": "x" * 2001}),
+            "a pattern of 2001 characters: at most 2000",
+        ),
+        ("ComfyNumberConvert", {"value": f"0.{'1' * 398}"}, {"value": f"0.{'1' * 399}"}, "more than 400 characters"),
+        (
+            *("SaveImage", {"images": SMALL, "filename_prefix": "x" * 200}, {"filename_prefix": "x" * 201}),
+            "a prefix of 201 characters: at most 200",
+        ),
+        ("SaveWEBM", CLIP | {"filename_prefix": "x" * 200}, {"filename_prefix": "x" * 201}, "201 characters: at most"),
+        ("SaveWEBM", CLIP, {"codec": "av1"}, "av1: videos are saved in VP9"),
+        ("ImageBlur", {"image": SMALL, "blur_radius": 4, "sigma": 1.0}, {"blur_radius": 5}, "5x5 .* radius of 5"),
+        ("KarrasScheduler", LEVELS | {"rho": 7.0}, {"sigma_min": 0.0}, "a level of 0: expected more than 0"),
+        ("KarrasScheduler", LEVELS | {"rho": 7.0}, {"sigma_max": -1.0}, "a level of -1: expected more than 0"),
+        ("ExponentialScheduler", LEVELS, {"sigma_min": 0.0}, "a level of 0: expected more than 0"),
+        ("LTXVScheduler", STRETCHED, {"steps": 1}, "a single step cannot be stretched"),
+        ("LTXVScheduler", STRETCHED, {"latent": Latent(width=64, height=64)}, "expected the latent of a video"),
+        (
+            "TrimVideoLatent",
+            {"samples": Latent(before=2), "trim_amount": 2},
+            {"trim_amount": 1},
+            "leaves out the 2 that",
+        ),
+        (
+            *("SaveImageAdvanced", {"images": SMALL, "filename_prefix": "x", "format": Choice("png", {})}),
+            *({"format": Choice("png", {"bit_depth": "16-bit"})}, "png of 16-bit: images are saved as PNG of 8 bits"),
+        ),
+        (
+            *("SaveImageAdvanced", {"images": SMALL, "filename_prefix": "x", "format": Choice("png", {})}),
+            *({"format": Choice("exr", {})}, "exr of 8-bit"),
+        ),
+    ],
+)
+def test_what_a_node_takes_is_bounded(kind: str, given: dict[str, Any], change: dict[str, Any], words: str) -> None:
+    KINDS[kind].function(**given)
+    with pytest.raises(Refused, match=words):
+        KINDS[kind].function(**given | change)
+
+
 @pytest.mark.parametrize(
     ("ratio", "megapixels", "multiple", "expected"),
     [

@@ -231,6 +231,13 @@ def test_metadata_says_the_format_of_a_layer_without_its_prefix(tmp_path: Path) 
     assert np.allclose(matrix.wide(), expected.numpy(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"layers": 3}', '{"layers": [1]}'])
+def test_metadata_that_says_no_formats_is_refused(said: str, tmp_path: Path) -> None:
+    parts, _ = nvfp4_of_comfyui(torch.randn(32, 64))
+    with pytest.raises(FormatError, match="metadata '_quantization_metadata' cannot be read"):
+        read(parts, tmp_path / "x.safetensors", {"_quantization_metadata": said})
+
+
 def test_what_is_plain_or_empty_stays(tmp_path: Path) -> None:
     empty = torch.empty(0, dtype=torch.float8_e4m3fn)
     found = read({"v_pred": empty, "ids": torch.arange(3, dtype=torch.uint8)}, tmp_path / "x.safetensors")
@@ -266,6 +273,12 @@ def changed(write: Callable[[torch.Tensor], Written], **change: torch.Tensor | N
         (changed(nvfp4_of_modelopt, weight_scale=torch.rand(64, 7).to(torch.float8_e4m3fn)), r"expected a scale in F8"),
         (changed(nvfp4_of_comfyui, pre_quant_scale=torch.rand(3)), r"'x.pre_quant_scale' is F32 \[3\], expected"),
         (changed(mxfp8, weight_scale=torch.zeros(4, 4, dtype=torch.uint8)), r"expected a scale in F8_E8M0"),
+        (changed(mxfp8, weight=torch.zeros(64, 100, dtype=torch.uint8)), r"F8_E4M3 \(rows, columns\), of whole blocks"),
+        (changed(fp8_rows, weight_scale=torch.ones(64, dtype=torch.int32)), r"is I32 \[64\], .* expected scales in "),
+        (changed(int4_rotated, weight=torch.zeros(64, dtype=torch.uint8)), r"expected two elements in a byte"),
+        (changed(int8_rotated, weight=torch.zeros(64, 100, dtype=torch.int8)), r"expected columns in whole groups of"),
+        (changed(mxfp8, comfy_quant=torch.zeros(4097, dtype=torch.uint8)), r"has 4097 bytes, at most 4096"),
+        (changed(mxfp8, comfy_quant=torch.tensor([123], dtype=torch.uint8)), r"'x.comfy_quant' is no JSON"),
         (changed(int8_rotated, weight_scale=torch.rand(3)), r"is F32 \[3\], its weight is I8 \[64, 128\]"),
         (changed(int8_rotated, weight_scale_2=torch.rand(1)), r"a second scale, expected beside nvfp4"),
         (changed(fp8_rows, comfy_quant=as_json({"format": "int8_blockwise"})), r"'int8_blockwise', expected float8"),

@@ -27,6 +27,7 @@ ROWS, COLUMNS, GROUP = 24, 64, 16
 DTYPES = {"I8": np.int8, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+SCALES = np.ones((32, 32), np.float16)
 
 
 def packed(values: np.ndarray, bits: int, places: Any = None) -> np.ndarray:
@@ -257,6 +258,21 @@ def without(parts: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
         (compressed(4) | {"config_groups": {"g": {"weights": None}}}, {}, "with quantized, dense weights"),
         (compressed(4) | {"config_groups": []}, {}, "with quantized, dense weights"),
         (compressed(3), {}, "compressed-tensors of 4 or 8 bits"),
+        (GPTQ, {"qweight": np.zeros((8, 20), np.int32), "scales": SCALES[:4, :20]}, "expected a multiple of 8 outputs"),
+        (compressed(4), {"weight_g_idx": np.zeros(64, np.int32)}, "weight_g_idx: activation order is not supported"),
+        (compressed(4), {"weight_scale": None}, "has no weight_scale"),
+        (compressed(4), {"weight_scale": SCALES[:24, :4].astype(np.int32)}, "weight_scale' .* expected F32 or F16 or"),
+        (compressed(4), {"weight_scale": SCALES[:24, :5]}, r"expected whole groups of rows of \[24, 64\]"),
+        (compressed(4), {"weight_scale": SCALES[:23, :4]}, r"expected whole groups of rows of \[24, 64\]"),
+        (compressed(4), {"weight_scale": SCALES[:24, :0]}, r"expected whole groups of rows of \[24, 64\]"),
+        (compressed(4), {"weight_scale": SCALES[:24, :4, None]}, r"expected whole groups of rows of \[24, 64\]"),
+        (compressed(4), {"weight_zero_point": np.zeros((3, 5), np.int32)}, r"I32 \[3, 5\], expected \[3, 4\]"),
+        (compressed(8), {"weight_zero_point": np.zeros((6, 4), np.int32)}, "expected none beside 8 bits"),
+        (
+            compressed(8),
+            {"weight_packed": None, "weight": np.zeros((24, 64), np.int8), "weight_zero_point": np.zeros(24, np.int8)},
+            "8 bits without a middle are not supported",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, {}, r"fp8 with weight_block_size \[rows, columns\]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, {}, "fp8 with weight_block_size"),
     ],
@@ -267,12 +283,31 @@ def test_what_does_not_fit_is_refused_by_its_headers(
     parts = awq_parts(seeded_rng())[0]
     if method["quant_method"] == "gptq":
         parts = without(gptq_parts(seeded_rng(), 4, 1)[0], "g_idx")
+    elif method["quant_method"] == "compressed-tensors":
+        parts = {"weight_packed": np.zeros((24, 8), np.int32), "weight_scale": SCALES[:24, :4]}
     for name, value in change.items():
         parts = without(parts, name) if value is None else parts | {name: value}
     with pytest.raises(FormatError) as caught:
         save(tmp_path / "m", method, parts)
     assert re.search(message, str(caught.value))
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "parts", "message"),
+    [
+        (None, {"weight_scale": SCALES[:23, :1]}, r"expected floats of one number, or \[24, 1\]"),
+        (None, {"weight_scale": np.ones(24, np.int32)}, r"expected floats of one number, or \[24, 1\]"),
+        ([16, 24], {"weight_scale_inv": SCALES[:2, :2]}, r"expected floats of one number, or \[2, 3\]"),
+        ([16, 24], {"weight_scale_inv": SCALES[:24, 0]}, r"expected floats of one number, or \[2, 3\]"),
+    ],
+)
+def test_scales_of_float8_that_do_not_fit_are_refused(
+    tmp_path: Path, block: list[int] | None, parts: dict[str, np.ndarray], message: str
+) -> None:
+    method = {"quant_method": "fp8", "weight_block_size": block}
+    with pytest.raises(FormatError, match=message):
+        save_float8(tmp_path / "m", method, float8(seeded_rng()), parts)
 
 
 @pytest.mark.parametrize("groups", [np.full(COLUMNS, 99), np.full(COLUMNS, -1), np.arange(COLUMNS)[::-1] // GROUP])

@@ -255,6 +255,7 @@ def test_a_rate_follows_what_is_measured_lately() -> None:
     rate.add(MIB, 0.0)  # a clock too coarse says nothing
     assert rate.bytes_per_s is None
     rate.add(MIB, 1.0)
+    rate.add(MIB, 0.0)
     assert rate.bytes_per_s == pytest.approx(MIB)
     for _ in range(50):
         rate.add(10 * MIB, 1.0)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from kit.waiting import wait_until
 
 from cluster.ray_seam.ray_files import setup_script, worker_script
 from cluster.ray_seam.template_records import Template, TemplateStats
-from cluster.ray_seam.templates import launch, setup_worker
+from cluster.ray_seam.templates import launch, setup_worker, starting
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE
 from cluster.ray_seam.templates.process_files import count_copies, template_problems
 from cluster.ray_seam.templates.starting import _running_templates, template_environment
@@ -464,3 +465,11 @@ def test_other_runtime_environments_are_left_to_ray(changed: dict[str, Any], exe
         setup_worker._main([launch.__file__, "--a=b", "--language=PYTHON", context])
     assert executed == [[sys.executable, setup_script(), worker_script(), "--a=b", "--language=PYTHON", context]]
     assert Path(setup_script()).is_file()
+
+
+def test_templates_that_do_not_end_with_their_input_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "_END_TIMEOUT_S", 0.01)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        starting._end(process)
+        assert process.returncode == -signal.SIGKILL  # and nothing of it is left

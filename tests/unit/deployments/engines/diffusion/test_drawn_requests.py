@@ -182,7 +182,7 @@ def with_changed_weights(ours: DenoisePipeline, folder: Path, adapter: LoraAdapt
 def test_a_lora_of_all_layers_does_what_changed_weights_do_for_its_request_alone(
     model: tuple[DenoisePipeline, Path], draw: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, num_turns: int
 ) -> None:
-    """Also in company, in halves, and where nothing is known ahead: then bit for bit."""
+    """Also beside another request, in halves, and where nothing is known ahead: then bit for bit."""
     ours, folder = model
     forward, adapters, sizes = ours._forward, {"drawn": adapter_of(ours)}, list[int]()
     changed = with_changed_weights(ours, folder, adapters["drawn"])

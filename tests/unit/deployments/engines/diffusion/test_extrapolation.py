@@ -1,4 +1,4 @@
-"""Extrapolated steps: diffusers' TaylorSeer and plain polynomials judge values, company and checkpoints the bits."""
+"""Extrapolated steps: diffusers' TaylorSeer and plain polynomials judge values; other batches and checkpoints, bits."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from deployments.services.text_prompts import embedding_requests
 
 
 def embed(engine, prompts, pooling, beside=()):
-    """The embedding of each prompt, computed in the company of the requests `beside`."""
+    """The embedding of each prompt, computed in a batch with the requests `beside`."""
     for request in beside:
         engine.add_request(request)
     for i, prompt in enumerate(prompts):

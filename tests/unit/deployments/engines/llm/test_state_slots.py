@@ -70,7 +70,7 @@ class Cluster:
 
 @pytest.mark.parametrize("piece", [PIECE, 16, 0])
 def test_each_chunk_goes_on_from_its_own_state(piece):
-    """In random company, with few tokens so that much is found, forks, failures, and blocks that run out."""
+    """In random batches, with few tokens so that much is found, forks, failures, and blocks that run out."""
     rng = seeded_rng()
     cluster = Cluster(piece=piece, num_blocks=16)
     begins = [tuple(rng.integers(VOCABULARY, size=100).tolist()) for _ in range(2)]

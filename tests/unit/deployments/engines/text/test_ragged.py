@@ -1,7 +1,7 @@
 """Texts of different lengths in one forward: the same outputs as alone, and what it took is counted.
 
 Up to rounding: in float32 within 1e-5 of the largest output, in bfloat16 as near to the float64 truth as each text
-alone is. Bit for bit only without company.
+alone is. Bit for bit only in a forward of its own.
 """
 
 from __future__ import annotations
