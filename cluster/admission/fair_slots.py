@@ -34,13 +34,6 @@ class SlotsFull(ClusterError):
         self.num_waiting = num_waiting
 
 
-class _Alike:
-    """All tenants have one weight: requests are read before anybody knows their cost."""
-
-    def weight_of(self, tenant: str) -> float:
-        return 1.0
-
-
 class FairSlots:
     """A number of slots on one event loop, and at most `max_waiting` waiters.
 
@@ -51,7 +44,7 @@ class FairSlots:
         self._num_free = number
         self.max_waiting = max_waiting
         self._lines: OrderedDict[str, dict[asyncio.Future[None], None]] = OrderedDict()  # the next tenant first
-        self._crowd = Crowd(_Alike())
+        self._crowd = Crowd(lambda _: 1.0)  # requests are read before anybody knows their cost
         self.num_waiting = 0
 
     @property

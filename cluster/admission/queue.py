@@ -104,7 +104,6 @@ class AdmissionQueue:
             self._refused.append(Refused(ticket, refusal))
             return
         pool.lanes.add(waiting)
-        pool.note_waiting(waiting)
         self._pool_of[ticket] = demand.pool
         self._counts.hold(demand.model, demand.pool)
 
@@ -118,7 +117,6 @@ class AdmissionQueue:
         pool.slots.replicas.forget_model(ended.replica, ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         pool.lanes.add_returned(ended.waiting)
-        pool.note_waiting(ended.waiting)
         pool.note_room(self.places.models_on(ended.waiting.demand.pool, ended.replica))
         return ended.waiting.demand.pool, ended.replica
 
@@ -145,7 +143,6 @@ class AdmissionQueue:
         pool = self._pools[name]
         if ticket in pool.lanes:
             waiting = pool.lanes.remove(ticket)
-            pool.forget_waiting(waiting)
             self._counts.release(waiting.demand.model)
             return
         ended = pool.slots.end(ticket, now_s)
@@ -242,7 +239,7 @@ class AdmissionQueue:
         for pool in self._pools.values():
             running += pool.slots.running()
             lines |= counted_lines(pool.lanes.lines())
-            for model, first_s in pool.waiting.deadlines():
+            for model, first_s in pool.lanes.first_deadlines():
                 earliest[model] = min(first_s, earliest.get(model, math.inf))
         for (_, model, tenant), (number, first_s) in lines.items():
             tenants[tenant] += number
@@ -280,7 +277,7 @@ class AdmissionQueue:
         if not len(pool.lanes) and pool.slots.replicas.has_room(demand.share):
             return None
         config = self.config
-        if pool.waiting.num_by_model[demand.model] >= self.parts.own_part(config.max_waiting_per_model):
+        if pool.lanes.num_of(demand.model) >= self.parts.own_part(config.max_waiting_per_model):
             refusal, model, crowd = Refusal("model_full", limit=config.max_waiting_per_model), demand.model, [pool]
         elif self.num_waiting >= self.parts.own_part(config.max_waiting):
             refusal, model, crowd = Refusal("queue_full", limit=config.max_waiting), None, [*self._pools.values()]
@@ -298,7 +295,6 @@ class AdmissionQueue:
         demand = waiting.demand
         times = self._times.times(demand.model)
         pool.lanes.start_request(waiting.ticket, self._forecast.cost_s(demand))
-        pool.forget_waiting(waiting)
         pool.slots.start_request(waiting, where, now_s, times.latency_s(demand.work) if times else BatchLatency())
         counts = self._counts.counts_of(demand.model, demand.pool)
         counts.started, counts.started_s = counts.started + 1, now_s
@@ -308,7 +304,6 @@ class AdmissionQueue:
 
     def _refuse(self, pool: Pool, waiting: Waiting, refusal: Refusal) -> None:
         pool.lanes.remove(waiting.ticket)
-        pool.forget_waiting(waiting)
         del self._pool_of[waiting.ticket]
         self._counts.release(waiting.demand.model)
         self._counts.counts_of(waiting.demand.model, waiting.demand.pool).refused += 1

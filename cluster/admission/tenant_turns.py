@@ -7,13 +7,14 @@ looked at.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Final
 
+from cluster.admission.lazy_heap import LazyHeap
 from cluster.admission.records import Demand, Waiting
 from cluster.admission.service_times import ArrivalRate
 from configs.admission import AdmissionConfig
@@ -47,7 +48,6 @@ class Lane:
     offered: ArrivalRate = field(default_factory=ArrivalRate)  # replica seconds, refused ones included
     waiting: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)
     models: dict[str, Line] = field(default_factory=dict)
-    turn: tuple[float, int, int] | None = None  # its entry in the heap of turns
 
     def key(self) -> tuple[float, int]:
         """Return the sort key of lanes: the clock, then the number of the oldest request."""
@@ -69,7 +69,7 @@ class OpenModels:
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names if isinstance(names, set) else set(names)
-        self._fronts: dict[Lane, list[tuple[int, str]]] = {}
+        self._fronts: dict[Lane, LazyHeap[str]] = {}
 
     def close(self, model: str) -> None:
         """Start no more requests of a model."""
@@ -82,18 +82,13 @@ class OpenModels:
             return oldest
         if (fronts := self._fronts.get(lane)) is None:
             less, more = sorted((self.names, lane.models.keys()), key=len)
-            fronts = self._fronts[lane] = [(_front(lane.models[id_]).number, id_) for id_ in less if id_ in more]
-            heapq.heapify(fronts)
-        while fronts:
-            number, model = fronts[0]
-            line = lane.models.get(model)
-            if line is None or model not in self.names:
-                heapq.heappop(fronts)
-            elif (front := _front(line)).number == number:
-                return front
-            else:
-                heapq.heapreplace(fronts, (front.number, model))
-        return None
+            fronts = LazyHeap(partial(self._number_of, lane), [model for model in less if model in more])
+            self._fronts[lane] = fronts
+        model = fronts.first()
+        return None if model is None else _front(lane.models[model])
+
+    def _number_of(self, lane: Lane, model: str) -> int | None:
+        return _front(lane.models[model]).number if model in self.names and model in lane.models else None
 
 
 class TenantTurns:
@@ -110,8 +105,7 @@ class TenantTurns:
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._busy: dict[str, Lane] = {}
         self._by_model: dict[str, dict[str, Lane]] = {}  # the lanes that wait for it, by tenant
-        self._turns: list[tuple[tuple[float, int, int], Lane]] = []  # a heap
-        self._num_turns = 0
+        self._turns = LazyHeap(self._turn_of)  # of the busy tenants
         self._weight = 0.0  # of the busy lanes
         self.cost_s = 0.0
         self.stalled_s = 0.0  # the estimated cost of requests for stalled models
@@ -212,14 +206,12 @@ class TenantTurns:
             lane.clock_s, lane.refund_s = max(lane.clock_s - lane.refund_s, self.floor_s), 0.0
             self._busy[lane.tenant] = lane
             self._weight += lane.weight
-            self._take_turn(lane)
+            self._turns.push(lane.tenant)
         elif is_busy and not lane.num_startable:
             del self._busy[lane.tenant]
             self._weight -= lane.weight
-            lane.turn = None
         if not self._busy:  # a rest left by rounding
             self._weight = self.cost_s = 0.0
-            self._turns.clear()
         if not self._waiting:
             self.stalled_s = 0.0
 
@@ -239,12 +231,12 @@ class TenantTurns:
         if few is not None:
             lanes = iter(sorted(few, key=Lane.key))
             return next((front for lane in lanes if (front := open_models.first(lane)) is not None), None)
-        passed, found = [], None
-        while found is None and (lane := self._pop_turn()) is not None:
-            passed.append(lane)
-            found = open_models.first(lane)
-        for lane in passed:
-            self._take_turn(lane)
+        passed, found = list[str](), None
+        while found is None and (tenant := self._turns.pop()) is not None:
+            passed.append(tenant)
+            found = open_models.first(self._busy[tenant])
+        for tenant in passed:
+            self._turns.push(tenant)
         return found
 
     def waiting_lanes(self) -> Iterator[Lane]:
@@ -294,25 +286,8 @@ class TenantTurns:
             found.update(lanes)
         return found.values()
 
-    def _take_turn(self, lane: Lane) -> None:
-        self._num_turns += 1
-        lane.turn = (*lane.key(), self._num_turns)
-        heapq.heappush(self._turns, (lane.turn, lane))
-
-    def _pop_turn(self) -> Lane | None:
-        """Take out the lane that goes first. Entries that are no longer their lane's are left over, and dropped."""
-        while self._turns:
-            turn, lane = self._turns[0]
-            if lane.turn is not turn:
-                heapq.heappop(self._turns)
-            elif turn[:2] != lane.key():  # it has had a turn since
-                self._num_turns += 1
-                lane.turn = (*lane.key(), self._num_turns)
-                heapq.heapreplace(self._turns, (lane.turn, lane))
-            else:
-                heapq.heappop(self._turns)
-                return lane
-        return None
+    def _turn_of(self, tenant: str) -> tuple[float, int] | None:
+        return self._busy[tenant].key() if tenant in self._busy else None
 
 
 def _front(line: OrderedDict[int, Waiting]) -> Waiting:
