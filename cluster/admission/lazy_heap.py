@@ -1,4 +1,4 @@
-"""A heap of items whose keys change: an entry is corrected when it comes up, so a change costs O(log n) at most. Pure."""
+"""A heap of items whose keys change: an entry is corrected when it comes up, so a change costs O(log n). Pure."""
 
 from __future__ import annotations
 

@@ -35,10 +35,11 @@ from cluster.admission.records import (
 )
 from cluster.admission.replica_choice import Assignment
 from cluster.admission.replica_slots import Ended
-from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCounts, ModelTimes, ServiceTimes
+from cluster.admission.service_times import MAX_MODELS, ArrivalRate, ModelTimes, RequestCounts, ServiceTimes
 from cluster.admission.slot_parts import SlotParts
 from cluster.admission.starts import Starts
 from configs.admission import AdmissionConfig
+from weights.residency.recent import Recent
 
 __all__ = ["REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 
@@ -66,7 +67,7 @@ class AdmissionQueue:
         self.places = Places(self._pools, self._times)
         self.parts = SlotParts(self._pools, self.places, num_sharing)
         self._pool_of: dict[int, str] = {}  # by ticket, waiting or running
-        self._counts = ModelCounts()
+        self._counts: Recent[str, RequestCounts] = Recent(MAX_MODELS)
         self._tenant_counts = TenantCounts()
         self._refused: list[Refused] = []
         self.ended = EndedLog()
@@ -89,7 +90,7 @@ class AdmissionQueue:
         if ticket in self._pool_of:
             raise ValueError(f"ticket {ticket} is in the queue already")
         pool = self._pool(demand.pool)
-        counts = self._counts.counts_of(demand.model, demand.pool)
+        counts = self._counts_of(demand)
         counts.arrivals.note_arrival(now_s)
         self.arrivals.note_arrival(now_s)
         pool.offered.note_arrival(now_s, demand.share)
@@ -105,7 +106,6 @@ class AdmissionQueue:
             return
         pool.lanes.add(waiting)
         self._pool_of[ticket] = demand.pool
-        self._counts.hold(demand.model, demand.pool)
 
     def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
         """Let a running request wait again, before all others: its replica died, or could not load its model.
@@ -143,10 +143,8 @@ class AdmissionQueue:
         pool = self._pools[name]
         if ticket in pool.lanes:
             waiting = pool.lanes.remove(ticket)
-            self._counts.release(waiting.demand.model)
             return
         ended = pool.slots.end(ticket, now_s)
-        self._counts.release(ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         pool.note_room(self.places.models_on(ended.waiting.demand.pool, ended.replica))
         if is_answered:
@@ -202,6 +200,7 @@ class AdmissionQueue:
         """Return the requests that start or are refused now. Call it after every change, and at `look_again_s`."""
         happened: list[Started | Refused] = []
         self._held_until_s = math.inf
+        self.parts.keep_or_let_go(now_s)
         if self.num_waiting and now_s >= self._review_at_s():
             self._reviewed_s = now_s
             for pool in self._pools.values():
@@ -236,8 +235,11 @@ class AdmissionQueue:
         running: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
         lines: dict[TenantKey, tuple[int, float]] = {}
-        for pool in self._pools.values():
+        known = dict(self._counts)
+        for name, pool in self._pools.items():
             running += pool.slots.running()
+            for model in {*pool.lanes.models, *pool.slots.running()} - known.keys():
+                known[model] = RequestCounts(name)
             lines |= counted_lines(pool.lanes.lines())
             for model, first_s in pool.lanes.first_deadlines():
                 earliest[model] = min(first_s, earliest.get(model, math.inf))
@@ -246,7 +248,7 @@ class AdmissionQueue:
             waiting[model] += number
             oldest[model] = min(first_s, oldest.get(model, math.inf))
         loads = []
-        for model, counts in self._counts:
+        for model, counts in known.items():
             times = self._times.times(model) or ModelTimes()
             loads.append(
                 ModelLoad(
@@ -293,10 +295,9 @@ class AdmissionQueue:
 
     def _start(self, pool: Pool, waiting: Waiting, where: Assignment, now_s: float) -> Started:
         demand = waiting.demand
-        times = self._times.times(demand.model)
         pool.lanes.start_request(waiting.ticket, self._forecast.cost_s(demand))
-        pool.slots.start_request(waiting, where, now_s, times.latency_s(demand.work) if times else BatchLatency())
-        counts = self._counts.counts_of(demand.model, demand.pool)
+        pool.slots.start_request(waiting, where, now_s, self._times.times(demand.model) or ModelTimes())
+        counts = self._counts_of(demand)
         counts.started, counts.started_s = counts.started + 1, now_s
         self._tenant_counts.note_start(demand, now_s - waiting.arrived_s)
         pool.num_started += 1
@@ -305,10 +306,12 @@ class AdmissionQueue:
     def _refuse(self, pool: Pool, waiting: Waiting, refusal: Refusal) -> None:
         pool.lanes.remove(waiting.ticket)
         del self._pool_of[waiting.ticket]
-        self._counts.release(waiting.demand.model)
-        self._counts.counts_of(waiting.demand.model, waiting.demand.pool).refused += 1
+        self._counts_of(waiting.demand).refused += 1
         self._tenant_counts.note_refusal(waiting.demand)
         self._refused.append(Refused(waiting.ticket, refusal))
+
+    def _counts_of(self, demand: Demand) -> RequestCounts:
+        return self._counts.used(demand.model, lambda: RequestCounts(demand.pool))
 
     def _pool(self, name: str) -> Pool:
         if name not in self._pools:
