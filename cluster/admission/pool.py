@@ -84,7 +84,7 @@ class Lanes:
     @property
     def most_urgent(self) -> float:
         """The most urgent waiting priority: 0 for a request whose replica died, infinity for none."""
-        busy = [priority for priority, turns in self._classes.items() if turns.has_work]
+        busy = [priority for priority, turns in self._classes.items() if turns.waiting]
         return 0 if self._returned else min(busy, default=math.inf)
 
     def lines(self) -> Iterator[tuple[int, Waiting, int]]:
@@ -92,7 +92,7 @@ class Lanes:
         for waiting in self._returned.values():
             yield 0, waiting, 1
         for priority, turns in self._classes.items():
-            for lane in turns.waiting_lanes():
+            for lane in turns.waiting.values():
                 for line in lane.models.values():
                     yield priority, next(iter(line.values())), len(line)
 
@@ -241,7 +241,7 @@ class Lanes:
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""
         for each in sorted(self._classes, reverse=True):
-            if each > priority and (lane := self._classes[each].waiting_lane(tenant)) is not None:
+            if each > priority and (lane := self._classes[each].waiting.get(tenant)) is not None:
                 line = lane.waiting if model is None else lane.models.get(model)
                 if line and (found := newest(line)) is not None:
                     return found

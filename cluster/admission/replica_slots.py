@@ -120,7 +120,7 @@ class ReplicaSlots:
     ) -> None:
         """Own these parts of the replicas from now on, and none of the others; `capacity` replicas' worth in all.
 
-        While it `is_suspended`, nothing starts in them. Models that others have begun to run are believed to be at hand.
+        While it `is_suspended`, nothing starts in them. Models that others run are believed to be at hand.
         """
         self._capacity, self._ends, self._starts = capacity, None, None
         for name, replica in self.replicas.items():

@@ -92,7 +92,9 @@ class OpenModels:
 
 
 class TenantTurns:
-    """The lanes of one priority. `floor_s` is the clock of the lane served last, so no lane saves up turns.
+    """The lanes of one priority: those that wait, `waiting`, and idle ones.
+
+    `floor_s` is the clock of the lane served last, so no lane saves up turns.
 
     Models in `stalled` have no replica. A lane that waits only for such models is not busy, and its clock goes on.
     """
@@ -100,7 +102,7 @@ class TenantTurns:
     def __init__(self, config: AdmissionConfig, stalled: Collection[str] = ()) -> None:
         self._config = config
         self._stalled = set(stalled)
-        self._waiting: dict[str, Lane] = {}
+        self.waiting: dict[str, Lane] = {}
         self._lanes: dict[str, Lane] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._busy: dict[str, Lane] = {}
@@ -121,15 +123,6 @@ class TenantTurns:
             while len(self._idle) > MAX_CLOCKS:
                 del self._lanes[self._idle.popitem(last=False)[0]]
         return lane
-
-    @property
-    def has_work(self) -> bool:
-        """True while any tenant waits."""
-        return bool(self._waiting)
-
-    def waiting_lane(self, tenant: str) -> Lane | None:
-        """Return the lane of a tenant that waits."""
-        return self._waiting.get(tenant)
 
     def note_offer(self, tenant: str, cost_s: float, now_s: float) -> None:
         """Count the work of a request that comes, whether it is let in or not."""
@@ -173,13 +166,13 @@ class TenantTurns:
         if len(line) == 1:
             self._by_model.setdefault(model, {})[lane.tenant] = lane
         if len(lane.waiting) == 1:
-            self._waiting[lane.tenant] = lane
+            self.waiting[lane.tenant] = lane
             self._idle.pop(lane.tenant, None)
         self._count(lane, model, 1, waiting.cost_s)
 
     def remove(self, waiting: Waiting) -> None:
         """Take a request out."""
-        lane, model = self._waiting[waiting.demand.tenant], waiting.demand.model
+        lane, model = self.waiting[waiting.demand.tenant], waiting.demand.model
         del lane.waiting[waiting.ticket]
         line = lane.models[model]
         del line[waiting.ticket]
@@ -189,7 +182,7 @@ class TenantTurns:
             if not self._by_model[model]:
                 del self._by_model[model]
         if not lane.waiting:
-            del self._waiting[lane.tenant]
+            del self.waiting[lane.tenant]
             self._idle[lane.tenant] = None
         self._count(lane, model, -1, -waiting.cost_s)
 
@@ -212,7 +205,7 @@ class TenantTurns:
             self._weight -= lane.weight
         if not self._busy:  # a rest left by rounding
             self._weight = self.cost_s = 0.0
-        if not self._waiting:
+        if not self.waiting:
             self.stalled_s = 0.0
 
     def set_stalled(self, models: Collection[str]) -> None:
@@ -239,13 +232,9 @@ class TenantTurns:
             self._turns.push(tenant)
         return found
 
-    def waiting_lanes(self) -> Iterator[Lane]:
-        """Yield the waiting lanes, as they were at the beginning."""
-        yield from list(self._waiting.values())
-
     def walk(self) -> Iterator[tuple[Waiting, float]]:
         """Yield waiting requests with their tenants' work before each. The caller removes one before the next one."""
-        for lane in list(self._waiting.values()):
+        for lane in list(self.waiting.values()):
             own_s = 0.0
             for waiting in list(lane.waiting.values()):
                 is_stalled = waiting.demand.model in self._stalled
@@ -255,7 +244,7 @@ class TenantTurns:
     def count_again(self, cost_of: Callable[[Demand], float]) -> None:
         """Estimate anew the costs of all waiting requests."""
         self.cost_s = self.stalled_s = 0.0
-        for lane in self._waiting.values():
+        for lane in self.waiting.values():
             lane.cost_s = 0.0
             for model, line in lane.models.items():
                 for waiting in line.values():
