@@ -83,10 +83,19 @@ class Dispatcher:
         return self._slots[ticket]
 
     def reassign(self, ticket: int, *, is_lost: bool = True) -> asyncio.Future[str]:
-        """Give the request back (`give_back`); return a future of its next replica. Awaiting it raises NotAdmitted."""
-        self._slots[ticket] = asyncio.get_running_loop().create_future()
-        self.give_back(ticket, is_lost=is_lost)
-        return self._slots[ticket]
+        """Let a request wait again, before all others; return a future of its next replica.
+
+        If its replica `is_lost`, nothing starts there for a moment, until the list of replicas is up to date. Awaiting
+        the future raises NotAdmitted.
+        """
+        slot = self._slots[ticket] = asyncio.get_running_loop().create_future()
+        pool, replica = self._queue.give_back(ticket, self.now_s())
+        if is_lost and replica:  # without a name, Serve chooses the replica
+            self._avoided.setdefault(pool, set()).add(replica)
+            asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
+            self._list_replicas(pool)
+        self.pump()
+        return slot
 
     def note_unable(self, ticket: int) -> bool:
         """Note that a running request's replica could not load its model: other requests of that model go elsewhere.
@@ -94,18 +103,6 @@ class Dispatcher:
         Return whether there is another replica for this one.
         """
         return self._queue.note_unable(ticket, self.now_s())
-
-    def give_back(self, ticket: int, *, is_lost: bool = True) -> None:
-        """Let a request wait again, before all others.
-
-        If its replica `is_lost`, nothing starts there for a moment, until the list of replicas is up to date.
-        """
-        pool, replica = self._queue.give_back(ticket, self.now_s())
-        if is_lost and replica:  # without a name, Serve chooses the replica
-            self._avoided.setdefault(pool, set()).add(replica)
-            asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
-            self._list_replicas(pool)
-        self.pump()
 
     def leave(self, ticket: int, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request, wherever it is."""

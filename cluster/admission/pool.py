@@ -173,16 +173,15 @@ class Lanes:
         overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
         waiting = self.remove(ticket)
         self._num_overtakes += overtakes
-        turns = self.turns(waiting.demand.priority)
-        lane = turns.lane(waiting.demand.tenant)
-        turns.floor_s = max(turns.floor_s, lane.clock_s)
-        lane.charge(cost_s)
+        turns, tenant = self.turns(waiting.demand.priority), waiting.demand.tenant
+        turns.floor_s = max(turns.floor_s, turns.lane(tenant).clock_s)
+        turns.charge(tenant, cost_s)
         waiting.cost_s = cost_s
         return waiting
 
     def settle(self, started: Waiting, cost_s: float) -> None:
         """Charge a request's real cost instead of the estimate."""
-        self.turns(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
+        self.turns(started.demand.priority).charge(started.demand.tenant, cost_s - started.cost_s)
 
     def displaced_by(self, demand: Demand, model: str | None) -> tuple[bool, float, Waiting] | None:
         """Return the request that leaves a full queue in favour of `demand`; None when `demand` itself has to go.

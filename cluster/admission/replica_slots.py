@@ -113,7 +113,7 @@ class ReplicaSlots:
         for name in names:
             if name not in self.replicas:
                 limit = 0.0 if self._is_shared and name else 1.0
-                self.replicas.add(name, Replica(limit=limit, clock_at_s=now_s))
+                self.replicas[name] = Replica(limit=limit, clock_at_s=now_s)
 
     def set_parts(
         self, parts: Mapping[str, ReplicaPart], capacity: float, now_s: float, *, is_suspended: bool = False
@@ -204,7 +204,7 @@ class ReplicaSlots:
         if self._ends is None:
             self._ends = sorted(now_s + run.left_s(self.replicas[run.replica], now_s) for run in self._runs.values())
         if self._starts is None or self._starts_of != (share, each_s):
-            num_free = min(PLAYED, sum([replica.num_places(share, PLAYED) for replica in self.replicas]))
+            num_free = min(PLAYED, sum([replica.num_places(share, PLAYED) for replica in self.replicas.values()]))
             places = [now_s] * num_free + [max(now_s, end_s) for end_s in self._ends]
             self._starts, self._starts_of = PlayedStarts(places, each_s * len(places) / capacity), (share, each_s)
         return max(0.0, self._starts.at_s(ahead_s / each_s if each_s else 0.0) - now_s)
@@ -215,7 +215,7 @@ class ReplicaSlots:
         If work is before it, replicas are full when it starts; if not, it gets the emptiest one.
         """
         if not ahead_s:
-            free = [replica.all_used for replica in self.replicas if replica.has_room(share)]
+            free = [replica.all_used for replica in self.replicas.values() if replica.has_room(share)]
             if free:
                 return min(free) / share + 1
         return 1 / share

@@ -189,11 +189,6 @@ class ModelTimes:
     _fastest: dict[int, tuple[float, float]] = field(default_factory=dict)  # by size: work, and latency alone
     _tried_s: dict[int, float] = field(default_factory=dict)  # by size: when one was measured, or let in to be measured
 
-    @property
-    def _late_factor(self) -> float:
-        """The factor by which few requests take longer than predicted, as TCP bounds round trips (RFC 6298)."""
-        return min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
-
     def is_stale(self, now_s: float) -> bool:
         """Return whether it is time to measure anew, because the measurements are too old."""
         return now_s - self.measured_s > max(_STALE_S, 2 * self.usual_s)
@@ -220,13 +215,13 @@ class ModelTimes:
         least, most = self.slowdown.seen()
         return max(0.0, self.expected_s(work, most) - self.expected_s(work, least)) / (most - least)
 
-    def usual_latency_s(self, work: float) -> float:
-        """Return the latency of a request of that work among the usual number of batch-mates."""
-        return self.expected_s(work, self.usual_sharing)
-
     def late_s(self, work: float, num_sharing: float) -> float:
-        """Return the latency that few requests of that work exceed when `num_sharing` share the replica."""
-        return self._late_factor * self.expected_s(work, num_sharing)
+        """Return the latency that few requests of that work exceed when `num_sharing` share the replica.
+
+        The excess over the mean is bounded as TCP bounds that of round trips (RFC 6298).
+        """
+        factor = min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
+        return factor * self.expected_s(work, num_sharing)
 
     def cost_s(self, work: float, share: float) -> float:
         """Return the request's part of the seconds of a full replica, since waiting requests will run on full ones."""

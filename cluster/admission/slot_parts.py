@@ -28,7 +28,6 @@ class SlotParts:
         self._held_until_s = math.inf
         self._is_suspended = False
         self._last_urgency: dict[str, float] = {}  # by pool: the most urgent waiting priority at the last look
-        self._has_news = False
 
     def own_part(self, bound: int) -> int:
         """Return the queue's own part of a bound of all."""
@@ -67,15 +66,15 @@ class SlotParts:
 
     def take_news(self) -> bool:
         """Return whether a change since the last look calls for a new split of slots at once."""
+        has_news = False
         for name, pool in self._pools.items() if self.are_shared else ():
             urgency = pool.lanes.most_urgent
-            self._has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
+            has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
             self._last_urgency[name], pool.slots.has_overdrawn = urgency, False
             if pool.has_ended and self._parts.get(name, _NO_PART).is_wanted:
-                self._has_news |= pool.slots.replicas.has_room(pool.least_share)
+                has_news |= pool.slots.replicas.has_room(pool.least_share)
             pool.has_ended = False
-        found, self._has_news = self._has_news, False
-        return found
+        return has_news
 
     def claims(self, now_s: float) -> dict[str, PoolClaims]:
         """Return by pool the slots that the queue holds and wants."""

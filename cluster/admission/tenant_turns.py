@@ -35,14 +35,12 @@ class Line(OrderedDict[int, Waiting]):
 class Lane:
     """The requests of one tenant at one priority, in the order of arrival: all, and those of each model.
 
-    `num_startable` of them, with the estimated cost `cost_s`, are for models that have a replica. `clock_s` never goes
-    back while it has such: `refund_s` is the excess of its charges, and is set off against the next one.
+    `num_startable` of them, with the estimated cost `cost_s`, are for models that have a replica.
     """
 
     tenant: str
     weight: float
     clock_s: float = 0.0
-    refund_s: float = 0.0
     cost_s: float = 0.0
     num_startable: int = 0
     offered: ArrivalRate = field(default_factory=ArrivalRate)  # replica seconds, refused ones included
@@ -55,13 +53,7 @@ class Lane:
 
     def next_s(self, floor_s: float) -> float:
         """Return the clock at its next turn; `floor_s` is that of the lane served last. Idle lanes save up no turns."""
-        return self.clock_s if self.num_startable else max(self.clock_s - self.refund_s, floor_s)
-
-    def charge(self, cost_s: float) -> None:
-        """Move the clock on by work, less the refund."""
-        due_s = cost_s / self.weight - self.refund_s
-        self.clock_s += max(0.0, due_s)
-        self.refund_s = max(0.0, -due_s)
+        return self.clock_s if self.num_startable else max(self.clock_s, floor_s)
 
 
 class OpenModels:
@@ -123,6 +115,13 @@ class TenantTurns:
             while len(self._idle) > MAX_CLOCKS:
                 del self._lanes[self._idle.popitem(last=False)[0]]
         return lane
+
+    def charge(self, tenant: str, cost_s: float) -> None:
+        """Move a tenant's clock on by work, or back where it was charged too much."""
+        lane = self.lane(tenant)
+        lane.clock_s += cost_s / lane.weight
+        if tenant in self._busy:
+            self._turns.push(tenant)
 
     def note_offer(self, tenant: str, cost_s: float, now_s: float) -> None:
         """Count the work of a request that comes, whether it is let in or not."""
@@ -196,7 +195,7 @@ class TenantTurns:
             self.cost_s = max(0.0, self.cost_s + cost_s)
         is_busy = lane.tenant in self._busy
         if lane.num_startable and not is_busy:
-            lane.clock_s, lane.refund_s = max(lane.clock_s - lane.refund_s, self.floor_s), 0.0
+            lane.clock_s = max(lane.clock_s, self.floor_s)
             self._busy[lane.tenant] = lane
             self._weight += lane.weight
             self._turns.push(lane.tenant)
