@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final
 
@@ -16,8 +15,6 @@ from cluster.admission.records import (
     AdmissionSnapshot,
     Demand,
     Placement,
-    PoolClaims,
-    PoolPart,
     Refusal,
     Refused,
     Started,
@@ -38,58 +35,11 @@ class NotAdmitted(ClusterError):
         self.refusal = refusal
 
 
-class OwnSlots:
-    """The slots of a dispatcher, one of several. It starts requests within those that `set_parts` gives it, as long as
-    `hold` says that they are still its own.
-
-    `changed` is set when the slots of all should be split anew.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, queue: AdmissionQueue) -> None:
-        self.changed = asyncio.Event()
-        self._dispatcher = dispatcher
-        self._queue = queue
-        self._held_until_s = math.inf
-        self._is_suspended = False
-
-    def claims(self) -> dict[str, PoolClaims]:
-        """Return by pool the slots that the queue holds and wants of replicas shared with other ingresses."""
-        return self._queue.parts.claims(self._dispatcher.now_s())
-
-    def requests_per_s(self) -> float:
-        """Return the recent rate of arrivals."""
-        return self._queue.arrivals.per_s(self._dispatcher.now_s())[0]
-
-    def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float) -> None:
-        """Own these slots from now on, by pool, and no others, and this part of the bounds."""
-        self._queue.parts.set_parts(parts, bound_part, self._dispatcher.now_s())
-        self._dispatcher.pump()
-
-    def drop(self) -> None:
-        """Own no slots: others have them. What runs goes on."""
-        self._queue.parts.drop(self._dispatcher.now_s())
-
-    def hold(self, until_s: float) -> None:
-        """Own the slots until a time of the clock; nothing starts after it."""
-        self._held_until_s = until_s
-        if self._is_suspended:
-            self._dispatcher.pump()
-
-    def keep_or_let_go(self, now_s: float) -> None:
-        """Start nothing while the slots are not known to be its own."""
-        if (is_late := now_s >= self._held_until_s) != self._is_suspended:
-            self._is_suspended = is_late
-            if is_late:
-                self._queue.parts.suspend()
-            else:
-                self._queue.parts.resume(now_s)
-
-
 class Dispatcher:
     """The queue of one event loop: a slot is a future replica. Times that callers give are seconds from now; `clock` is
     the queue's.
 
-    One of several, `num_sharing`, starts requests within its `own_slots`.
+    One of several, `num_sharing`, starts requests within the slots that its `parts` own.
     """
 
     def __init__(
@@ -104,7 +54,8 @@ class Dispatcher:
         self._avoided: dict[str, set[str]] = {}
         self.met_pools: set[str] = set()  # the pools that have ever had a replica
         self.changed = asyncio.Event()  # set when a controller should look at once; the controller clears it
-        self.own_slots = OwnSlots(self, self._queue)
+        self.parts, self.arrivals = self._queue.parts, self._queue.arrivals
+        self.parts_changed = asyncio.Event()  # set when the slots of all should be split anew
 
     @property
     def config(self) -> AdmissionConfig:
@@ -132,10 +83,19 @@ class Dispatcher:
         return self._slots[ticket]
 
     def reassign(self, ticket: int, *, is_lost: bool = True) -> asyncio.Future[str]:
-        """Give the request back (`give_back`); return a future of its next replica. Awaiting it raises NotAdmitted."""
-        self._slots[ticket] = asyncio.get_running_loop().create_future()
-        self.give_back(ticket, is_lost=is_lost)
-        return self._slots[ticket]
+        """Let a request wait again, before all others; return a future of its next replica.
+
+        If its replica `is_lost`, nothing starts there for a moment, until the list of replicas is up to date. Awaiting
+        the future raises NotAdmitted.
+        """
+        slot = self._slots[ticket] = asyncio.get_running_loop().create_future()
+        pool, replica = self._queue.give_back(ticket, self.now_s())
+        if is_lost and replica:  # without a name, Serve chooses the replica
+            self._avoided.setdefault(pool, set()).add(replica)
+            asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
+            self._list_replicas(pool)
+        self.pump()
+        return slot
 
     def note_unable(self, ticket: int) -> bool:
         """Note that a running request's replica could not load its model: other requests of that model go elsewhere.
@@ -143,18 +103,6 @@ class Dispatcher:
         Return whether there is another replica for this one.
         """
         return self._queue.note_unable(ticket, self.now_s())
-
-    def give_back(self, ticket: int, *, is_lost: bool = True) -> None:
-        """Let a request wait again, before all others.
-
-        If its replica `is_lost`, nothing starts there for a moment, until the list of replicas is up to date.
-        """
-        pool, replica = self._queue.give_back(ticket, self.now_s())
-        if is_lost and replica:  # without a name, Serve chooses the replica
-            self._avoided.setdefault(pool, set()).add(replica)
-            asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
-            self._list_replicas(pool)
-        self.pump()
 
     def leave(self, ticket: int, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request, wherever it is."""
@@ -195,15 +143,14 @@ class Dispatcher:
     def pump(self) -> None:
         """Start and refuse the requests whose time it is, and look again when that of others has come."""
         now_s = self.now_s()
-        self.own_slots.keep_or_let_go(now_s)
         try:
             for event in self._queue.pump(now_s):
                 if (slot := self._slots.get(event.ticket)) is not None:
                     _settle(slot, event)
         finally:
             self._set_timer()
-            if self._queue.parts.take_news():
-                self.own_slots.changed.set()
+            if self.parts.take_news():
+                self.parts_changed.set()
 
     def _list_replicas(self, pool: str) -> None:
         names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())

@@ -34,13 +34,6 @@ class SlotsFull(ClusterError):
         self.num_waiting = num_waiting
 
 
-class _Alike:
-    """All tenants have one weight: requests are read before anybody knows their cost."""
-
-    def weight_of(self, tenant: str) -> float:
-        return 1.0
-
-
 class FairSlots:
     """A number of slots on one event loop, and at most `max_waiting` waiters.
 
@@ -51,8 +44,12 @@ class FairSlots:
         self._num_free = number
         self.max_waiting = max_waiting
         self._lines: OrderedDict[str, dict[asyncio.Future[None], None]] = OrderedDict()  # the next tenant first
-        self._crowd = Crowd(_Alike())
-        self.num_waiting = 0
+        self._crowd = Crowd(lambda _: 1.0)  # requests are read before anybody knows their cost
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiters."""
+        return len(self._crowd)
 
     @property
     def are_taken(self) -> bool:
@@ -75,7 +72,6 @@ class FairSlots:
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, {})[slot] = None
         self._crowd.add(tenant)
-        self.num_waiting += 1
         try:
             await slot
         except asyncio.CancelledError:
@@ -112,29 +108,17 @@ class FairSlots:
         if slot in line:
             del line[slot]
             self._crowd.remove(tenant)
-            self.num_waiting -= 1
             if not line:
                 del self._lines[tenant]
 
 
-class _Slot:
-    def __init__(self, slots: FairSlots) -> None:
-        self._slots: FairSlots | None = slots
-
-    def release(self) -> None:
-        """Let the next request be read. A second time does nothing."""
-        if self._slots is not None:
-            self._slots.release()
-            self._slots = None
-
-
-_current_slot: ContextVar[_Slot | None] = ContextVar("_current_slot", default=None)
+_current_slot: ContextVar[contextlib.ExitStack | None] = ContextVar("_current_slot", default=None)
 
 
 def release_read_slot() -> None:
     """Let another request be read, if the current one has a slot: from now on it waits for something else."""
     if (slot := _current_slot.get()) is not None:
-        slot.release()
+        slot.close()
 
 
 class ReadLimiter:
@@ -170,9 +154,9 @@ class ReadLimiter:
             await self._slots.acquire(tenant)
         except SlotsFull as full:
             raise NotAdmitted(Refusal("queue_full", self._wait_s(tenant), limit=full.num_waiting)) from None
-        slot = _Slot(self._slots)
-        _current_slot.set(slot)
-        try:
+        with contextlib.ExitStack() as slot:
+            slot.callback(self._slots.release)
+            _current_slot.set(slot)
             now_s = self.now_s()
             if has_to_wait:
                 self._interval_s += _NEW * (now_s - self._given_s - self._interval_s)
@@ -182,8 +166,6 @@ class ReadLimiter:
             if now_s - began_s > longest_s:
                 raise NotAdmitted(self._overloaded(tenant, longest_s))
             yield
-        finally:
-            slot.release()
 
     def _wait_s(self, tenant: str) -> float:
         """Return the seconds that a new request of the tenant would wait, at the recent pace."""

@@ -1,22 +1,21 @@
-"""Outcomes of requests: the recently ended ones, which `atelier trace` records, and counts of starts and refusals.
+"""Outcomes of requests: the recently ended ones, which `atelier trace` records, and loads of models and tenants.
 
-Counts are by model and tenant, of a limited number of both. Pure: times are those of the queue's clock.
+Pure: times are those of the queue's clock.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from cluster.admission.records import Demand, TenantKey, TenantLoad, Waiting
+from cluster.admission.records import TenantKey, TenantLoad
 from cluster.admission.replica_slots import Ended
-from weights.residency.recent import Recent
 
 MAX_KEPT: Final = 10_000
+MAX_TENANT_LOADS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,72 +93,17 @@ class EndedLog:
         return EndedRequests(tuple(islice(self._kept, skipped, None)), self._num_ended, now_s)
 
 
-MAX_TENANT_LOADS: Final = 256
-
-
-@dataclass(slots=True)
-class _Counts:
-    started: int = 0
-    waited_s: float = 0.0
-    refused: int = 0
-
-
-class TenantCounts:
-    """The counts of the last used pairs of model and tenant, `MAX_TENANT_LOADS` of them."""
-
-    def __init__(self) -> None:
-        self._counts: Recent[TenantKey, _Counts] = Recent(MAX_TENANT_LOADS)
-
-    def note_start(self, demand: Demand, waited_s: float) -> None:
-        """Count a request that starts."""
-        counts = self._counts_of(demand)
-        counts.started += 1
-        counts.waited_s += max(0.0, waited_s)
-
-    def note_refusal(self, demand: Demand) -> None:
-        """Count a request that leaves unserved."""
-        self._counts_of(demand).refused += 1
-
-    def _counts_of(self, demand: Demand) -> _Counts:
-        return self._counts.used((demand.pool, demand.model, demand.tenant), _Counts)
-
-    def loads(self, waiting: Mapping[TenantKey, tuple[int, float]], now_s: float) -> tuple[TenantLoad, ...]:
-        """Return the load of each tenant. `waiting` has the number that wait, and the time when the oldest came."""
-        found = []
-        for key in {**self._counts, **waiting}:
-            (number, first_s), known = waiting.get(key, (0, now_s)), self._counts.get(key) or _Counts()
-            found.append(TenantLoad(*key, number, now_s - first_s, known.started, known.waited_s, known.refused))
-        return _most_telling(found)
-
-
-def counted_lines(lines: Iterable[tuple[int, Waiting, int]]) -> dict[TenantKey, tuple[int, float]]:
-    """Return the number of waiting requests of each model and tenant, and the arrival of the oldest."""
-    found: dict[TenantKey, tuple[int, float]] = {}
-    for _, first, number in lines:
-        key = first.demand.pool, first.demand.model, first.demand.tenant
-        before, first_s = found.get(key, (0, math.inf))
-        found[key] = before + number, min(first_s, first.arrived_s)
+def added_loads(loads: Iterable[TenantLoad]) -> dict[TenantKey, TenantLoad]:
+    """Return the sums of loads of the same model and tenant."""
+    found: dict[TenantKey, TenantLoad] = {}
+    for one in loads:
+        found[one.key] = found[one.key] + one if one.key in found else one
     return found
 
 
 def joined_loads(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
     """Return the loads of several queues as of one."""
-    found: dict[TenantKey, TenantLoad] = {}
-    for one in loads:
-        known = found.get(one.key)
-        found[one.key] = one if known is None else _added_loads(known, one)
-    return _most_telling(found.values())
-
-
-def _added_loads(one: TenantLoad, other: TenantLoad) -> TenantLoad:
-    return replace(
-        one,
-        waiting=one.waiting + other.waiting,
-        oldest_age_s=max(one.oldest_age_s, other.oldest_age_s),
-        started=one.started + other.started,
-        waited_s=one.waited_s + other.waited_s,
-        refused=one.refused + other.refused,
-    )
+    return _most_telling(added_loads(loads).values())
 
 
 def _most_telling(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:

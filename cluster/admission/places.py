@@ -75,7 +75,9 @@ class Places:
             times.joining_s(demand.work) if times else demand.share,
             on_demand,
             placement.chances,
-            held_until_s(on_demand, waiting, times.usual_latency_s(demand.work) if times else 0.0, now_s),
+            held_until_s(
+                on_demand, waiting, times.expected_s(demand.work, times.usual_sharing) if times else 0.0, now_s
+            ),
         )
 
     def _able(self, demand: Demand, among: Collection[str] | None, now_s: float) -> Collection[str] | None:

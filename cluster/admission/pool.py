@@ -20,12 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
+from cluster.admission.lazy_heap import LazyHeap
 from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
 from cluster.admission.shares import Crowd
 from cluster.admission.tenant_turns import MAX_CLOCKS, OpenModels, TenantTurns, newest
-from cluster.admission.waiting_book import WaitingBook
 from cluster.records.load_failures import LoadFailures
 from configs.admission import AdmissionConfig
 from weights.residency.recent import Recent
@@ -37,8 +37,16 @@ _LEAST_SHARE: Final = 0.1
 _DRAINED: Final = 0.5  # of a full queue: those who are refused together come back to room for many of them
 
 
+class _ModelLine:
+    """The requests that wait for one model: how many each tenant has, and those that have a deadline, by it."""
+
+    def __init__(self, weight_of: Callable[[str], float], deadline_of: Callable[[int], float | None]) -> None:
+        self.crowd = Crowd(weight_of)
+        self.deadlines = LazyHeap(deadline_of)
+
+
 class Lanes:
-    """The waiting requests of one pool of replicas."""
+    """The waiting requests of one pool of replicas. `maybe_open` are the models that may have room, or none waiting."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self.config = config
@@ -48,8 +56,9 @@ class Lanes:
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = Crowd(config)
-        self._crowds: dict[str, Crowd] = {}  # by model
+        self._crowd = Crowd(config.weight_of)
+        self._models: dict[str, _ModelLine] = {}
+        self.maybe_open: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -57,10 +66,25 @@ class Lanes:
     def __contains__(self, ticket: int) -> bool:
         return ticket in self._waiting
 
+    def num_of(self, model: str) -> int:
+        """Return the number of waiting requests for the model."""
+        return len(self._models[model].crowd) if model in self._models else 0
+
+    @property
+    def models(self) -> Collection[str]:
+        """The models that requests wait for."""
+        return self._models.keys()
+
+    def first_deadlines(self) -> Iterator[tuple[str, float]]:
+        """Yield the earliest deadline of each model that has one."""
+        for model, line in self._models.items():
+            if (ticket := line.deadlines.first()) is not None:
+                yield model, self._waiting[ticket].demand.deadline_s
+
     @property
     def most_urgent(self) -> float:
         """The most urgent waiting priority: 0 for a request whose replica died, infinity for none."""
-        busy = [priority for priority, turns in self._classes.items() if turns.has_work]
+        busy = [priority for priority, turns in self._classes.items() if turns.waiting]
         return 0 if self._returned else min(busy, default=math.inf)
 
     def lines(self) -> Iterator[tuple[int, Waiting, int]]:
@@ -68,7 +92,7 @@ class Lanes:
         for waiting in self._returned.values():
             yield 0, waiting, 1
         for priority, turns in self._classes.items():
-            for lane in turns.waiting_lanes():
+            for lane in turns.waiting.values():
                 for line in lane.models.values():
                     yield priority, next(iter(line.values())), len(line)
 
@@ -80,30 +104,42 @@ class Lanes:
 
     def add(self, waiting: Waiting) -> None:
         """Add a request behind all earlier ones."""
-        demand = waiting.demand
-        self.turns(demand.priority).add(waiting)
-        self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
-        self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, Crowd(self.config)).add(demand.tenant)
+        self.turns(waiting.demand.priority).add(waiting)
+        self._ages[waiting.ticket] = waiting
+        self._count(waiting)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""
-        self._waiting[waiting.ticket] = self._returned[waiting.ticket] = waiting
+        self._returned[waiting.ticket] = waiting
+        self._count(waiting)
+
+    def _count(self, waiting: Waiting) -> None:
+        demand = waiting.demand
+        self._waiting[waiting.ticket] = waiting
+        self._crowd.add(demand.tenant)
+        if (line := self._models.get(demand.model)) is None:
+            line = self._models[demand.model] = _ModelLine(self.config.weight_of, self._deadline_of)
+        line.crowd.add(demand.tenant)
+        if demand.deadline_s < math.inf:
+            line.deadlines.push(waiting.ticket)
+        self.maybe_open.add(demand.model)
+
+    def _deadline_of(self, ticket: int) -> float | None:
+        return self._waiting[ticket].demand.deadline_s if ticket in self._waiting else None
 
     def remove(self, ticket: int) -> Waiting:
         """Take a request out."""
         waiting = self._waiting.pop(ticket)
-        if self._returned.pop(ticket, None) is not None:
-            return waiting
-        if next(iter(self._ages)) == ticket:
-            self._num_overtakes = 0
-        del self._ages[ticket]
         demand = waiting.demand
-        self._classes[demand.priority].remove(waiting)
         self._crowd.remove(demand.tenant)
-        self._crowds[demand.model].remove(demand.tenant)
-        if not self._crowds[demand.model]:
-            del self._crowds[demand.model]
+        self._models[demand.model].crowd.remove(demand.tenant)
+        if not self.num_of(demand.model):
+            del self._models[demand.model]
+        if self._returned.pop(ticket, None) is None:
+            if next(iter(self._ages)) == ticket:
+                self._num_overtakes = 0
+            del self._ages[ticket]
+            self._classes[demand.priority].remove(waiting)
         return waiting
 
     def next_up(self, open_models: OpenModels) -> Waiting | None:
@@ -137,16 +173,15 @@ class Lanes:
         overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
         waiting = self.remove(ticket)
         self._num_overtakes += overtakes
-        turns = self.turns(waiting.demand.priority)
-        lane = turns.lane(waiting.demand.tenant)
-        turns.floor_s = max(turns.floor_s, lane.clock_s)
-        lane.charge(cost_s)
+        turns, tenant = self.turns(waiting.demand.priority), waiting.demand.tenant
+        turns.floor_s = max(turns.floor_s, turns.lane(tenant).clock_s)
+        turns.charge(tenant, cost_s)
         waiting.cost_s = cost_s
         return waiting
 
     def settle(self, started: Waiting, cost_s: float) -> None:
         """Charge a request's real cost instead of the estimate."""
-        self.turns(started.demand.priority).lane(started.demand.tenant).charge(cost_s - started.cost_s)
+        self.turns(started.demand.priority).charge(started.demand.tenant, cost_s - started.cost_s)
 
     def displaced_by(self, demand: Demand, model: str | None) -> tuple[bool, float, Waiting] | None:
         """Return the request that leaves a full queue in favour of `demand`; None when `demand` itself has to go.
@@ -155,7 +190,7 @@ class Lanes:
         would have, or else a less urgent one of its own: the newest of the least urgent. Returned with it: whether it
         is another tenant's, and that tenant's length. `model` is the one at its bound, None for the bound of all.
         """
-        crowd = self._crowd if model is None else self._crowds.get(model)
+        crowd = self._crowd if model is None else self._models[model].crowd if model in self._models else None
         richer = crowd.richer_than(demand.tenant) if crowd else None
         if richer and (found := self._least_urgent(richer[1], model, 0)) is not None:
             return True, richer[0], found
@@ -199,13 +234,13 @@ class Lanes:
         self.config = config
         for turns in self._classes.values():
             turns.reweigh(config)
-        for crowd in (self._crowd, *self._crowds.values()):
-            crowd.reweigh(config)
+        for crowd in (self._crowd, *[line.crowd for line in self._models.values()]):
+            crowd.reweigh(config.weight_of)
 
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""
         for each in sorted(self._classes, reverse=True):
-            if each > priority and (lane := self._classes[each].waiting_lane(tenant)) is not None:
+            if each > priority and (lane := self._classes[each].waiting.get(tenant)) is not None:
                 line = lane.waiting if model is None else lane.models.get(model)
                 if line and (found := newest(line)) is not None:
                     return found
@@ -250,8 +285,6 @@ class Pool:
         self.least_share = 1.0  # of a replica, taken by a request so far
         self.num_started = 0
         self.has_ended = False  # True if a request has ended since the last look at slots
-        self.waiting = WaitingBook()
-        self.maybe_open: set[str] = set()  # the waiting models that may have room
         self.fair_wait = _FairWait()
         self.failures = LoadFailures()
 
@@ -262,27 +295,16 @@ class Pool:
 
     def is_at_hand(self, model: str) -> bool:
         """Return whether a request for the model is here, so that its times will be known soon."""
-        return self.waiting.num_by_model[model] > 0 or self.slots.num_of(model) > 0
-
-    def note_waiting(self, waiting: Waiting) -> None:
-        """Count a waiting request."""
-        self.waiting.add(waiting)
-        self.maybe_open.add(waiting.demand.model)
+        return self.lanes.num_of(model) > 0 or self.slots.num_of(model) > 0
 
     def look_at_all(self) -> None:
         """Look for room for all waiting models at the next chance."""
-        self.maybe_open = set(self.waiting.num_by_model)
+        self.lanes.maybe_open = set(self.lanes.models)
 
     def note_room(self, models: Iterable[str]) -> None:
         """Look for room again for these models: a request has ended where they may start."""
         self.has_ended = True
-        self.maybe_open.update([model for model in models if model in self.waiting.num_by_model])
-
-    def forget_waiting(self, waiting: Waiting) -> None:
-        """Count a request no more."""
-        self.waiting.remove(waiting)
-        if waiting.demand.model not in self.waiting.num_by_model:
-            self.maybe_open.discard(waiting.demand.model)
+        self.lanes.maybe_open.update(models)
 
 
 class Forecast:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-from cluster.admission.outcomes import EndedLog, TenantCounts, counted_lines
+from cluster.admission.outcomes import MAX_TENANT_LOADS, EndedLog, added_loads, joined_loads
 from cluster.admission.places import Places
 from cluster.admission.pool import Forecast, Pool
 from cluster.admission.records import (
@@ -31,14 +31,16 @@ from cluster.admission.records import (
     Refused,
     Started,
     TenantKey,
+    TenantLoad,
     Waiting,
 )
 from cluster.admission.replica_choice import Assignment
 from cluster.admission.replica_slots import Ended
-from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCounts, ModelTimes, ServiceTimes
+from cluster.admission.service_times import MAX_MODELS, ArrivalRate, ModelTimes, RequestCounts, ServiceTimes
 from cluster.admission.slot_parts import SlotParts
 from cluster.admission.starts import Starts
 from configs.admission import AdmissionConfig
+from weights.residency.recent import Recent
 
 __all__ = ["REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 
@@ -66,8 +68,8 @@ class AdmissionQueue:
         self.places = Places(self._pools, self._times)
         self.parts = SlotParts(self._pools, self.places, num_sharing)
         self._pool_of: dict[int, str] = {}  # by ticket, waiting or running
-        self._counts = ModelCounts()
-        self._tenant_counts = TenantCounts()
+        self._counts: Recent[str, RequestCounts] = Recent(MAX_MODELS)
+        self._tenant_loads: Recent[TenantKey, TenantLoad] = Recent(MAX_TENANT_LOADS)  # without waiting requests
         self._refused: list[Refused] = []
         self.ended = EndedLog()
         self._num_arrived = 0
@@ -89,8 +91,7 @@ class AdmissionQueue:
         if ticket in self._pool_of:
             raise ValueError(f"ticket {ticket} is in the queue already")
         pool = self._pool(demand.pool)
-        counts = self._counts.counts_of(demand.model, demand.pool)
-        counts.arrivals.note_arrival(now_s)
+        self._counts_of(demand).arrivals.note_arrival(now_s)
         self.arrivals.note_arrival(now_s)
         pool.offered.note_arrival(now_s, demand.share)
         pool.least_share = min(pool.least_share, demand.share)
@@ -99,14 +100,10 @@ class AdmissionQueue:
         pool.lanes.turns(demand.priority).note_offer(demand.tenant, waiting.cost_s, now_s)
         refusal = self._forecast.why_untimely(pool, demand, now_s) or self._make_room(pool, waiting, now_s)
         if refusal is not None:
-            counts.refused += 1
-            self._tenant_counts.note_refusal(demand)
-            self._refused.append(Refused(ticket, refusal))
+            self._note_refusal(ticket, demand, refusal)
             return
         pool.lanes.add(waiting)
-        pool.note_waiting(waiting)
         self._pool_of[ticket] = demand.pool
-        self._counts.hold(demand.model, demand.pool)
 
     def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
         """Let a running request wait again, before all others: its replica died, or could not load its model.
@@ -118,7 +115,6 @@ class AdmissionQueue:
         pool.slots.replicas.forget_model(ended.replica, ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         pool.lanes.add_returned(ended.waiting)
-        pool.note_waiting(ended.waiting)
         pool.note_room(self.places.models_on(ended.waiting.demand.pool, ended.replica))
         return ended.waiting.demand.pool, ended.replica
 
@@ -144,12 +140,9 @@ class AdmissionQueue:
             return
         pool = self._pools[name]
         if ticket in pool.lanes:
-            waiting = pool.lanes.remove(ticket)
-            pool.forget_waiting(waiting)
-            self._counts.release(waiting.demand.model)
+            pool.lanes.remove(ticket)
             return
         ended = pool.slots.end(ticket, now_s)
-        self._counts.release(ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         pool.note_room(self.places.models_on(ended.waiting.demand.pool, ended.replica))
         if is_answered:
@@ -205,6 +198,7 @@ class AdmissionQueue:
         """Return the requests that start or are refused now. Call it after every change, and at `look_again_s`."""
         happened: list[Started | Refused] = []
         self._held_until_s = math.inf
+        self.parts.keep_or_let_go(now_s)
         if self.num_waiting and now_s >= self._review_at_s():
             self._reviewed_s = now_s
             for pool in self._pools.values():
@@ -233,30 +227,36 @@ class AdmissionQueue:
 
     def snapshot(self, now_s: float) -> AdmissionSnapshot:
         """Return the state of the queue."""
-        oldest: dict[str, float] = {}
-        earliest: dict[str, float] = {}
+        slacks_s: dict[str, float] = {}
         waiting: Counter[str] = Counter()
+        ages_s: dict[str, float] = defaultdict(float)
         running: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
-        lines: dict[TenantKey, tuple[int, float]] = {}
-        for pool in self._pools.values():
+        known = dict(self._counts)
+        loads = added_loads(
+            TenantLoad(name, front.demand.model, front.demand.tenant, number, now_s - front.arrived_s)
+            for name, pool in self._pools.items()
+            for _, front, number in pool.lanes.lines()
+        )
+        for load in loads.values():
+            tenants[load.tenant] += load.waiting
+            waiting[load.model] += load.waiting
+            ages_s[load.model] = max(load.oldest_age_s, ages_s[load.model])
+        for name, pool in self._pools.items():
             running += pool.slots.running()
-            lines |= counted_lines(pool.lanes.lines())
-            for model, first_s in pool.waiting.deadlines():
-                earliest[model] = min(first_s, earliest.get(model, math.inf))
-        for (_, model, tenant), (number, first_s) in lines.items():
-            tenants[tenant] += number
-            waiting[model] += number
-            oldest[model] = min(first_s, oldest.get(model, math.inf))
-        loads = []
-        for model, counts in self._counts:
+            for model in {*pool.lanes.models, *pool.slots.running()} - known.keys():
+                known[model] = RequestCounts(name)
+            for model, first_s in pool.lanes.first_deadlines():
+                slacks_s[model] = min(first_s - now_s, slacks_s.get(model, math.inf))
+        models = []
+        for model, counts in known.items():
             times = self._times.times(model) or ModelTimes()
-            loads.append(
+            models.append(
                 ModelLoad(
                     counts.pool,
                     model,
                     waiting[model],
-                    now_s - oldest.get(model, now_s),
+                    ages_s[model],
                     running[model],
                     *counts.arrivals.per_s(now_s),
                     times.busy.mean(),
@@ -264,13 +264,13 @@ class AdmissionQueue:
                     self._times.switch_s(model),
                     counts.started,
                     counts.refused,
-                    earliest[model] - now_s if model in earliest else None,
-                    now_s - max(oldest.get(model, now_s), counts.started_s),
+                    slacks_s.get(model),
+                    min(ages_s[model], now_s - counts.started_s),
                 )
             )
-        shares = self._tenant_counts.loads(lines, now_s)
+        shares = joined_loads([*self._tenant_loads.values(), *loads.values()])
         replicas = {name: pool.slots.load() for name, pool in self._pools.items()}
-        return AdmissionSnapshot(tuple(loads), replicas, dict(tenants), shares)
+        return AdmissionSnapshot(tuple(models), replicas, dict(tenants), shares)
 
     def _make_room(self, pool: Pool, waiting: Waiting, now_s: float) -> Refusal | None:
         """Return why the queue has no room for the request; None if it has, maybe by displacing another one."""
@@ -280,7 +280,7 @@ class AdmissionQueue:
         if not len(pool.lanes) and pool.slots.replicas.has_room(demand.share):
             return None
         config = self.config
-        if pool.waiting.num_by_model[demand.model] >= self.parts.own_part(config.max_waiting_per_model):
+        if pool.lanes.num_of(demand.model) >= self.parts.own_part(config.max_waiting_per_model):
             refusal, model, crowd = Refusal("model_full", limit=config.max_waiting_per_model), demand.model, [pool]
         elif self.num_waiting >= self.parts.own_part(config.max_waiting):
             refusal, model, crowd = Refusal("queue_full", limit=config.max_waiting), None, [*self._pools.values()]
@@ -296,24 +296,31 @@ class AdmissionQueue:
 
     def _start(self, pool: Pool, waiting: Waiting, where: Assignment, now_s: float) -> Started:
         demand = waiting.demand
-        times = self._times.times(demand.model)
         pool.lanes.start_request(waiting.ticket, self._forecast.cost_s(demand))
-        pool.forget_waiting(waiting)
-        pool.slots.start_request(waiting, where, now_s, times.latency_s(demand.work) if times else BatchLatency())
-        counts = self._counts.counts_of(demand.model, demand.pool)
+        pool.slots.start_request(waiting, where, now_s, self._times.times(demand.model) or ModelTimes())
+        counts = self._counts_of(demand)
         counts.started, counts.started_s = counts.started + 1, now_s
-        self._tenant_counts.note_start(demand, now_s - waiting.arrived_s)
+        self._note_load(demand, started=1, waited_s=max(0.0, now_s - waiting.arrived_s))
         pool.num_started += 1
         return Started(waiting.ticket, where.replica)
 
     def _refuse(self, pool: Pool, waiting: Waiting, refusal: Refusal) -> None:
         pool.lanes.remove(waiting.ticket)
-        pool.forget_waiting(waiting)
         del self._pool_of[waiting.ticket]
-        self._counts.release(waiting.demand.model)
-        self._counts.counts_of(waiting.demand.model, waiting.demand.pool).refused += 1
-        self._tenant_counts.note_refusal(waiting.demand)
-        self._refused.append(Refused(waiting.ticket, refusal))
+        self._note_refusal(waiting.ticket, waiting.demand, refusal)
+
+    def _note_refusal(self, ticket: int, demand: Demand, refusal: Refusal) -> None:
+        self._counts_of(demand).refused += 1
+        self._note_load(demand, refused=1)
+        self._refused.append(Refused(ticket, refusal))
+
+    def _note_load(self, demand: Demand, **counted: Any) -> None:
+        load = TenantLoad(demand.pool, demand.model, demand.tenant, **counted)
+        known = self._tenant_loads.get(load.key)
+        self._tenant_loads.note(load.key, known + load if known else load)
+
+    def _counts_of(self, demand: Demand) -> RequestCounts:
+        return self._counts.used(demand.model, lambda: RequestCounts(demand.pool))
 
     def _pool(self, name: str) -> Pool:
         if name not in self._pools:

@@ -162,6 +162,16 @@ class TenantLoad:
         """Pool, model and tenant."""
         return self.pool, self.model, self.tenant
 
+    def __add__(self, other: TenantLoad) -> TenantLoad:
+        return replace(
+            self,
+            waiting=self.waiting + other.waiting,
+            oldest_age_s=max(self.oldest_age_s, other.oldest_age_s),
+            started=self.started + other.started,
+            waited_s=self.waited_s + other.waited_s,
+            refused=self.refused + other.refused,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

@@ -54,7 +54,7 @@ def best_replica(replicas: Replicas, demand: Demand, options: Options, now_s: fl
     is not believed to have at hand.
     """
     best: tuple[float, float, str] | None = None
-    for name, replica in replicas.items(options.among):
+    for name, replica in replicas.among(options.among):
         if not replica.has_room(demand.share):
             continue
         if (missing_s := _missing_s(replicas, name, demand.model, options, now_s)) is None:
@@ -73,7 +73,7 @@ def possible_replicas(replicas: Replicas, model: str, options: Options, now_s: f
     """Return the replicas on which a request would start if it had room there."""
     return tuple(
         name
-        for name, replica in replicas.items(options.among)
+        for name, replica in replicas.among(options.among)
         if not replica.is_gone and _missing_s(replicas, name, model, options, now_s) is not None
     )
 

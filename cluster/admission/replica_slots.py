@@ -19,7 +19,7 @@ from typing import Final
 from cluster.admission.records import Demand, ReplicaLoad, ReplicaPart, ReplicaUse, Waiting
 from cluster.admission.replica_choice import Assignment
 from cluster.admission.replicas import MAX_RECENT, ROUNDING, Replica, Replicas
-from cluster.admission.service_times import BatchLatency
+from cluster.admission.service_times import ModelTimes
 
 NO_PART: Final = ReplicaPart(0.0)
 PLAYED: Final = 64  # starts of a forecast, and free places that it looks at
@@ -41,16 +41,17 @@ class _RunningRequest:
     replica: str
     started_s: float
     began: float  # the replica's `clock` at the start
-    latency: BatchLatency  # expected
+    times: ModelTimes
 
     def left_s(self, replica: Replica, now_s: float) -> float:
         """Return the estimated seconds left: the past at its own concurrency, the rest at the present one."""
         share, passed_s = self.waiting.demand.share, now_s - self.started_s
         num_sharing = max(1.0, replica.all_used / share)
         busy_s = share * (replica.clock_at(now_s) - self.began)
-        expected_s = self.latency.seconds_at(passed_s / busy_s if busy_s > 0 else num_sharing)
+        work = self.waiting.demand.work
+        expected_s = self.times.expected_s(work, passed_s / busy_s if busy_s > 0 else num_sharing)
         part = passed_s / expected_s if expected_s > 0 else 1.0
-        return max(0.0, 1 - part) * self.latency.seconds_at(num_sharing)
+        return max(0.0, 1 - part) * self.times.expected_s(work, num_sharing)
 
 
 class PlayedStarts:
@@ -112,12 +113,14 @@ class ReplicaSlots:
         for name in names:
             if name not in self.replicas:
                 limit = 0.0 if self._is_shared and name else 1.0
-                self.replicas.add(name, Replica(limit=limit, clock_at_s=now_s))
+                self.replicas[name] = Replica(limit=limit, clock_at_s=now_s)
 
-    def set_parts(self, parts: Mapping[str, ReplicaPart], capacity: float, now_s: float) -> None:
+    def set_parts(
+        self, parts: Mapping[str, ReplicaPart], capacity: float, now_s: float, *, is_suspended: bool = False
+    ) -> None:
         """Own these parts of the replicas from now on, and none of the others; `capacity` replicas' worth in all.
 
-        Models that others have begun to run are believed to be at hand.
+        While it `is_suspended`, nothing starts in them. Models that others run are believed to be at hand.
         """
         self._capacity, self._ends, self._starts = capacity, None, None
         for name, replica in self.replicas.items():
@@ -125,15 +128,10 @@ class ReplicaSlots:
                 continue
             part = parts.get(name, NO_PART)
             replica.advance(now_s)
-            replica.limit, replica.others = part.limit, part.others
+            replica.limit, replica.others = 0.0 if is_suspended else part.limit, part.others
             replica.others_used, replica.others_load_s = part.others_used, part.others_load_s
             if new := [model for model in part.others if model not in replica.recent]:
                 self.replicas.believe(replica, [*replica.recent, *new][-MAX_RECENT:])
-
-    def suspend(self) -> None:
-        """Own nothing, until the next parts are set."""
-        for name, replica in self.replicas.items():
-            replica.limit = 0.0 if name else 1.0
 
     def uses(self) -> dict[str, ReplicaUse]:
         """Return this queue's slots on each named replica."""
@@ -152,8 +150,8 @@ class ReplicaSlots:
             found[key] = found.get(key, 0.0) + demand.share
         return found
 
-    def start_request(self, waiting: Waiting, where: Assignment, now_s: float, latency: BatchLatency) -> None:
-        """Count a request as running on a replica, where it is expected to take `latency`."""
+    def start_request(self, waiting: Waiting, where: Assignment, now_s: float, times: ModelTimes) -> None:
+        """Count a request as running on a replica. `times` are those of its model."""
         replica = self.replicas[where.replica]
         model, others = waiting.demand.model, [each for each in replica.recent if each != waiting.demand.model]
         if model not in replica.recent:
@@ -166,7 +164,7 @@ class ReplicaSlots:
         replica.models[model] += 1
         self._num_running[model] += 1
         self.replicas.believe(replica, [*(others if len(others) < MAX_RECENT else others[1:]), model])
-        self._runs[waiting.ticket] = _RunningRequest(waiting, where.replica, now_s, replica.clock, latency)
+        self._runs[waiting.ticket] = _RunningRequest(waiting, where.replica, now_s, replica.clock, times)
         self._ends = self._starts = None
 
     def end(self, ticket: int, now_s: float) -> Ended:
@@ -206,7 +204,7 @@ class ReplicaSlots:
         if self._ends is None:
             self._ends = sorted(now_s + run.left_s(self.replicas[run.replica], now_s) for run in self._runs.values())
         if self._starts is None or self._starts_of != (share, each_s):
-            num_free = min(PLAYED, sum([replica.num_places(share, PLAYED) for replica in self.replicas]))
+            num_free = min(PLAYED, sum([replica.num_places(share, PLAYED) for replica in self.replicas.values()]))
             places = [now_s] * num_free + [max(now_s, end_s) for end_s in self._ends]
             self._starts, self._starts_of = PlayedStarts(places, each_s * len(places) / capacity), (share, each_s)
         return max(0.0, self._starts.at_s(ahead_s / each_s if each_s else 0.0) - now_s)
@@ -217,7 +215,7 @@ class ReplicaSlots:
         If work is before it, replicas are full when it starts; if not, it gets the emptiest one.
         """
         if not ahead_s:
-            free = [replica.all_used for replica in self.replicas if replica.has_room(share)]
+            free = [replica.all_used for replica in self.replicas.values() if replica.has_room(share)]
             if free:
                 return min(free) / share + 1
         return 1 / share

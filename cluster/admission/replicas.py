@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -59,44 +59,29 @@ class Replica:
         return 0 if self.is_gone else max(0, int(min(most, (self.limit - self.used) / share + ROUNDING)))
 
 
-class Replicas:
+class Replicas(dict[str, Replica]):
     """The replicas of one pool, by name; one that is gone stays as long as something runs on it."""
 
     def __init__(self) -> None:
-        self._replicas: dict[str, Replica] = {}
+        super().__init__()
         self._num_at_hand: Counter[str] = Counter()  # replicas, by model
 
-    def __getitem__(self, name: str) -> Replica:
-        return self._replicas[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._replicas
-
-    def __iter__(self) -> Iterator[Replica]:
-        return iter(self._replicas.values())
-
-    def items(self, among: Collection[str] | None = None) -> Iterable[tuple[str, Replica]]:
-        """Return the replicas with their names: all, or those of `among` that there are."""
-        if among is None:
-            return self._replicas.items()
-        return [(name, self._replicas[name]) for name in among if name in self._replicas]
+    def among(self, names: Collection[str] | None = None) -> Iterable[tuple[str, Replica]]:
+        """Return the replicas with their names: all, or those of `names` that there are."""
+        return self.items() if names is None else [(name, self[name]) for name in names if name in self]
 
     def names(self) -> list[str]:
         """Return the replicas that can be given work."""
-        return [name for name, replica in self._replicas.items() if not replica.is_gone]
+        return [name for name, replica in self.items() if not replica.is_gone]
 
     def has_room(self, share: float, among: Collection[str] | None = None) -> bool:
         """Return whether any replica, or any of those named, could start a request of that share."""
-        return any(replica.has_room(share) for _, replica in self.items(among))
-
-    def add(self, name: str, replica: Replica) -> None:
-        """Add a replica that has nothing at hand."""
-        self._replicas[name] = replica
+        return any(replica.has_room(share) for _, replica in self.among(among))
 
     def drop(self, name: str) -> None:
         """Forget a replica."""
-        self.believe(self._replicas[name], ())
-        del self._replicas[name]
+        self.believe(self[name], ())
+        del self[name]
 
     def has_only_one(self, model: str) -> bool:
         """Return whether exactly one replica is believed to have the model."""
@@ -113,8 +98,8 @@ class Replicas:
 
     def forget_model(self, name: str, model: str) -> None:
         """Stop believing that the replica has the model at hand."""
-        if name in self._replicas:
-            self.believe(self._replicas[name], [each for each in self._replicas[name].recent if each != model])
+        if name in self:
+            self.believe(self[name], [each for each in self[name].recent if each != model])
 
     def set_resident(self, resident: Mapping[str, Iterable[str]]) -> None:
         """Believe that these models are at hand, by replica, and no others.
@@ -122,7 +107,7 @@ class Replicas:
         A replica with another running model is left out: that request started after the report was made.
         """
         for name, models in resident.items():
-            replica = self._replicas.get(name)
+            replica = self.get(name)
             running = replica.models.keys() | replica.others.keys() if replica else ()
             if replica is not None and set(running) <= set(models):
                 last = [model for model in replica.recent if model in models]  # the order of use stays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -94,17 +94,6 @@ class Estimate:
 
     def _line(self, work: float) -> float:
         return max(0.0, self._seconds + self._slope * (work - self._work)) if self._num else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLatency:
-    """The seconds from start to end of a request, at each of `BATCH_SIZES`; straight lines lie between them."""
-
-    seconds: tuple[float, ...] = (0.0,) * len(BATCH_SIZES)
-
-    def seconds_at(self, num_sharing: float) -> float:
-        """Return the seconds when so many requests share the replica in the mean, the request itself included."""
-        return _between(self.seconds, num_sharing)
 
 
 @dataclass(slots=True)
@@ -200,11 +189,6 @@ class ModelTimes:
     _fastest: dict[int, tuple[float, float]] = field(default_factory=dict)  # by size: work, and latency alone
     _tried_s: dict[int, float] = field(default_factory=dict)  # by size: when one was measured, or let in to be measured
 
-    @property
-    def _late_factor(self) -> float:
-        """The factor by which few requests take longer than predicted, as TCP bounds round trips (RFC 6298)."""
-        return min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
-
     def is_stale(self, now_s: float) -> bool:
         """Return whether it is time to measure anew, because the measurements are too old."""
         return now_s - self.measured_s > max(_STALE_S, 2 * self.usual_s)
@@ -231,17 +215,13 @@ class ModelTimes:
         least, most = self.slowdown.seen()
         return max(0.0, self.expected_s(work, most) - self.expected_s(work, least)) / (most - least)
 
-    def latency_s(self, work: float) -> BatchLatency:
-        """Return the latency of a request of that work, among any number of batch-mates."""
-        return BatchLatency(tuple(self.latency.seconds_of(work * factor) for factor in self._factors))
-
-    def usual_latency_s(self, work: float) -> float:
-        """Return the latency of a request of that work among the usual number of batch-mates."""
-        return self.expected_s(work, self.usual_sharing)
-
     def late_s(self, work: float, num_sharing: float) -> float:
-        """Return the latency that few requests of that work exceed when `num_sharing` share the replica."""
-        return self._late_factor * self.expected_s(work, num_sharing)
+        """Return the latency that few requests of that work exceed when `num_sharing` share the replica.
+
+        The excess over the mean is bounded as TCP bounds that of round trips (RFC 6298).
+        """
+        factor = min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
+        return factor * self.expected_s(work, num_sharing)
 
     def cost_s(self, work: float, share: float) -> float:
         """Return the request's part of the seconds of a full replica, since waiting requests will run on full ones."""
@@ -360,38 +340,10 @@ class ArrivalRate:
 
 @dataclass(slots=True)
 class RequestCounts:
-    """The requests for one model since it was first asked for. `pool` is where they run."""
+    """The requests for one model since it was first asked for, or forgotten. `pool` is where they run."""
 
     pool: str
     arrivals: ArrivalRate = field(default_factory=ArrivalRate)
     started: int = 0
     started_s: float = -math.inf  # the last one
     refused: int = 0
-    num_here: int = 0
-
-
-class ModelCounts:
-    """Arrived, started and refused requests by model. Models without requests for long are forgotten."""
-
-    def __init__(self) -> None:
-        self._models: Recent[str, RequestCounts] = Recent(MAX_MODELS)
-        self._here: dict[str, RequestCounts] = {}  # those with requests that wait or run: they stay
-
-    def __iter__(self) -> Iterator[tuple[str, RequestCounts]]:
-        return iter({**self._models, **self._here}.items())
-
-    def counts_of(self, model: str, pool: str) -> RequestCounts:
-        """Return the counts of a model that a request came for."""
-        return self._models.used(model, lambda: self._here.get(model) or RequestCounts(pool))
-
-    def hold(self, model: str, pool: str) -> None:
-        """Count a request for the model that is here."""
-        counts = self._here[model] = self.counts_of(model, pool)
-        counts.num_here += 1
-
-    def release(self, model: str) -> None:
-        """Count one less."""
-        counts = self._here[model]
-        counts.num_here -= 1
-        if not counts.num_here:
-            del self._here[model]

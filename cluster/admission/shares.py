@@ -6,12 +6,11 @@ what each has got by its weight, or all that it wanted.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
 
-_MOST_STALE: Final = 64  # entries of a crowd's heap, beside a few for each tenant
+from cluster.admission.lazy_heap import LazyHeap
 
 K = TypeVar("K", bound=Hashable)
 
@@ -32,37 +31,27 @@ def given_until(level: float, claims: Iterable[tuple[float, float]]) -> float:
     return sum([min(most, level * weight) for weight, most in claims])
 
 
-class TenantWeights(Protocol):
-    """The tenants' weights; those of a queue's config, say."""
-
-    def weight_of(self, tenant: str) -> float:
-        """Return the weight of a tenant."""
-
-
 class Crowd:
-    """Waiting requests, counted by tenant.
+    """Waiting requests, counted by tenant. Each change costs O(log tenants)."""
 
-    Each tenant has a heap entry at least as long as its line; a longer one is corrected when it comes up. So each
-    change costs O(log tenants).
-    """
-
-    def __init__(self, weights: TenantWeights) -> None:
-        self._weights = weights
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
         self._counts: Counter[str] = Counter()
-        self._longest: list[tuple[float, str]] = []  # a heap: lengths below 0
+        self._longest = LazyHeap(self._below)
+        self._num = 0
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return self._num
 
     def add(self, tenant: str) -> None:
         """Count one more."""
+        self._num += 1
         self._counts[tenant] += 1
-        heapq.heappush(self._longest, (-self._length(tenant), tenant))
-        if len(self._longest) > 4 * len(self._counts) + _MOST_STALE:
-            self.reweigh(self._weights)
+        self._longest.push(tenant)
 
     def remove(self, tenant: str) -> None:
         """Count one less."""
+        self._num -= 1
         self._counts[tenant] -= 1
         if not self._counts[tenant]:
             del self._counts[tenant]
@@ -72,22 +61,20 @@ class Crowd:
 
         `tenant` has one more request then; None where its own line would be the longest.
         """
-        while self._longest:
-            length, other = -self._longest[0][0], self._longest[0][1]
-            if other not in self._counts:
-                heapq.heappop(self._longest)
-            elif length > self._length(other):
-                heapq.heapreplace(self._longest, (-self._length(other), other))
-            else:
-                return (length, other) if other != tenant and length > self._length(tenant, 1) else None
-        return None
+        other = self._longest.first()
+        if other is None or other == tenant or self._length(other) <= self._length(tenant, 1):
+            return None
+        return self._length(other), other
 
-    def reweigh(self, weights: TenantWeights) -> None:
+    def reweigh(self, weight_of: Callable[[str], float]) -> None:
         """Use these weights from now on."""
-        self._weights = weights
-        self._longest = [(-self._length(tenant), tenant) for tenant in self._counts]
-        heapq.heapify(self._longest)
+        self._weight_of = weight_of
+        self._longest.rebuild()
 
     def _length(self, tenant: str, num_more: int = 0) -> float:
         """Return the number of the tenant's requests plus `num_more`, divided by its weight."""
-        return (self._counts[tenant] + num_more) / self._weights.weight_of(tenant)
+        return (self._counts[tenant] + num_more) / self._weight_of(tenant)
+
+    def _below(self, tenant: str) -> float | None:
+        """Return the key of a line: the longest is the least."""
+        return -self._length(tenant) if tenant in self._counts else None

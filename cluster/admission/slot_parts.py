@@ -25,9 +25,9 @@ class SlotParts:
         self._places = places
         self._bound_part = 1 / num_sharing
         self._parts: Mapping[str, PoolPart] = {}
+        self._held_until_s = math.inf
         self._is_suspended = False
         self._last_urgency: dict[str, float] = {}  # by pool: the most urgent waiting priority at the last look
-        self._has_news = False
 
     def own_part(self, bound: int) -> int:
         """Return the queue's own part of a bound of all."""
@@ -36,43 +36,45 @@ class SlotParts:
     def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float, now_s: float) -> None:
         """Own these slots from now on, by pool, and no others, and this part of the bounds."""
         self._parts, self._bound_part = parts, bound_part
-        for name in self._pools:
-            self.set_part(name, now_s)
+        self._set_all(now_s)
 
     def drop(self, now_s: float) -> None:
         """Own nothing until `set_parts`. The part of the bounds stays."""
         self.set_parts({}, self._bound_part, now_s)
 
-    def suspend(self) -> None:
-        """Start nothing on replicas that others share until `resume`."""
-        self._is_suspended = True
-        for pool in self._pools.values():
-            pool.slots.suspend()
+    def hold(self, until_s: float) -> None:
+        """Own the slots until a time of the clock; nothing starts on shared replicas after it."""
+        self._held_until_s = until_s
 
-    def resume(self, now_s: float) -> None:
-        """Own again the slots from before `suspend`."""
-        self._is_suspended = False
-        self.set_parts(self._parts, self._bound_part, now_s)
+    def keep_or_let_go(self, now_s: float) -> None:
+        """Start nothing while the slots are not known to be its own. They stay its own, as far as anyone knows."""
+        if (now_s >= self._held_until_s) != self._is_suspended:
+            self._is_suspended = not self._is_suspended
+            self._set_all(now_s)
 
     def set_part(self, name: str, now_s: float) -> None:
         """Own the part of a pool whose replicas may have changed."""
         pool = self._pools[name]
-        if self.are_shared and not self._is_suspended:
+        if self.are_shared:
             part = self._parts.get(name, _NO_PART)
-            pool.slots.set_parts(part.replicas, part.capacity, now_s)
+            pool.slots.set_parts(part.replicas, part.capacity, now_s, is_suspended=self._is_suspended)
         pool.look_at_all()
+
+    def _set_all(self, now_s: float) -> None:
+        for name in self._pools:
+            self.set_part(name, now_s)
 
     def take_news(self) -> bool:
         """Return whether a change since the last look calls for a new split of slots at once."""
+        has_news = False
         for name, pool in self._pools.items() if self.are_shared else ():
             urgency = pool.lanes.most_urgent
-            self._has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
+            has_news |= urgency < self._last_urgency.get(name, math.inf) or pool.slots.has_overdrawn
             self._last_urgency[name], pool.slots.has_overdrawn = urgency, False
             if pool.has_ended and self._parts.get(name, _NO_PART).is_wanted:
-                self._has_news |= pool.slots.replicas.has_room(pool.least_share)
+                has_news |= pool.slots.replicas.has_room(pool.least_share)
             pool.has_ended = False
-        found, self._has_news = self._has_news, False
-        return found
+        return has_news
 
     def claims(self, now_s: float) -> dict[str, PoolClaims]:
         """Return by pool the slots that the queue holds and wants."""

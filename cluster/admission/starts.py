@@ -16,9 +16,10 @@ class Starts:
     """The starts of a pool. `held_until_s` is when the first request held back in spite of room elsewhere goes on."""
 
     def __init__(self, name: str, pool: Pool, places: Places, now_s: float) -> None:
-        pool.maybe_open = {model for model in pool.maybe_open if not places.is_full(name, model)}
+        maybe_open = pool.lanes.maybe_open.intersection(pool.lanes.models)
+        pool.lanes.maybe_open = {model for model in maybe_open if not places.is_full(name, model)}
         self._name, self._pool, self._places, self._now_s = name, pool, places, now_s
-        self._models = OpenModels(set(pool.maybe_open))
+        self._models = OpenModels(set(pool.lanes.maybe_open))
         self._full: set[str] = set()  # replicas that an earlier request waits for
         self.held_until_s = math.inf
 

@@ -7,13 +7,14 @@ looked at.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Final
 
+from cluster.admission.lazy_heap import LazyHeap
 from cluster.admission.records import Demand, Waiting
 from cluster.admission.service_times import ArrivalRate
 from configs.admission import AdmissionConfig
@@ -34,20 +35,17 @@ class Line(OrderedDict[int, Waiting]):
 class Lane:
     """The requests of one tenant at one priority, in the order of arrival: all, and those of each model.
 
-    `num_startable` of them, with the estimated cost `cost_s`, are for models that have a replica. `clock_s` never goes
-    back while it has such: `refund_s` is the excess of its charges, and is set off against the next one.
+    `num_startable` of them, with the estimated cost `cost_s`, are for models that have a replica.
     """
 
     tenant: str
     weight: float
     clock_s: float = 0.0
-    refund_s: float = 0.0
     cost_s: float = 0.0
     num_startable: int = 0
     offered: ArrivalRate = field(default_factory=ArrivalRate)  # replica seconds, refused ones included
     waiting: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)
     models: dict[str, Line] = field(default_factory=dict)
-    turn: tuple[float, int, int] | None = None  # its entry in the heap of turns
 
     def key(self) -> tuple[float, int]:
         """Return the sort key of lanes: the clock, then the number of the oldest request."""
@@ -55,13 +53,7 @@ class Lane:
 
     def next_s(self, floor_s: float) -> float:
         """Return the clock at its next turn; `floor_s` is that of the lane served last. Idle lanes save up no turns."""
-        return self.clock_s if self.num_startable else max(self.clock_s - self.refund_s, floor_s)
-
-    def charge(self, cost_s: float) -> None:
-        """Move the clock on by work, less the refund."""
-        due_s = cost_s / self.weight - self.refund_s
-        self.clock_s += max(0.0, due_s)
-        self.refund_s = max(0.0, -due_s)
+        return self.clock_s if self.num_startable else max(self.clock_s, floor_s)
 
 
 class OpenModels:
@@ -69,7 +61,7 @@ class OpenModels:
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names if isinstance(names, set) else set(names)
-        self._fronts: dict[Lane, list[tuple[int, str]]] = {}
+        self._fronts: dict[Lane, LazyHeap[str]] = {}
 
     def close(self, model: str) -> None:
         """Start no more requests of a model."""
@@ -82,22 +74,19 @@ class OpenModels:
             return oldest
         if (fronts := self._fronts.get(lane)) is None:
             less, more = sorted((self.names, lane.models.keys()), key=len)
-            fronts = self._fronts[lane] = [(_front(lane.models[id_]).number, id_) for id_ in less if id_ in more]
-            heapq.heapify(fronts)
-        while fronts:
-            number, model = fronts[0]
-            line = lane.models.get(model)
-            if line is None or model not in self.names:
-                heapq.heappop(fronts)
-            elif (front := _front(line)).number == number:
-                return front
-            else:
-                heapq.heapreplace(fronts, (front.number, model))
-        return None
+            fronts = LazyHeap(partial(self._number_of, lane), [model for model in less if model in more])
+            self._fronts[lane] = fronts
+        model = fronts.first()
+        return None if model is None else _front(lane.models[model])
+
+    def _number_of(self, lane: Lane, model: str) -> int | None:
+        return _front(lane.models[model]).number if model in self.names and model in lane.models else None
 
 
 class TenantTurns:
-    """The lanes of one priority. `floor_s` is the clock of the lane served last, so no lane saves up turns.
+    """The lanes of one priority: those that wait, `waiting`, and idle ones.
+
+    `floor_s` is the clock of the lane served last, so no lane saves up turns.
 
     Models in `stalled` have no replica. A lane that waits only for such models is not busy, and its clock goes on.
     """
@@ -105,13 +94,12 @@ class TenantTurns:
     def __init__(self, config: AdmissionConfig, stalled: Collection[str] = ()) -> None:
         self._config = config
         self._stalled = set(stalled)
-        self._waiting: dict[str, Lane] = {}
+        self.waiting: dict[str, Lane] = {}
         self._lanes: dict[str, Lane] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._busy: dict[str, Lane] = {}
         self._by_model: dict[str, dict[str, Lane]] = {}  # the lanes that wait for it, by tenant
-        self._turns: list[tuple[tuple[float, int, int], Lane]] = []  # a heap
-        self._num_turns = 0
+        self._turns = LazyHeap(self._turn_of)  # of the busy tenants
         self._weight = 0.0  # of the busy lanes
         self.cost_s = 0.0
         self.stalled_s = 0.0  # the estimated cost of requests for stalled models
@@ -128,14 +116,12 @@ class TenantTurns:
                 del self._lanes[self._idle.popitem(last=False)[0]]
         return lane
 
-    @property
-    def has_work(self) -> bool:
-        """True while any tenant waits."""
-        return bool(self._waiting)
-
-    def waiting_lane(self, tenant: str) -> Lane | None:
-        """Return the lane of a tenant that waits."""
-        return self._waiting.get(tenant)
+    def charge(self, tenant: str, cost_s: float) -> None:
+        """Move a tenant's clock on by work, or back where it was charged too much."""
+        lane = self.lane(tenant)
+        lane.clock_s += cost_s / lane.weight
+        if tenant in self._busy:
+            self._turns.push(tenant)
 
     def note_offer(self, tenant: str, cost_s: float, now_s: float) -> None:
         """Count the work of a request that comes, whether it is let in or not."""
@@ -179,13 +165,13 @@ class TenantTurns:
         if len(line) == 1:
             self._by_model.setdefault(model, {})[lane.tenant] = lane
         if len(lane.waiting) == 1:
-            self._waiting[lane.tenant] = lane
+            self.waiting[lane.tenant] = lane
             self._idle.pop(lane.tenant, None)
         self._count(lane, model, 1, waiting.cost_s)
 
     def remove(self, waiting: Waiting) -> None:
         """Take a request out."""
-        lane, model = self._waiting[waiting.demand.tenant], waiting.demand.model
+        lane, model = self.waiting[waiting.demand.tenant], waiting.demand.model
         del lane.waiting[waiting.ticket]
         line = lane.models[model]
         del line[waiting.ticket]
@@ -195,7 +181,7 @@ class TenantTurns:
             if not self._by_model[model]:
                 del self._by_model[model]
         if not lane.waiting:
-            del self._waiting[lane.tenant]
+            del self.waiting[lane.tenant]
             self._idle[lane.tenant] = None
         self._count(lane, model, -1, -waiting.cost_s)
 
@@ -209,18 +195,16 @@ class TenantTurns:
             self.cost_s = max(0.0, self.cost_s + cost_s)
         is_busy = lane.tenant in self._busy
         if lane.num_startable and not is_busy:
-            lane.clock_s, lane.refund_s = max(lane.clock_s - lane.refund_s, self.floor_s), 0.0
+            lane.clock_s = max(lane.clock_s, self.floor_s)
             self._busy[lane.tenant] = lane
             self._weight += lane.weight
-            self._take_turn(lane)
+            self._turns.push(lane.tenant)
         elif is_busy and not lane.num_startable:
             del self._busy[lane.tenant]
             self._weight -= lane.weight
-            lane.turn = None
         if not self._busy:  # a rest left by rounding
             self._weight = self.cost_s = 0.0
-            self._turns.clear()
-        if not self._waiting:
+        if not self.waiting:
             self.stalled_s = 0.0
 
     def set_stalled(self, models: Collection[str]) -> None:
@@ -239,21 +223,17 @@ class TenantTurns:
         if few is not None:
             lanes = iter(sorted(few, key=Lane.key))
             return next((front for lane in lanes if (front := open_models.first(lane)) is not None), None)
-        passed, found = [], None
-        while found is None and (lane := self._pop_turn()) is not None:
-            passed.append(lane)
-            found = open_models.first(lane)
-        for lane in passed:
-            self._take_turn(lane)
+        passed, found = list[str](), None
+        while found is None and (tenant := self._turns.pop()) is not None:
+            passed.append(tenant)
+            found = open_models.first(self._busy[tenant])
+        for tenant in passed:
+            self._turns.push(tenant)
         return found
-
-    def waiting_lanes(self) -> Iterator[Lane]:
-        """Yield the waiting lanes, as they were at the beginning."""
-        yield from list(self._waiting.values())
 
     def walk(self) -> Iterator[tuple[Waiting, float]]:
         """Yield waiting requests with their tenants' work before each. The caller removes one before the next one."""
-        for lane in list(self._waiting.values()):
+        for lane in list(self.waiting.values()):
             own_s = 0.0
             for waiting in list(lane.waiting.values()):
                 is_stalled = waiting.demand.model in self._stalled
@@ -263,7 +243,7 @@ class TenantTurns:
     def count_again(self, cost_of: Callable[[Demand], float]) -> None:
         """Estimate anew the costs of all waiting requests."""
         self.cost_s = self.stalled_s = 0.0
-        for lane in self._waiting.values():
+        for lane in self.waiting.values():
             lane.cost_s = 0.0
             for model, line in lane.models.items():
                 for waiting in line.values():
@@ -294,25 +274,8 @@ class TenantTurns:
             found.update(lanes)
         return found.values()
 
-    def _take_turn(self, lane: Lane) -> None:
-        self._num_turns += 1
-        lane.turn = (*lane.key(), self._num_turns)
-        heapq.heappush(self._turns, (lane.turn, lane))
-
-    def _pop_turn(self) -> Lane | None:
-        """Take out the lane that goes first. Entries that are no longer their lane's are left over, and dropped."""
-        while self._turns:
-            turn, lane = self._turns[0]
-            if lane.turn is not turn:
-                heapq.heappop(self._turns)
-            elif turn[:2] != lane.key():  # it has had a turn since
-                self._num_turns += 1
-                lane.turn = (*lane.key(), self._num_turns)
-                heapq.heapreplace(self._turns, (lane.turn, lane))
-            else:
-                heapq.heappop(self._turns)
-                return lane
-        return None
+    def _turn_of(self, tenant: str) -> tuple[float, int] | None:
+        return self._busy[tenant].key() if tenant in self._busy else None
 
 
 def _front(line: OrderedDict[int, Waiting]) -> Waiting:

@@ -230,7 +230,7 @@ class SlotLink(Link):
         controller: NamedActor,
         process: ProcessMark | None = None,
     ) -> None:
-        super().__init__(name, controller, queue.own_slots.changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
+        super().__init__(name, controller, queue.parts_changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
         self._queue = queue
         self._process = process or ProcessMark.this()
         self._session = ""
@@ -272,7 +272,7 @@ class SlotLink(Link):
         except Exception:
             self._num_failed += 1
             if self._num_failed > 1:
-                self._queue.own_slots.hold(math.inf)
+                self._hold(math.inf)
             raise
         self._num_failed = 0
         self._note_reported(report, began_s, under_way)
@@ -280,9 +280,9 @@ class SlotLink(Link):
         if answer.session != self._session:
             self._session, self._revision = answer.session, 0
             if not answer.keeps:
-                self._queue.own_slots.drop()
-            self._queue.own_slots.changed.set()  # it joins by the next report
-        self._queue.own_slots.hold(began_s + lease_s(report))
+                self._queue.parts.drop(self._queue.now_s())
+            self._queue.parts_changed.set()  # it joins by the next report
+        self._hold(began_s + lease_s(report))
 
     async def _receive_once(self) -> None:
         """Wait for news, and apply them."""
@@ -298,13 +298,18 @@ class SlotLink(Link):
         )
         if update.config is not None:
             await self._queue.retune(update.config)
-            self._queue.own_slots.changed.set()  # their setter waits for this
+            self._queue.parts_changed.set()  # their setter waits for this
         self._settings = update.settings
         split = update.split
         if split is not None and split.session == self._session and split.revision > self._revision:
             self._revision = split.revision
-            self._queue.own_slots.set_parts(split.pools, split.bound_part)
-            self._queue.own_slots.changed.set()  # others get the slots lost here once they are told
+            self._queue.parts.set_parts(split.pools, split.bound_part, self._queue.now_s())
+            self._queue.pump()
+            self._queue.parts_changed.set()  # others get the slots lost here once they are told
+
+    def _hold(self, until_s: float) -> None:
+        self._queue.parts.hold(until_s)
+        self._queue.pump()
 
     async def _report(self, now_s: float) -> SlotReport:
         self._num_reports += 1
@@ -317,8 +322,8 @@ class SlotLink(Link):
             self._session,
             self._revision,
             self._process,
-            self._queue.own_slots.claims(),
-            self._queue.own_slots.requests_per_s(),
+            self._queue.parts.claims(now_s),
+            self._queue.arrivals.per_s(now_s)[0],
             self._queue.config.max_overtakes,
             self._settings,
             ended if ended and ended.requests else None,

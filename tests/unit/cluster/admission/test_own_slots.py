@@ -44,11 +44,11 @@ def test_nothing_starts_before_it_is_told_of_slots_and_no_more_than_they_are() -
     assert started(found, 1.0) == []
     found.leave(1, 1.0, is_answered=True)
     assert started(found, 1.0) == ["a"]
-    found.parts.suspend()
+    found.parts.hold(2.0)
     found.leave(2, 2.0, is_answered=True)
     assert started(found, 2.0) == []
     assert found.parts.claims(2.0)[POOL].replicas["a"].limit == 0.25  # still its own, as far as anyone knows
-    found.parts.resume(3.0)
+    found.parts.hold(4.0)
     assert started(found, 3.0) == ["a"]
 
 
@@ -57,7 +57,7 @@ def test_what_has_no_name_is_its_own() -> None:
     found.set_replicas("pipelines", [""], 0.0)
     found.submit(1, ask(pool="pipelines"), 0.0)
     assert found.pump(0.0) == [Started(1, "")]
-    found.parts.suspend()
+    found.parts.hold(0.0)
     found.submit(2, ask(pool="pipelines"), 0.0)
     assert found.pump(0.0) == [Started(2, "")]
     assert found.parts.claims(0.0) == {}

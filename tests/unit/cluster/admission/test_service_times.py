@@ -103,8 +103,8 @@ def test_the_latency_in_any_company_is_told_from_that_in_others(seed: int) -> No
     assert known is not None
     for work in (4.0, 12.0):
         for size in (2.0, 5.0, 16.0):
-            assert known.latency_s(work).seconds_at(size) == pytest.approx(latency_s(work, size), rel=0.2)
-    assert known.usual_latency_s(8.0) == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
+            assert known.expected_s(work, size) == pytest.approx(latency_s(work, size), rel=0.2)
+    assert known.expected_s(8.0, known.usual_sharing) == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
     assert known.usual_s == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
 
 
@@ -120,7 +120,7 @@ def test_small_requests_do_not_spoil_what_company_does_to_large_ones(seed: int) 
     known = times.times("m")
     assert known is not None
     true_s = (fixed_s + each_s * 800) * (1 + slowdown * 7)
-    assert known.latency_s(800.0).seconds_at(8.0) == pytest.approx(true_s, rel=0.75)
+    assert known.expected_s(800.0, 8.0) == pytest.approx(true_s, rel=0.75)
 
 
 @seeds(50)
@@ -147,7 +147,7 @@ def test_after_an_idle_time_the_quickest_of_many_replaces_not_what_was_known(num
     known = times.times("m")
     assert known is not None
     expected_s = 0.04 if num_began == 1 else 1 + (0.04 - 1) * 0.15
-    assert known.usual_latency_s(1.0) == pytest.approx(expected_s, rel=0.1)
+    assert known.expected_s(1.0, known.usual_sharing) == pytest.approx(expected_s, rel=0.1)
 
 
 def test_before_a_second_size_of_batch_is_seen_it_counts_as_no_gain() -> None:

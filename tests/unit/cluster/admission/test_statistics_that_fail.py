@@ -30,8 +30,9 @@ def test_whatever_is_measured_predictions_are_numbers(measured: list[tuple[float
         times.note_served("m", float(now_s), work, busy_s, latency_s)
     found = times.times("m")
     for work in (1.0, 1e6) if found else ():
-        figures = found.late_s(work, 3.0), found.cost_s(work, 0.25), found.joining_s(work), found.usual_latency_s(work)
-        assert all(0 <= figure < math.inf for figure in (*figures, *found.latency_s(work).seconds, found.usual_s))
+        figures = [found.late_s(work, 3.0), found.cost_s(work, 0.25), found.joining_s(work), found.usual_s]
+        figures += [found.expected_s(work, num_sharing) for num_sharing in (found.usual_sharing, 1, 3.0, 1024, 1e6)]
+        assert all(0 <= figure < math.inf for figure in figures)
 
 
 @pytest.mark.parametrize(

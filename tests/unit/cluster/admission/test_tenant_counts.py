@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.admission.outcomes import MAX_TENANT_LOADS, TenantCounts, joined_loads
+from dataclasses import replace
+
+from cluster.admission.outcomes import MAX_TENANT_LOADS, joined_loads
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, TenantLoad
 from configs.admission import AdmissionConfig
@@ -29,10 +31,12 @@ def test_a_queue_tells_who_waits_how_long_and_who_was_refused() -> None:
 
 
 def test_those_who_came_last_are_kept_and_who_waits_comes_first() -> None:
-    counts = TenantCounts()
-    for number in range(3 * MAX_TENANT_LOADS):
-        counts.note_refusal(ask(f"t{number}"))
-    loads = counts.loads({("worker", "m", "old"): (2, 1.0)}, 4.0)
+    queue = AdmissionQueue(AdmissionConfig())
+    queue.submit(0, ask("old"), 1.0)
+    for number in range(1, 3 * MAX_TENANT_LOADS):
+        queue.submit(number, replace(ask(f"t{number}"), deadline_s=0.0), 2.0)  # refused
+    queue.submit(1000, ask("old"), 3.0)
+    loads = queue.snapshot(4.0).shares
     assert len(loads) == MAX_TENANT_LOADS
     assert loads[0] == TenantLoad("worker", "m", "old", waiting=2, oldest_age_s=3.0)
     latest = {f"t{number}" for number in range(2 * MAX_TENANT_LOADS, 3 * MAX_TENANT_LOADS)}

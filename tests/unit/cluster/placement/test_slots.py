@@ -203,7 +203,7 @@ class Ingress:
 
     def owned(self) -> dict[str, float]:
         """Return the slots that it owns, in shares by replica."""
-        return {name: use.limit for name, use in self.queue.own_slots.claims()[POOL].replicas.items()}
+        return {name: use.limit for name, use in self.queue.parts.claims(self.queue.now_s())[POOL].replicas.items()}
 
     def kill(self) -> None:
         """Die: nothing more is sent, and what runs ends."""
