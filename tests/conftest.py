@@ -6,7 +6,7 @@ import os
 
 # Before numpy is loaded: copies of a process have none of its threads (kit/forks.py).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-_KIT = ("seeding", "browser", "unsynced", "drawing", "shares", "times", "forks", "log_handlers")
+_KIT = ("seeding", "browser", "unsynced", "drawing", "shares", "times", "forks", "kernels", "log_handlers")
 pytest_plugins = [f"kit.{name}" for name in _KIT]
 # With AMX a product in half precision is another beside other rows (docs/operations/limits.md).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
