@@ -32,7 +32,7 @@ MOST_ROWS: Final = 32
 _TURNED: Final = 4  # elements; pair_product.h turns so many at once
 _LEAST_WEIGHT: Final = 2**12  # elements; of a smaller one, the call takes longer than the product
 _LEAST_QUERIES: Final = 64  # full_attention.h computes as many at once
-_MOST_SIZE: Final = 160  # elements; a thread keeps a copy of all keys and values of a head
+_MOST_SIZE: Final = 512  # elements; of these, a thread of full_attention.h takes 0.9 MB, and of more in proportion
 _MOST_FLOAT_PIXELS: Final = 16**2  # of an image; of a larger one in float32, oneDNN's convolutions are the faster ones
 _VECTOR: Final = 16  # elements: dense_product.h leaves no remainder
 

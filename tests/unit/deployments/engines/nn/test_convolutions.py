@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from kit.drawing import seeds
+from kit.kernels import needs_half_products
 from torch import nn
 from torch.nn import functional as F
 
 from deployments.engines.native.library import load_kernels
 from deployments.engines.native.operations import load_operations
-from deployments.engines.nn import few_rows
 from deployments.engines.nn.batch_invariant import conv2d, make_batch_invariant
-from deployments.engines.nn.few_rows import are_kernels_faster, convolve_any, has_half_products
+from deployments.engines.nn.few_rows import convolve_any, has_half_products
 from weights.platform.torch_seam import fake_mode
 
-needs_half_products = pytest.mark.skipif(not has_half_products(), reason="no products of bfloat16 on this processor")
-
-
-@pytest.fixture(autouse=True)
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A processor where the kernels are the faster ones, and its threads as they were."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(few_rows, "processor_name", lambda: "AMD EPYC 9R14")
-    are_kernels_faster.cache_clear()
-    yield
-    torch.set_num_threads(before)
-    are_kernels_faster.cache_clear()
+pytestmark = pytest.mark.usefixtures("faster_kernels")
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: int) -> torch.Tensor:

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 from kit.drawing import seeds
+from kit.kernels import needs_half_products
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from deployments.engines.graph.replay import Replays
 from deployments.engines.native.operations import load_operations
-from deployments.engines.nn import few_rows
 from deployments.engines.nn.batch_invariant import attention, make_batch_invariant
-from deployments.engines.nn.few_rows import are_kernels_faster, attend_any, has_half_products
+from deployments.engines.nn.few_rows import attend_any, has_half_products
 from deployments.engines.nn.forwards import make_quick
 from weights.platform.torch_seam import fake_mode
 
-needs_half_products = pytest.mark.skipif(not has_half_products(), reason="no products of bfloat16 on this processor")
-
-
-@pytest.fixture(autouse=True)
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A processor where the kernels are the faster ones, and its threads as they were."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(few_rows, "processor_name", lambda: "AMD EPYC 9R14")
-    are_kernels_faster.cache_clear()
-    yield
-    torch.set_num_threads(before)
-    are_kernels_faster.cache_clear()
+pytestmark = pytest.mark.usefixtures("faster_kernels")
 
 
 def heads(images: int, count: int, tokens: int, size: int) -> torch.Tensor:
@@ -45,7 +35,11 @@ def heads(images: int, count: int, tokens: int, size: int) -> torch.Tensor:
 def test_attention_of_any_shape(seed: int) -> None:
     """As exact as torch's, alike in any company, order of memory and number of threads."""
     draws = random.Random(seed)
-    images, count, size = draws.randint(2, 3), draws.randint(1, 3), 2 * draws.randint(4, 80)
+    images, count, size = (
+        draws.randint(2, 3),
+        draws.randint(1, 3),
+        2 * draws.choice([draws.randint(4, 80), draws.randint(81, 256)]),
+    )
     queries, keys = draws.randint(1, 600), draws.randint(1, 600)
     query, key, value = (heads(images, count, tokens, size) for tokens in (queries, keys, keys))
     query, scale = query * draws.choice([0.1, 1.0, 5.0]), draws.choice([size**-0.5, 0.3, 2.0])
@@ -83,6 +77,21 @@ def test_scores_of_any_size_and_a_broken_token() -> None:
     assert far.isfinite().all()
     key[0, 1, 129, 0] = torch.inf
     assert attention(heads(1, 2, 70, 16), key, value)[0, 0].isfinite().all()
+
+
+@needs_half_products
+def test_more_keys_take_no_more_memory() -> None:
+    """No plan of memory counts that of the threads."""
+    attend, page = load_operations().attend, resource.getpagesize()
+    query, key = heads(1, 1, 64, 8), heads(1, 1, 2**20, 8)  # keys of 16 MiB
+    attend(query, key[:, :, :64], key[:, :, :64], 0.5)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    before = resident()
+    attend(query, key, key, 0.5)
+    assert resident() - before < 2**22
 
 
 @needs_half_products
@@ -141,7 +150,7 @@ def test_other_attention_is_torchs() -> None:
             (q, k, k[:, :, :9], None),
             (q, k, k[..., :6], None),
             (q[..., :7], k[..., :7], k[..., :7], None),
-            (heads(1, 1, 64, 162), heads(1, 1, 9, 162), heads(1, 1, 9, 162), None),
+            (heads(1, 1, 64, 514), heads(1, 1, 9, 514), heads(1, 1, 9, 514), None),
             (q, k, k, -0.5),
             (q, k, k, 0.0),
         ]:
