@@ -231,11 +231,11 @@ class Controlled:
         snapshot = self._queue.snapshot(now_s)
         loads = tuple(replace(load, service_s=load.service_s or self._usual_s(load)) for load in snapshot.models)
         self._observations.held = self._world.held
-        self._observations.note_queue("ingress", replace(snapshot, models=loads), now_s)
+        self._observations.queues.note("ingress", replace(snapshot, models=loads), now_s)
         for name, worker in self._world.workers.items():
             if worker.is_alive and name not in self._silent:
                 report = self._report_of(worker, now_s)
-                self._observations.note_worker(name, replace(report, **_LIES) if name in self._lies else report, now_s)
+                self._observations.workers.note(name, replace(report, **_LIES) if name in self._lies else report, now_s)
 
     def _usual_s(self, load: ModelLoad) -> float:
         """Return the cost of a request of a model that was measured before, but not here."""
