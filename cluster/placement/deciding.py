@@ -56,7 +56,7 @@ class Decided:
     orders: Mapping[str, Orders]
     plan: SwitchPlan
     observed: Observed
-    new: tuple[Decision, ...] = ()
+    new: tuple[LoggedDecision, ...] = ()
 
 
 class Deciding:
@@ -92,7 +92,7 @@ class Deciding:
         if scaling is not None:
             preloads = scaling.preload_orders(observed.state, [one.worker for one in plan.decisions])
             plan = replace(plan, decisions=(*plan.decisions, *preloads))
-        new = self._give(plan.decisions, now_s, wall_s)
+        new = tuple(self._give(plan.decisions, now_s, wall_s))
         placement = self._placement(observed, plan, now_s)
         return Decided(placement, self._orders(observed, placement, now_s), plan, observed, new)
 
@@ -121,7 +121,7 @@ class Deciding:
                 if outcome.order in self._by_order:
                     self._by_order[outcome.order].outcome = outcome
 
-    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> tuple[Decision, ...]:
+    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> list[LoggedDecision]:
         """Log the decisions, and give the orders that were not given yet. Return the new decisions."""
         new = []
         drained, self._reserved = self._reserved, {one.worker: one.model for one in decisions if one.action == "drain"}
@@ -139,8 +139,8 @@ class Deciding:
                 given.append(logged)
                 self._by_order.note(id_, logged)
             self.log.append(logged)
-            new.append(decision)
-        return tuple(new)
+            new.append(logged)
+        return new
 
     def _orders(self, observed: Observed, placement: Placement, now_s: float) -> dict[str, Orders]:
         """Return the orders of every worker. If one does not report the needs of models, another one is asked."""

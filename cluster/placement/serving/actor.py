@@ -234,7 +234,7 @@ class Controller:
         took_s = time.monotonic() - began_s
         self._longest_tick_s = max(self._longest_tick_s, took_s)
         num_held = sum([model.waiting for model in decided.observed.state.models.values()])
-        self._metrics.note_tick(took_s, [one.action for one in decided.new], num_held)
+        self._metrics.note_tick(took_s, [one.decision.action for one in decided.new], num_held)
         num_wanted = self._scaling.target if self._scaling else None
         self._metrics.note_workers(len(decided.observed.state.workers), num_wanted)
 
