@@ -92,9 +92,9 @@ def target_replicas(
 ) -> ScalePlan:
     """Return the wanted number of workers. `current` counts those that run or start.
 
-    `state` comes from `usable_state`. A clock that went back starts delays anew.
+    `now_s` is of a clock that never goes back.
     """
-    memory = _with_offered(state, _checked(memory, now_s), now_s)
+    memory = _with_offered(state, memory, now_s)
     load = _load_of(state, memory.offered)
     idle_since_s = None if load.is_used else now_s if memory.idle_since_s is None else memory.idle_since_s
     is_silent = idle_since_s is not None and now_s - idle_since_s >= policy.to_zero_delay_s
@@ -233,11 +233,6 @@ def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
 
 def _is_wanted(model: ModelState) -> bool:
     return model.waiting > 0 or model.rate_long > NEEDED_RATE
-
-
-def _checked(memory: ScalingMemory, now_s: float) -> ScalingMemory:
-    points = memory.below_since_s, memory.idle_since_s, memory.seen_s
-    return memory if all(point is None or 0 <= now_s - point < 1e9 for point in points) else ScalingMemory()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ where the reports say that the model is ready, or will be in a moment: orders fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -35,11 +35,12 @@ _NO_ORDERS: Final = Orders()
 
 @dataclass(slots=True)
 class LoggedDecision:
-    """A decision, its time, and its outcome. `order` is "" for a drain, which is sent to no worker."""
+    """A decision, the time of the log and that of its order, and its outcome. A drain is no order to a worker."""
 
     at_s: float
     decision: Decision
-    order: str = ""
+    given_s: float
+    order: Order | None = None
     is_taken: bool = False
     outcome: OrderOutcome | None = None
 
@@ -55,14 +56,7 @@ class Decided:
     orders: Mapping[str, Orders]
     plan: SwitchPlan
     observed: Observed
-    new: tuple[Decision, ...] = ()
-
-
-@dataclass(slots=True)
-class _GivenOrder:
-    order: Order
-    at_s: float
-    is_taken: bool = False
+    new: tuple[LoggedDecision, ...] = ()
 
 
 class Deciding:
@@ -73,9 +67,8 @@ class Deciding:
         self.policy = policy
         self._observations = observations
         self._order_ids = order_ids
-        self._given: dict[str, list[_GivenOrder]] = {}  # by worker: those that it has or is about to get
+        self._given: dict[str, list[LoggedDecision]] = {}  # by worker: orders that it has or is about to get
         self._reserved: dict[str, str] = {}  # the model that a worker drains for
-        self._going_on: Collection[tuple[str, str, str]] = ()  # decisions of the plan before
         self._waits_since: dict[str, float] = {}
         self._by_order: Recent[str, LoggedDecision] = Recent(MAX_DECISIONS)
 
@@ -88,80 +81,66 @@ class Deciding:
         """
         self._observations.forget_silent(now_s)
         if scaling is not None:
-            reports = self._observations.workers
+            reports = self._observations.workers.reports
             scaling.assign(sorted(reports, key=lambda name: (not reports[name].leased, -reports[name].up_s, name)))
             overrides = overrides.model_copy(update={"draining": overrides.draining | scaling.draining})
         self._settle(now_s)
-        observed = self._observations.observe(now_s, overrides, self._unconfirmed())
+        observed = self._observations.observe(now_s, overrides, self._unconfirmed(), self._reserved)
         if observed is None:
             return None
-        if self._reserved:
-            state = observed.state
-            reserved = {
-                name: replace(state.workers[name], reserved_for=model)
-                for name, model in self._reserved.items()
-                if name in state.workers and model in state.models
-            }
-            observed = replace(observed, state=replace(state, workers={**state.workers, **reserved}))
         plan = plan_switches(observed.state, self.policy)
         if scaling is not None:
             preloads = scaling.preload_orders(observed.state, [one.worker for one in plan.decisions])
             plan = replace(plan, decisions=(*plan.decisions, *preloads))
-        new = self._give(plan.decisions, now_s, wall_s)
+        new = tuple(self._give(plan.decisions, now_s, wall_s))
         placement = self._placement(observed, plan, now_s)
         return Decided(placement, self._orders(observed, placement, now_s), plan, observed, new)
 
     def _unconfirmed(self) -> dict[str, tuple[str, float]]:
         return {
-            worker: (given.order.model, given.order.switch_s)
+            worker: (given.decision.model, given.decision.switch_s)
             for worker, all_given in self._given.items()
             for given in all_given
-            if given.order.action == "switch" and not given.is_taken
+            if given.decision.action == "switch" and not given.is_taken
         }
 
     def _settle(self, now_s: float) -> None:
         """Take in the workers' reports on their orders, and forget the finished ones."""
-        reports = self._observations.workers
+        reports = self._observations.workers.reports
         for worker, all_given in list(self._given.items()):
             report = reports.get(worker)
             for given in all_given:
-                given.is_taken |= report is not None and given.order.id in report.taken
-            left = [given for given in all_given if report is not None and now_s - given.at_s < _lifetime_s(given)]
+                given.is_taken |= report is not None and given.order is not None and given.order.id in report.taken
+            left = [given for given in all_given if report is not None and now_s - given.given_s < _lifetime_s(given)]
             if left:
                 self._given[worker] = left
             else:
                 del self._given[worker]
         for report in reports.values():
-            for order in report.taken:
-                if order in self._by_order:
-                    self._by_order[order].is_taken = True
             for outcome in report.outcomes:
                 if outcome.order in self._by_order:
                     self._by_order[outcome.order].outcome = outcome
 
-    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> tuple[Decision, ...]:
+    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> list[LoggedDecision]:
         """Log the decisions, and give the orders that were not given yet. Return the new decisions."""
         new = []
-        self._reserved = {one.worker: one.model for one in decisions if one.action == "drain"}
-        going_on = {(one.action, one.worker, one.model) for one in decisions}
+        drained, self._reserved = self._reserved, {one.worker: one.model for one in decisions if one.action == "drain"}
         for decision in decisions:
-            logged = LoggedDecision(wall_s, decision)
+            logged = LoggedDecision(wall_s, decision, now_s)
             if decision.action == "drain":
-                if (decision.action, decision.worker, decision.model) not in self._going_on:
-                    self.log.append(logged)
-                    new.append(decision)
-                continue
-            given = self._given.setdefault(decision.worker, [])
-            if any(one.order.action == decision.action and one.order.model == decision.model for one in given):
-                continue
-            logged.order = next(self._order_ids)
-            order = Order(logged.order, decision.action, decision.model, decision.evict, decision.switch_s)
-            given.append(_GivenOrder(order, now_s))
+                if drained.get(decision.worker) == decision.model:
+                    continue
+            else:
+                given = self._given.setdefault(decision.worker, [])
+                if any((one.decision.action, one.decision.model) == (decision.action, decision.model) for one in given):
+                    continue
+                id_ = next(self._order_ids)
+                logged.order = Order(id_, decision.action, decision.model, decision.evict, decision.switch_s)
+                given.append(logged)
+                self._by_order.note(id_, logged)
             self.log.append(logged)
-            new.append(decision)
-            self._by_order.note(order.id, logged)
-        self._going_on = going_on
-        return tuple(new)
+            new.append(logged)
+        return new
 
     def _orders(self, observed: Observed, placement: Placement, now_s: float) -> dict[str, Orders]:
         """Return the orders of every worker. If one does not report the needs of models, another one is asked."""
@@ -169,7 +148,7 @@ class Deciding:
         asked = workers[int(now_s / _ASKED_S) % len(workers)] if workers else None
         return {
             name: Orders(
-                tuple(given.order for given in self._given.get(name, ())),
+                tuple(given.order for given in self._given.get(name, ()) if given.order),
                 tuple(one for one in observed.unknown if one[0] not in worker.unable)[:MAX_ASKED]
                 if name == asked
                 else (),
@@ -232,7 +211,7 @@ class Deciding:
 
     def _is_confirmed(self, model: str, observed: Observed, name: str) -> bool:
         """Return whether a worker has the model or reports that it gets ready for it; an order alone may be lost."""
-        worker, report = observed.state.workers[name], self._observations.workers.get(name)
+        worker, report = observed.state.workers[name], self._observations.workers.reports.get(name)
         is_coming = report is not None and report.switching_to == model
         return is_coming or model in worker.models or model in worker.running
 
@@ -246,8 +225,8 @@ def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> t
     )
 
 
-def _lifetime_s(given: _GivenOrder) -> float:
+def _lifetime_s(given: LoggedDecision) -> float:
     """Return the seconds for which an order counts: until confirmed, and longer for a prefetch, which plans repeat."""
-    if given.order.action == "prefetch":
+    if given.decision.action == "prefetch":
         return PREFETCH_S
     return 0.0 if given.is_taken else UNCONFIRMED_S

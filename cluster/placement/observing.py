@@ -3,29 +3,31 @@
 The queues count requests, the workers count memory. A worker is asked for the needs of a model once per
 version, models with waiting requests first. A worker that the queues no longer list is gone, whatever it last reported.
 
-Records of models and workers are made anew only after a change, and checked once: a decision costs in proportion
-to the changes, plus a look at each record.
+Records of models and workers are made anew only after a change: a decision costs in proportion to the changes, plus a
+look at each record.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from itertools import chain, islice
+from typing import Any, Final
 
-from cluster.admission.records import AdmissionSnapshot, ModelLoad
-from cluster.placement.checking import usable_state
+from cluster.admission.records import ModelLoad
+from cluster.placement.checking import mended
 from cluster.placement.on_demand import ON_DEMAND_REQUESTS
-from cluster.placement.reports import WorkerReport
 from cluster.placement.seen_queues import SeenQueues
-from cluster.placement.seen_workers import WORKERS, Backoff, SeenWorkers, failed_everywhere
+from cluster.placement.seen_workers import WORKERS, Backoff, Remade, SeenWorkers, failed_everywhere
 from cluster.placement.state import NOTHING, ClusterState, Components, ModelState, SloClass
 from cluster.records.overrides import Overrides
 
 MAX_DESCRIBED: Final = 256  # models without requests whose needs are remembered
+MAX_IGNORED: Final = 100  # sentences about impossible figures of one state
 WARM_UP_S: Final = 3.0  # of a new controller, until it decides without the workers that have not reported yet
 _NOTHING: Final[Mapping[str, Any]] = {}
+_NO_LOAD: Final = ModelLoad(WORKERS, "", 0, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,104 +64,93 @@ class Observations:
     def __init__(self, slo_of: Callable[[str], SloClass], began_s: float) -> None:
         self._slo_of = slo_of
         self._began_s = began_s
-        self._workers = SeenWorkers()
-        self._queues = SeenQueues()
-        self._models: dict[str, tuple[_SeenModel, ModelState]] = {}  # the last state, and its inputs
-        self._known: frozenset[str] = frozenset()
-        self._state = ClusterState()
+        self.workers = SeenWorkers()
+        self.queues = SeenQueues()
         self.catalog: Mapping[str, CatalogEntry] = {}
         self.held: Mapping[str, Collection[str]] = {}
-
-    def note_worker(self, name: str, report: WorkerReport, now_s: float) -> None:
-        """Take in a worker's report. Raises ValueError for sizes that are no whole numbers of bytes."""
-        self._workers.note(name, report, now_s)
-
-    def note_queue(self, name: str, snapshot: AdmissionSnapshot, now_s: float) -> None:
-        """Take in the snapshot of a queue."""
-        self._queues.note(name, snapshot, now_s)
+        self._models = Remade(self._model)
+        self._odd: dict[str, tuple[str, ...]] = {}  # by model: sentences about impossible figures of its requests
+        self._known: frozenset[str] = frozenset()
 
     def note_sign(self, name: str, now_s: float) -> None:
         """Note a sign of life of a worker or a queue: its last report still holds."""
-        self._workers.note_sign(name, now_s)
-        self._queues.note_sign(name, now_s)
+        self.workers.note_sign(name, now_s)
+        self.queues.note_sign(name, now_s)
 
     @property
     def is_at_rest(self) -> bool:
         """Return whether nothing waits, runs or gets ready anywhere."""
-        return self._workers.is_at_rest and self._queues.is_at_rest
+        return self.workers.is_at_rest and self.queues.is_at_rest
 
     def forget_silent(self, now_s: float) -> None:
         """Forget the workers and queues that count as gone."""
-        self._workers.forget_silent(now_s)
-        self._queues.forget_silent(now_s)
-        described = self._workers.described
+        self.workers.forget_silent(now_s)
+        self.queues.forget_silent(now_s)
+        described = self.workers.described
         if len(described.needs) > 2 * len(self.catalog) + MAX_DESCRIBED:
             for model in described.needs.keys() - self.catalog.keys():
                 described.forget(model)
 
-    @property
-    def workers(self) -> Mapping[str, WorkerReport]:
-        """The last report of each worker."""
-        return self._workers.reports
-
-    @property
-    def queues(self) -> Set[str]:
-        """The names of the queues."""
-        return self._queues.names
-
-    def joined_queues(self) -> AdmissionSnapshot:
-        """Return the state of all queues as if they were one."""
-        return self._queues.joined()
-
     def wanted_extents(self) -> dict[str, tuple[str, ...]]:
         """Return the extents of each component of the requested models."""
-        needs = self._workers.described.needs
+        needs = self.workers.described.needs
         found: dict[str, tuple[str, ...]] = {}
-        for model in self._queues.loads(self._workers.pool):
+        for model in self.queues.loads(self.workers.pool):
             if model in needs:
                 found.update(needs[model].extents)
         return found
 
     def observe(
-        self, now_s: float, overrides: Overrides, unconfirmed: Mapping[str, tuple[str, float]]
+        self,
+        now_s: float,
+        overrides: Overrides,
+        unconfirmed: Mapping[str, tuple[str, float]] = _NOTHING,
+        reserved: Mapping[str, str] = _NOTHING,
     ) -> Observed | None:
         """Return the state; None while too few reports are there to decide on.
 
-        `unconfirmed` are the unconfirmed orders by worker: the model, and the seconds of its switch.
+        `unconfirmed` are the unconfirmed orders by worker: the model, and the seconds of its switch. `reserved` are the
+        models that workers drain for.
         """
-        pool, reports, catalog = self._workers.pool, self._workers.reports, self.catalog
-        listed = self._queues.listed(pool)
-        if not self._queues.names or not reports:
+        pool, reports, catalog = self.workers.pool, self.workers.reports, self.catalog
+        listed = self.queues.listed(pool)
+        if not self.queues.names or not reports:
             return None
         if now_s - self._began_s < WARM_UP_S and not listed <= reports.keys():
             return None
-        kinds = self._workers.kinds
+        kinds = self.workers.kinds
         names = [model for model, entry in catalog.items() if entry.kind in kinds]
-        loads, running = self._queues.loads(pool), self._queues.running(pool)
-        by_worker = self._workers.failed(now_s, lambda model: catalog[model].version if model in catalog else None)
+        loads, running = self.queues.loads(pool), self.queues.running(pool)
+        by_worker = self.workers.failed(now_s, lambda model: catalog[model].version if model in catalog else None)
         there = reports.keys() & listed
         failed = failed_everywhere(there - overrides.draining if overrides.draining else there, by_worker)
         backoffs = {model: backoff for model, backoff in failed.items() if backoff.retry_in_s > 0}
-        needs, components = self._workers.described.needs, self._workers.described.components
+        needs, components = self.workers.described.needs, self.workers.described.components
         lacking = [
             model for model in names if (need := needs.get(model)) is None or need.version != catalog[model].version
         ]
         unknown = [model for model in lacking if model not in backoffs]
-        usual_s, (fixed_s, bytes_per_s) = _usual_service_s(loads.values()), self._workers.slowest_switch()
-        models = []
+        usual_s, (fixed_s, bytes_per_s) = _usual_service_s(loads.values()), self.workers.slowest_switch()
+        models = {}
         for id_ in names:
             if (sizes := components.get(id_)) is not None:
                 # Before any measurement, requests count as so short that no switch is cheap.
                 switch_s = fixed_s + sizes.total_bytes / bytes_per_s
                 service_s = switch_s / ON_DEMAND_REQUESTS if usual_s is None else usual_s
-                models.append(self._model(id_, sizes, loads.get(id_), failed.get(id_), service_s))
-        if len(self._models) > 2 * len(models) + MAX_DESCRIBED:
-            self._models = {model.id: self._models[model.id] for model in models}
-        if len(self._known) != len(models) or any(model.id not in self._known for model in models):
-            self._known = frozenset(model.id for model in models)
-        busy_s, state_of = self._queues.busy_s, self._workers.state_of
-        workers = [
-            state_of(
+                backoff = failed.get(id_)
+                # No worker prepares for a failed or unloaded model: only a waiting request brings it back.
+                is_expected = backoff is None and not catalog[id_].is_unloaded
+                retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
+                models[id_] = self._models.value(
+                    id_, sizes, loads.get(id_), service_s, self._slo_of(id_), retry_in_s, is_expected
+                )
+        self._models.keep(models)
+        if self._known != models.keys():
+            self._known = frozenset(models)
+            self._odd = {id_: notes for id_, notes in self._odd.items() if id_ in models}
+        busy_s, state_of = self.queues.busy_s, self.workers.state_of
+        workers = {
+            name: state_of(
                 name,
                 now_s,
                 self._known,
@@ -169,13 +160,14 @@ class Observations:
                 by_worker.get(name, _NOTHING),
                 self.held,
                 unconfirmed.get(name),
+                reserved.get(name),
             )
             for name in reports
             if name in there
-        ]
-        self._state = usable_state(models, workers, self.held, overrides.is_frozen, self._state)
+        }
+        ignored = islice(chain(*self._odd.values(), *self.workers.odd.values()), MAX_IGNORED)
         return Observed(
-            self._state,
+            ClusterState(models, workers, self.held, overrides.is_frozen, tuple(ignored)),
             pool,
             names,
             self._to_describe(unknown, loads, overrides),
@@ -191,65 +183,50 @@ class Observations:
         asked = {model for model in unknown if model in loads and (loads[model].waiting or loads[model].rate_long > 0)}
         asked.update(pinned.intersection(unknown))
         first = sorted((model for model in unknown if model in asked), key=lambda id_: -_waiting(loads, id_))
-        room = max(0, MAX_DESCRIBED - len(self._workers.described.needs))
+        room = max(0, MAX_DESCRIBED - len(self.workers.described.needs))
         rest = [model for model in unknown if model not in asked][:room]
         return tuple((model, self.catalog[model].version) for model in (*first, *rest))
 
     def demand(self) -> ClusterState | None:
         """Return the queued demand as a cluster without workers; None when there is a worker, or no queue."""
-        if not self._queues.names or self._workers.reports or self._queues.listed(WORKERS):
+        if not self.queues.names or self.workers.reports or self.queues.listed(WORKERS):
             return None
-        components = self._workers.described.components
-        seen = {
-            id_: _SeenModel(components.get(id_, NOTHING), load, 0.0, True, load.service_s or 1.0, self._slo_of(id_))
-            for id_, load in self._queues.loads(WORKERS).items()
-        }
-        return usable_state([_state_of(id_, one) for id_, one in seen.items()], ())
+        components = self.workers.described.components
+        loads = self.queues.loads(WORKERS)
+        return ClusterState(
+            {
+                id_: self._model(id_, components.get(id_, NOTHING), load, 1.0, self._slo_of(id_))
+                for id_, load in loads.items()
+            }
+        )
 
     def _model(
-        self, id_: str, components: Components, load: ModelLoad | None, backoff: Backoff | None, service_s: float
+        self,
+        id_: str,
+        components: Components,
+        load: ModelLoad | None,
+        service_s: float,
+        slo: SloClass,
+        retry_in_s: float = 0.0,
+        is_expected: bool = True,
     ) -> ModelState:
-        retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
-        # No worker prepares for a failed or unloaded model: only a waiting request brings it back.
-        is_expected = backoff is None and not self.catalog[id_].is_unloaded
-        if load is not None and load.service_s:
-            service_s = load.service_s
-        seen = _SeenModel(components, load, retry_in_s, is_expected, service_s, self._slo_of(id_))
-        last = self._models.get(id_)
-        if last is None or last[0] != seen:
-            last = self._models[id_] = seen, _state_of(id_, seen)
-        return last[1]
-
-
-class _SeenModel(NamedTuple):
-    """The inputs of a model's state."""
-
-    components: Components
-    load: ModelLoad | None
-    retry_in_s: float
-    is_expected: bool
-    service_s: float
-    slo: SloClass
-
-
-def _state_of(id_: str, seen: _SeenModel) -> ModelState:
-    components, load, retry_in_s, is_expected, service_s, slo = seen
-    if load is None:
-        return ModelState(id_, components, service_s=service_s, retry_in_s=retry_in_s, slo=slo)
-    return ModelState(
-        id_,
-        components,
-        waiting=load.waiting,
-        oldest_age_s=max(0.0, load.oldest_age_s),
-        slack_s=math.inf if load.slack_s is None else load.slack_s,
-        rate_short=load.rate_short if is_expected else 0.0,
-        rate_long=load.rate_long if is_expected else 0.0,
-        service_s=service_s,
-        latency_s=load.latency_s,
-        retry_in_s=retry_in_s,
-        slo=slo,
-        unstarted_s=max(0.0, load.unstarted_s),
-    )
+        """Return the state of a model; `service_s` is assumed until it is measured."""
+        load = load or _NO_LOAD
+        state = ModelState(
+            id_,
+            components,
+            waiting=load.waiting,
+            oldest_age_s=max(0.0, load.oldest_age_s),
+            slack_s=math.inf if load.slack_s is None else load.slack_s,
+            rate_short=load.rate_short if is_expected else 0.0,
+            rate_long=load.rate_long if is_expected else 0.0,
+            service_s=load.service_s or service_s,
+            latency_s=load.latency_s,
+            retry_in_s=retry_in_s,
+            slo=slo,
+            unstarted_s=max(0.0, load.unstarted_s),
+        )
+        return mended(id_, state, self._odd)
 
 
 def _waiting(loads: Mapping[str, ModelLoad], model: str) -> int:

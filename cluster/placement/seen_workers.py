@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, Generic, TypeVar
 
+from cluster.placement.checking import mended
 from cluster.placement.reports import ModelNeed, WorkerReport
 from cluster.placement.state import LOST_S, STALE_S, Components, WorkerState
 from cluster.records.load_failures import LONGEST_RETRY_S, NODE_LETTERS, joined_errors, retry_after_s
@@ -14,6 +15,9 @@ from cluster.records.overrides import Overrides
 
 USUAL_BYTES: Final = 10e9  # of a usual model: its switch defines the slowest worker
 WORKERS: Final = "worker"  # the pool of workers, until one reports it
+MAX_LEFT: Final = 256  # names beyond twice those in use whose values are kept
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,26 @@ class Backoff:
 
     retry_in_s: float
     error: str
+
+
+class Remade(Generic[T]):
+    """The last value of each name, made anew only when its inputs differ."""
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        self._make = make
+        self._last: dict[str, tuple[tuple[Any, ...], T]] = {}
+
+    def value(self, name: str, *inputs: Any) -> T:
+        """Return `make(name, *inputs)`."""
+        last = self._last.get(name)
+        if last is None or last[0] != inputs:
+            last = self._last[name] = inputs, self._make(name, *inputs)
+        return last[1]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget all other names, once there are many of them."""
+        if len(self._last) > 2 * len(names) + MAX_LEFT:
+            self._last = {name: self._last[name] for name in names if name in self._last}
 
 
 class DescribedModels:
@@ -33,7 +57,7 @@ class DescribedModels:
         self.revision = 0  # of the models' needs
         self._by_part: dict[str, dict[str, None]] = {}  # models
         self._part_of: dict[str, str] = {}
-        self._ready: dict[str, tuple[Mapping[str, int], int, tuple[str, ...]]] = {}  # by worker, as of a revision
+        self.ready = Remade(self._ready_models)  # by worker
 
     def note_need(self, model: str, need: ModelNeed, components: Components) -> None:
         """Note the needs of a version of a model."""
@@ -56,18 +80,10 @@ class DescribedModels:
             if not self._by_part[part]:
                 del self._by_part[part]
 
-    def forget_worker(self, name: str) -> None:
-        """Forget the models of a worker."""
-        self._ready.pop(name, None)
-
-    def ready_models(self, name: str, ready: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the models all of whose components are ready on a worker. Found anew only when something changed."""
-        last = self._ready.get(name)
-        if last is None or last[1] != self.revision or (last[0] is not ready and last[0].keys() != ready.keys()):
-            found = [model for part in ready for model in self._by_part.get(part, ())]
-            models = tuple(sorted(model for model in found if self.needs[model].sizes.keys() <= ready.keys()))
-            last = self._ready[name] = ready, self.revision, models
-        return last[2]
+    def _ready_models(self, name: str, ready: Mapping[str, int], revision: int) -> tuple[str, ...]:
+        """Return the models all of whose components are ready on a worker."""
+        found = [model for part in ready for model in self._by_part.get(part, ())]
+        return tuple(sorted(model for model in found if self.needs[model].sizes.keys() <= ready.keys()))
 
 
 class SeenWorkers:
@@ -79,11 +95,13 @@ class SeenWorkers:
         self._seen_s: dict[str, float] = {}  # the last sign of life
         self._begun: dict[str, tuple[str, float]] = {}  # the model that a request switches to, and when it is ready
         self._resident: dict[str, Components] = {}
-        self._states: dict[str, tuple[object, WorkerState]] = {}  # the last state of each, and its inputs
+        self._states = Remade(self._state)
         self.described = DescribedModels()
+        self.odd: dict[str, tuple[str, ...]] = {}  # by worker: sentences about impossible figures of its report
 
     def note(self, name: str, report: WorkerReport, now_s: float) -> None:
         """Take in a worker's report. Raises ValueError for sizes that are no whole numbers of bytes."""
+        report = mended(name, report, self.odd)
         needs = {model: Components(need.sizes) for model, need in report.needs.items()}
         resident = {**report.coming, **report.ready}
         if name not in self._resident or self._resident[name].sizes != resident:
@@ -101,9 +119,10 @@ class SeenWorkers:
         """Forget the workers that count as gone."""
         for name in [name for name, seen_s in self._seen_s.items() if now_s - seen_s > LOST_S]:
             del self.reports[name], self._reported_s[name], self._seen_s[name], self._resident[name]
-            self.described.forget_worker(name)
             self._begun.pop(name, None)
-            self._states.pop(name, None)
+            self.odd.pop(name, None)
+        self.described.ready.keep(self.reports)
+        self._states.keep(self.reports)
 
     @property
     def pool(self) -> str:
@@ -122,10 +141,8 @@ class SeenWorkers:
 
     def slowest_switch(self) -> tuple[float, float]:
         """Return the fixed seconds of a switch and its bytes per second, of the slowest worker for a usual model."""
-        usable = {
-            (one.fixed_switch_s, one.attach_bytes_per_s) for one in self.reports.values() if one.attach_bytes_per_s > 0
-        }
-        return max(usable, key=lambda one: one[0] + USUAL_BYTES / one[1], default=(0.0, math.inf))
+        found = {(one.fixed_switch_s, one.attach_bytes_per_s) for one in self.reports.values()}
+        return max(found, key=lambda one: one[0] + USUAL_BYTES / one[1], default=(0.0, math.inf))
 
     def failed(self, now_s: float, version_of: Callable[[str], str | None]) -> dict[str, dict[str, Backoff]]:
         """Return by worker the backoff of each model that it failed to load and has not loaded since."""
@@ -150,11 +167,12 @@ class SeenWorkers:
         failed: Mapping[str, Backoff],
         held: Mapping[str, Collection[str]],
         unconfirmed: tuple[str, float] | None,
+        reserved_for: str | None,
     ) -> WorkerState:
         """Return the state of a worker that decisions see.
 
         `known` are models whose needs are known, `busy_s` is the time when it last had work, and `unconfirmed` an
-        order that no report confirms: the model, and the seconds of its switch.
+        order that no report confirms: the model, and the seconds of its switch. It drains for `reserved_for`.
         """
         report = self.reports[name]
         switching_to, ready_in_s = report.switching_to, report.ready_in_s
@@ -169,15 +187,16 @@ class SeenWorkers:
         if not report.coming and name in self._begun:
             del self._begun[name]
         age_s = now_s - self._seen_s[name]
-        seen = _Seen(
+        return self._states.value(
+            name,
             report,
-            self._resident[name],
-            self.described.ready_models(name, report.ready),
+            self.described.ready.value(name, report.ready, self.described.revision),
             running,
             known,
             self.described.revision,
             switching_to,
             ready_in_s,
+            reserved_for if reserved_for in known else None,
             frozenset([model for model, one in failed.items() if one.retry_in_s > 0]) if failed else frozenset(),
             overrides.pins.get(name, frozenset()),
             name in overrides.draining,
@@ -185,10 +204,51 @@ class SeenWorkers:
             0.0 if running or now_s <= busy_s else _coarse(now_s - busy_s),
             age_s if age_s > STALE_S else 0.0,
         )
-        last = self._states.get(name)
-        if last is None or last[0] != seen:
-            last = self._states[name] = seen, _state_of(name, seen, self.described.needs)
-        return last[1]
+
+    def _state(
+        self,
+        name: str,
+        report: WorkerReport,
+        ready: tuple[str, ...],
+        running: Mapping[str, int],
+        known: frozenset[str],
+        revision: int,
+        switching_to: str | None,
+        ready_in_s: float,
+        reserved_for: str | None,
+        unable: frozenset[str],
+        pins: frozenset[str],
+        is_draining: bool,
+        is_frozen: bool,
+        idle_s: float,
+        age_s: float,
+    ) -> WorkerState:
+        needs = self.described.needs
+        models = tuple(model for model in ready if model in known)
+        ends_soon = {key for model in running if model in known for key in needs[model].sizes}
+        kept = (model for model in models if not report.pinned.isdisjoint(needs[model].sizes))
+        return WorkerState(
+            name,
+            report.node,
+            report.budget_bytes,
+            self._resident[name],
+            models,
+            {model: count for model, count in running.items() if model in known},
+            report.slots,
+            leased=report.leased - ends_soon,  # the end of running requests is known
+            switching_to=switching_to,
+            ready_in_s=ready_in_s,
+            reserved_for=reserved_for,
+            pinned=pins.intersection(known).union(kept),
+            unable=unable,
+            is_draining=is_draining,
+            is_frozen=is_frozen,
+            idle_s=idle_s,
+            age_s=age_s,
+            fixed_switch_s=report.fixed_switch_s,
+            attach_bytes_per_s=report.attach_bytes_per_s,
+            load_bytes_per_s=report.load_bytes_per_s,
+        )
 
     def _begun_switch(
         self, name: str, running: Mapping[str, int], known: Collection[str], held: Mapping[str, Collection[str]]
@@ -210,53 +270,6 @@ class SeenWorkers:
                 return self._begun[name]
         self._begun.pop(name, None)
         return None
-
-
-class _Seen(NamedTuple):
-    """The inputs of a worker's state."""
-
-    report: WorkerReport
-    resident: Components
-    ready: tuple[str, ...]
-    running: Mapping[str, int]
-    known: frozenset[str]
-    revision: int
-    switching_to: str | None
-    ready_in_s: float
-    unable: frozenset[str]
-    pins: frozenset[str]
-    is_draining: bool
-    is_frozen: bool
-    idle_s: float
-    age_s: float
-
-
-def _state_of(name: str, seen: _Seen, needs: Mapping[str, ModelNeed]) -> WorkerState:
-    report, known = seen.report, seen.known
-    models = tuple(model for model in seen.ready if model in known)
-    ends_soon = {key for model in seen.running if model in known for key in needs[model].sizes}
-    kept = (model for model in models if not report.pinned.isdisjoint(needs[model].sizes))
-    return WorkerState(
-        name,
-        report.node,
-        report.budget_bytes,
-        seen.resident,
-        models,
-        {model: count for model, count in seen.running.items() if model in known},
-        report.slots,
-        leased=report.leased - ends_soon,  # the end of running requests is known
-        switching_to=seen.switching_to,
-        ready_in_s=seen.ready_in_s,
-        pinned=frozenset(model for model in seen.pins if model in known).union(kept),
-        unable=seen.unable,
-        is_draining=seen.is_draining,
-        is_frozen=seen.is_frozen,
-        idle_s=seen.idle_s,
-        age_s=seen.age_s,
-        fixed_switch_s=report.fixed_switch_s,
-        attach_bytes_per_s=report.attach_bytes_per_s,
-        load_bytes_per_s=report.load_bytes_per_s,
-    )
 
 
 def _coarse(seconds: float) -> float:

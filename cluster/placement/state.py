@@ -1,8 +1,7 @@
 """The state of the cluster as the controller's decisions see it: plain records. Pure.
 
-The observer of the cluster fills one `ModelState` per model and one `WorkerState` per worker and calls
-`usable_state` (checking.py). Times are ages and remaining times in seconds, never points in time, so a clock that
-jumps cannot reverse anything.
+`Observations` makes one `ModelState` per model and one `WorkerState` per worker. Times are ages and remaining times in
+seconds, never points in time, so a clock that jumps cannot reverse anything.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ THROUGHPUT_FIRST: Final = SwitchingPolicy("throughput-first", margin=1.0, amorti
 
 
 def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) -> SwitchPlan:
-    """Return the orders of this moment. `state` comes from `usable_state` (checking.py), so this does not raise."""
+    """Return the orders of this moment. The figures of `state` are sound (checking.py), so this does not raise."""
     outlook = outlook_of(state)
     evictions: tuple[Decision, ...] = ()
     if not state.is_frozen:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, ModelLoad, Placement, Started
-from cluster.placement.deciding import Deciding
+from cluster.placement.deciding import Deciding, LoggedDecision
 from cluster.placement.observing import WARM_UP_S, CatalogEntry, Observations
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, WorkerReport
-from cluster.placement.state import Decision
 from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy
 from cluster.records.load_failures import FailedLoad
 from cluster.records.overrides import Overrides
@@ -27,14 +26,6 @@ GAP_S: Final = 0.01  # between two decisions
 PLAN_HOLDS_S: Final = 3.0  # the queue waits for no plan that is older
 POOL: Final = "worker"
 _NO_BOUNDS: Final = AdmissionConfig(max_waiting=1_000_000, max_waiting_per_model=1_000_000)
-
-
-@dataclass(frozen=True, slots=True)
-class TimedDecision:
-    """A decision, and when it was made."""
-
-    at_s: float
-    decision: Decision
 
 
 class Controlled:
@@ -53,14 +44,11 @@ class Controlled:
         self._queue = AdmissionQueue(_NO_BOUNDS)
         # A request takes the same part of whichever replica it gets; of unlike workers, the smallest one counts.
         self._share = 1 / min((worker.slots for worker in world.scenario.workers), default=1)
-        self._numbers = itertools.count()
-        self._requests: dict[int, SimRequest] = {}  # by ticket, from arrival to end
-        self._tickets: dict[int, int] = {}  # by `id` of the request
+        self._requests: dict[int, SimRequest] = {}  # by ticket, its `id`, from arrival to end
         self._num_ended = 0
         self._look_again_s = math.inf
         self._unready: dict[str, deque[SimRequest]] = {id_: deque() for id_ in world.workers}
-        self._switch_s: dict[int, float] = {}  # of what waited for it on a worker, by ticket
-        self._began_s: dict[int, float] = {}
+        self._began_s: dict[int, float] = {}  # by ticket: since when a request has waited on its worker for a switch
         self._loading: set[str] = set()
         self._failures: dict[str, dict[str, FailedLoad]] = {}  # by model and worker
         self._silent: set[str] = set()
@@ -75,7 +63,7 @@ class Controlled:
         self._deciding = Deciding(policy, self._observations, map(str, itertools.count()))
         self._placement = Placement()
         self.is_controller_up = is_controller_up
-        self.decisions: list[TimedDecision] = []
+        self.decisions: list[LoggedDecision] = []
         self.ignored: set[str] = set()
         self._list_replicas()
         world.call_at(0.0, self._tick)
@@ -84,11 +72,11 @@ class Controlled:
 
     def on_request(self, request: SimRequest) -> None:
         """Let it into the queue; one whose worker was lost goes before all others."""
-        ticket = self._tickets.get(id(request))
-        if ticket is not None:
+        ticket = id(request)
+        if ticket in self._requests:
+            self._began_s.pop(ticket, None)
             self._queue.give_back(ticket, self._world.now_s)
         else:
-            ticket = self._tickets[id(request)] = next(self._numbers)
             self._requests[ticket] = request
             demand = Demand(POOL, request.model, request.work, self._share, request.priority, "default", math.inf)
             self._queue.submit(ticket, demand, self._world.now_s)
@@ -99,10 +87,9 @@ class Controlled:
     def on_worker(self, worker: WorkerInWorld) -> None:
         """Free the slots of what has ended; see what it has loaded, or that it is back."""
         for served in itertools.islice(self._world.served, self._num_ended, None):
-            ticket = self._tickets.pop(id(served.request))
+            ticket = id(served.request)
             del self._requests[ticket]
-            switch_s = self._switch_s.pop(ticket, 0.0)
-            self._began_s.pop(ticket, None)
+            switch_s = served.started_s - self._began_s.pop(ticket, served.started_s)
             self._queue.leave(ticket, self._world.now_s, is_answered=True, switch_s=switch_s)
         self._num_ended = len(self._world.served)
         self._serve_unready(worker)
@@ -171,8 +158,6 @@ class Controlled:
         waiting = self._unready[worker.spec.id]
         for request in [request for request in waiting if request.model in worker.models]:
             waiting.remove(request)
-            ticket = self._tickets[id(request)]
-            self._switch_s[ticket] = self._world.now_s - self._began_s[ticket]
             self._world.start_loaded(worker, request)
         if waiting and worker.loading is None:
             evict = self._world.evictable_for(worker, waiting[0].model)
@@ -207,7 +192,7 @@ class Controlled:
         if decided is None:
             return
         self.ignored.update(decided.observed.state.ignored)
-        self.decisions += [TimedDecision(now_s, decision) for decision in decided.new]
+        self.decisions += decided.new
         for name, orders in decided.orders.items():
             for order in orders.orders:
                 if order.id not in self._taken[name]:
@@ -231,11 +216,11 @@ class Controlled:
         snapshot = self._queue.snapshot(now_s)
         loads = tuple(replace(load, service_s=load.service_s or self._usual_s(load)) for load in snapshot.models)
         self._observations.held = self._world.held
-        self._observations.note_queue("ingress", replace(snapshot, models=loads), now_s)
+        self._observations.queues.note("ingress", replace(snapshot, models=loads), now_s)
         for name, worker in self._world.workers.items():
             if worker.is_alive and name not in self._silent:
                 report = self._report_of(worker, now_s)
-                self._observations.note_worker(name, replace(report, **_LIES) if name in self._lies else report, now_s)
+                self._observations.workers.note(name, replace(report, **_LIES) if name in self._lies else report, now_s)
 
     def _usual_s(self, load: ModelLoad) -> float:
         """Return the cost of a request of a model that was measured before, but not here."""
@@ -261,7 +246,7 @@ class Controlled:
             frozenset(running),
             slots=spec.slots,
             switching_to=worker.loading,
-            ready_in_s=max(0.0, worker.ready_at_s - now_s),
+            ready_in_s=worker.load.end_s - now_s if worker.load else 0.0,
             fixed_switch_s=spec.fixed_switch_s,
             attach_bytes_per_s=spec.attach_bytes_per_s,
             load_bytes_per_s=spec.load_bytes_per_s,

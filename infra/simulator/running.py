@@ -64,8 +64,8 @@ class _Queued:
         """Start the head of the worker's queue, or get ready for it."""
         queue = self._queues[worker.spec.id]
         while queue and worker.free_slots > 0:
-            if self._world.start_request(worker, queue[0]):
-                queue.popleft()
+            if queue[0].model in worker.models:
+                self._world.start_loaded(worker, queue.popleft())
                 continue
             evict = self._world.evictable_for(worker, queue[0].model)
             if worker.loading is None and evict is not None:

@@ -34,13 +34,16 @@ class WorkerInWorld:
     models: dict[str, float] = field(default_factory=dict)  # ready, by the time of last use
     resident: dict[str, int] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
-    loading: str | None = None
-    ready_at_s: float = 0.0
+    load: WorkerSpan | None = None
     idle_since_s: float = 0.0
     is_alive: bool = True
     version: int = 0  # of what runs: an event of an earlier one says nothing
-    epoch: int = 0  # of the worker: a load of an earlier life does not end
     advanced_s: float = 0.0
+
+    @property
+    def loading(self) -> str | None:
+        """The model that it switches to."""
+        return self.load.model if self.load else None
 
     @property
     def free_slots(self) -> int:
@@ -116,7 +119,6 @@ class World:
         self.num_failed_loads = 0
         self.moved_bytes = 0
         self.read_bytes = 0
-        self.num_running = 0
         self._failing = {model.id: model.num_failing_loads for model in scenario.models}
         self._reading: dict[tuple[str, str], float] = {}
         self._span_starts: dict[tuple[str, str], float] = {}
@@ -152,20 +154,12 @@ class World:
 
     # -- requests
 
-    def start_request(self, worker: WorkerInWorld, request: SimRequest) -> bool:
-        """Start a request; False where the worker cannot: no slot, or the model is not ready."""
-        if worker.free_slots <= 0 or request.model not in worker.models:
-            return False
-        self.start_loaded(worker, request)
-        return True
-
     def start_loaded(self, worker: WorkerInWorld, request: SimRequest) -> None:
         """Start a request whose model the worker had ready a moment ago."""
         self._advance(worker)
         worker.runs.append(Run(request, self.now_s))
         if request.model in worker.models:
             worker.models[request.model] = self.now_s
-        self.num_running += 1
         self._await_next_end(worker)
 
     def _advance(self, worker: WorkerInWorld) -> None:
@@ -200,7 +194,6 @@ class World:
             if run.request.model in worker.models:
                 worker.models[run.request.model] = self.now_s
             self.served.append(Served(run.request, worker.spec.id, run.started_s, self.now_s))
-        self.num_running -= len(ended)
         if not worker.runs:
             worker.idle_since_s = self.now_s
         self._await_next_end(worker)
@@ -210,7 +203,7 @@ class World:
 
     def switch(self, worker: WorkerInWorld, model_id: str, evict: Collection[str]) -> bool:
         """Let models go and load another; False where the worker is dead or loads already."""
-        if not worker.is_alive or worker.loading is not None:
+        if not worker.is_alive or worker.load is not None:
             return False
         for each in evict:
             self.evict(worker, each)
@@ -232,12 +225,9 @@ class World:
         self.num_switches += 1
         self.moved_bytes += sum(missing.values())
         worker.resident.update(missing)
-        worker.loading, worker.ready_at_s = model_id, self.now_s + took_s
-        span = WorkerSpan(
-            spec.id, model_id, self.now_s, self.now_s + took_s, is_switch=True, moved_bytes=sum(missing.values())
-        )
-        epoch = worker.epoch
-        self.call_at(span.end_s, lambda: self._end_load(worker, span, epoch))
+        moved, end_s = sum(missing.values()), self.now_s + took_s
+        load = worker.load = WorkerSpan(spec.id, model_id, self.now_s, end_s, is_switch=True, moved_bytes=moved)
+        self.call_at(end_s, lambda: self._end_load(worker, load))
         return True
 
     def evict(self, worker: WorkerInWorld, model_id: str) -> None:
@@ -286,11 +276,11 @@ class World:
                 break
             room += worker.resident.pop(key)
 
-    def _end_load(self, worker: WorkerInWorld, span: WorkerSpan, epoch: int) -> None:
-        if worker.epoch != epoch:
+    def _end_load(self, worker: WorkerInWorld, load: WorkerSpan) -> None:
+        if worker.load is not load:  # of an earlier life of the worker
             return
-        worker.loading, model_id = None, span.model
-        self.spans.append(span)
+        worker.load, model_id = None, load.model
+        self.spans.append(load)
         if self._failing[model_id] > 0:
             self._failing[model_id] -= 1
             self.num_failed_loads += 1
@@ -316,10 +306,8 @@ class World:
             for model in list(worker.models):
                 self.evict(worker, model)
             lost, worker.runs = worker.runs, []
-            worker.resident, worker.loading, worker.is_alive = {}, None, False
+            worker.resident, worker.load, worker.is_alive = {}, None, False
             worker.version += 1
-            worker.epoch += 1
-            self.num_running -= len(lost)
             self.dispatcher.on_fault(fault)
             for run in lost:
                 self.dispatcher.on_request(run.request)

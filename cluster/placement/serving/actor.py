@@ -86,12 +86,12 @@ class Controller:
         self._mailboxes.open(name)
         self._heard.set()
         if isinstance(report, WorkerReport):
-            before = self._observations.workers.get(name)
-            self._observations.note_worker(name, report, now_s)
+            before = self._observations.workers.reports.get(name)
+            self._observations.workers.note(name, report, now_s)
             if before is None or _has_changed(before, report):
                 self._changed.set()
         else:
-            self._observations.note_queue(name, report, now_s)
+            self._observations.queues.note(name, report, now_s)
             if any(load.waiting for load in report.models):
                 self._changed.set()
 
@@ -121,7 +121,7 @@ class Controller:
 
     async def queues(self) -> AdmissionSnapshot:
         """Return the state of all queues together, by their last reports."""
-        return self._observations.joined_queues()
+        return self._observations.queues.joined()
 
     async def ended_requests(self, number: int | None) -> EndedRequests:
         """Return the requests that have ended, of several ingresses, from a number on."""
@@ -130,7 +130,7 @@ class Controller:
     async def change(self, change: OverrideChange) -> Overrides:
         """Change the operators' manual orders durably, and return all of them. Raises OverrideRefused."""
         models = self._decided.observed.names if self._decided else self._observations.catalog
-        overrides = await self._registry.change(change, self._observations.workers.keys(), models)
+        overrides = await self._registry.change(change, self._observations.workers.reports.keys(), models)
         self._changed.set()
         return overrides
 
@@ -139,7 +139,7 @@ class Controller:
         addresses = await asyncio.to_thread(node_addresses)
         decided, now_s = self._decided, time.monotonic()
         state, plan = (decided.observed.state, decided.plan) if decided else (None, SwitchPlan())
-        reports = self._observations.workers
+        reports = self._observations.workers.reports
         return {
             "policy": self._config.policy,
             "age_s": now_s - self._decided_s if decided else None,
@@ -212,7 +212,7 @@ class Controller:
         decided = self._deciding.decide(overrides, began_s, time.time(), self._scaling)
         state = decided.observed.state if decided else self._observations.demand()
         if self._scaling is not None and state is not None:
-            up_s = {name: report.up_s for name, report in self._observations.workers.items()}
+            up_s = {name: report.up_s for name, report in self._observations.workers.reports.items()}
             idle = self._scaling.draining
             self._scaling.follow(state, up_s, began_s)
             if idle - self._scaling.draining:  # these can work now
@@ -225,8 +225,8 @@ class Controller:
             self._num_frozen = num
             gc.collect()
             gc.freeze()  # records stay: to look through those of 10,000 workers takes as long as a decision
-        queues = self._observations.queues
-        self._mailboxes.keep(self._observations.workers.keys() | queues)
+        queues = self._observations.queues.names
+        self._mailboxes.keep(self._observations.workers.reports.keys() | queues)
         for name, orders in decided.orders.items():
             self._mailboxes.post(name, orders)
         for name in queues:
@@ -234,7 +234,7 @@ class Controller:
         took_s = time.monotonic() - began_s
         self._longest_tick_s = max(self._longest_tick_s, took_s)
         num_held = sum([model.waiting for model in decided.observed.state.models.values()])
-        self._metrics.note_tick(took_s, [one.action for one in decided.new], num_held)
+        self._metrics.note_tick(took_s, [one.decision.action for one in decided.new], num_held)
         num_wanted = self._scaling.target if self._scaling else None
         self._metrics.note_workers(len(decided.observed.state.workers), num_wanted)
 
@@ -244,7 +244,7 @@ class Controller:
             await asyncio.sleep(self._config.tick_s)
             try:
                 self._observations.forget_silent(time.monotonic())
-                self._mailboxes.keep(self._observations.workers.keys() | self._observations.queues)
+                self._mailboxes.keep(self._observations.workers.reports.keys() | self._observations.queues.names)
             except Exception:  # as in `_decide_on`: nobody else would see it, and the next round may do better
                 logger.exception("ingresses that are gone are not forgotten")
 

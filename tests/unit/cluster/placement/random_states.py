@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 from cluster.placement.state import (
     BATCH,
@@ -80,23 +79,13 @@ def random_records(seed: int) -> tuple[list[ModelState], list[WorkerState], dict
     return models, workers, held
 
 
-JUNK: tuple[Any, ...] = (
-    None, -1, math.nan, math.inf, -math.inf, "x", "", b"y", [], {}, {"m0": math.nan}, {3: -1}, ("m0", 7),
-    frozenset({1}), 10**400, True, object(), [[]], Components({}), 1e300,
-)  # fmt: skip
-
-
-def broken(records: list[Any], chance: random.Random) -> list[Any]:
-    """Return the records with some figures replaced by junk, some records too, and some twice."""
-    out: list[Any] = []
-    for record in records:
-        for field in fields(record):
-            if chance.random() < 0.15:
-                record = replace(record, **{field.name: chance.choice(JUNK)})
-        out.append(record)
-        if chance.random() < 0.1:
-            out.append(chance.choice([record, *JUNK]))
-    return out
+def cluster(
+    models: Iterable[ModelState],
+    workers: Iterable[WorkerState] = (),
+    held: Mapping[str, Collection[str]] | None = None,
+    is_frozen: bool = False,
+) -> ClusterState:
+    return ClusterState({one.id: one for one in models}, {one.id: one for one in workers}, held or {}, is_frozen)
 
 
 def mistakes(state: ClusterState, plan: SwitchPlan) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -15,10 +14,9 @@ from unit.cluster.placement.reporting import load, need, queue, versions, worker
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Placement
 from cluster.admission.service_times import MAX_MODELS
-from cluster.placement.checking import usable_state
 from cluster.placement.deciding import Deciding
 from cluster.placement.observing import Observations
-from cluster.placement.state import Components, ModelState, SloClass, WorkerState
+from cluster.placement.state import SloClass
 from cluster.placement.switching import LATENCY_FIRST
 from cluster.records.overrides import Overrides
 from configs.admission import AdmissionConfig
@@ -53,15 +51,15 @@ class _Cluster:
         for number in range(size):
             self.report(number, {**needs} if not number else {})
         loads = [load(f"m{number}", rate_long=0.1) for number in range(size)]
-        self.observations.note_queue("q", queue(loads, **{f"w{n}": {f"m{n}": 1} for n in range(size)}), 0.0)
+        self.observations.queues.note("q", queue(loads, **{f"w{n}": {f"m{n}": 1} for n in range(size)}), 0.0)
         self.deciding = Deciding(LATENCY_FIRST, self.observations, map(str, itertools.count()))
         self.decide()
 
     def report(self, number: int, needs: dict[str, Any]) -> None:
         """Report as a worker does, and look up what it reported before, as the controller does."""
         name = f"w{number}"
-        self.observations.workers.get(name)
-        self.observations.note_worker(
+        self.observations.workers.reports.get(name)
+        self.observations.workers.note(
             name, worker(15 * GB, needs=needs, ready={f"c{number}": 10 * GB, "base": GB}), 0.0
         )
 
@@ -87,7 +85,7 @@ def test_records_are_made_anew_only_where_something_has_changed() -> None:
     before = cluster.observations.observe(0.2, Overrides(), {})
     cluster.report(3, {})  # as the report before: another record that is equal
     same = cluster.observations.observe(0.3, Overrides(), {})
-    cluster.observations.note_worker("w3", worker(15 * GB, ready={"base": GB}), 0.3)
+    cluster.observations.workers.note("w3", worker(15 * GB, ready={"base": GB}), 0.3)
     after = cluster.observations.observe(0.4, Overrides(), {})
     assert before is not None
     assert same is not None
@@ -100,16 +98,16 @@ def test_records_are_made_anew_only_where_something_has_changed() -> None:
 
 
 def test_a_worker_that_is_as_before_has_nothing_ready_once_its_model_needs_more_or_is_gone() -> None:
-    model = ModelState("a", Components({"c": GB}))
-    workers = [WorkerState("w", "n", 10 * GB, Components({"c": GB}), ("a",))]
-    before = usable_state([model], workers)
-    for waiting in (0, 3):
-        same = usable_state([replace(model, waiting=waiting)], workers, before=before)
-        assert same.workers["w"] is before.workers["w"] is workers[0]
-    larger = replace(model, components=Components({"c": GB, "new": GB}))
-    assert usable_state([larger], workers, before=before).workers["w"].models == ()
-    assert usable_state([], workers, before=before).workers["w"].models == ()
-    assert usable_state([replace(model, id="b")], workers, before=before).workers["w"].models == ()
+    cluster = _Cluster(4)
+    before = cluster.observations.observe(0.2, Overrides())
+    cluster.report(0, {"m1": need("2", c1=10 * GB, base=GB, more=GB)})
+    larger = cluster.observations.observe(0.3, Overrides())
+    cluster.observations.catalog = versions("m0", "m2", "m3")
+    without = cluster.observations.observe(0.4, Overrides())
+    found = [observed.state.workers["w1"].models for observed in (before, larger, without) if observed]
+    assert found == [("m1",), (), ()]
+    assert without is not None
+    assert without.state.workers["w1"].running == {}
 
 
 def test_a_decision_without_a_change_takes_few_steps_for_each_model_and_worker() -> None:

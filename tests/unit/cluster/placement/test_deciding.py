@@ -42,9 +42,9 @@ class Cluster:
             load(model, waiting=count, oldest_age_s=self.now_s - since_s, service_s=0.1)
             for model, (count, since_s) in self.waiting.items()
         ]
-        self.observations.note_queue("q", queue(loads, **self.running), self.now_s)
+        self.observations.queues.note("q", queue(loads, **self.running), self.now_s)
         for name, report in self.reports.items():
-            self.observations.note_worker(name, report, self.now_s)
+            self.observations.workers.note(name, report, self.now_s)
         decided = self.deciding.decide(overrides, self.now_s, self.now_s)
         assert decided is not None
         return decided
@@ -87,7 +87,7 @@ def test_a_cold_model_is_ordered_once_and_starts_where_it_is_ready() -> None:
     decided = cluster.decide()
     assert (orders(decided, "w"), places(decided, "a"), places(decided, "b")) == ([], ("w",), ())
     (logged,) = cluster.deciding.log
-    assert (logged.order, logged.is_taken, logged.outcome, logged.decision.model) == (order.id, True, done, "a")
+    assert (logged.order, logged.is_taken, logged.outcome, logged.decision.model) == (order, True, done, "a")
     assert "1 wait without a worker" in logged.decision.reason
 
 

@@ -256,7 +256,7 @@ async def test_who_is_at_rest_reports_no_more_than_changes_and_lives_by_listenin
     controller = actors.controller
     assert controller is not None
     reports = list[WorkerReport]()
-    noted = controller._observations.note_worker
+    noted = controller._observations.workers.note
 
     def note_worker(name: str, report: WorkerReport, now_s: float) -> None:
         reports.append(report)
@@ -265,8 +265,8 @@ async def test_who_is_at_rest_reports_no_more_than_changes_and_lives_by_listenin
     monkeypatch.setattr(link_module, "REST_S", 1e9)
     # The worker gets the model that was asked for when it is worth it, a second later.
     await until(lambda: models.heard and controller._is_at_rest() and models.link._reported == models.state.lasting)
-    monkeypatch.setattr(controller._observations, "note_worker", note_worker)
-    seen = controller._observations._workers._seen_s, controller._observations._queues._seen_s
+    monkeypatch.setattr(controller._observations.workers, "note", note_worker)
+    seen = controller._observations.workers._seen_s, controller._observations.queues._seen_s
     began = {name: seen_s for found in seen for name, seen_s in found.items()}
     await until(lambda: all(seen_s > began[name] + STALE_S for found in seen for name, seen_s in found.items()))
     assert reports == []
@@ -288,7 +288,7 @@ async def test_a_controller_that_was_replaced_hears_at_once_of_those_at_rest(
     monkeypatch.setattr(link_module, "REST_S", 1e9)
     actors.kill()
     controller = await actors.start()
-    await until(lambda: controller._observations.workers and controller._observations.queues)
+    await until(lambda: controller._observations.workers.reports and controller._observations.queues.names)
 
 
 async def test_a_report_under_way_while_its_controller_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,5 +444,5 @@ async def test_a_controller_that_places_nothing_splits_slots_and_joins_the_queue
 
 
 def _counts(controller: Controller) -> tuple[int, int]:
-    loads = controller._observations.joined_queues().models
+    loads = controller._observations.queues.joined().models
     return sum(load.waiting for load in loads), sum(load.running for load in loads)

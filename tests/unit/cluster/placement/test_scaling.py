@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
+from unit.cluster.placement.random_states import cluster
 from unit.cluster.placement.reporting import load, need, queue, versions, worker
 
 from cluster.placement.autoscaling import LONGEST_DRAIN_S, STOP_S, Scaling, _can_leave, _stop_order
-from cluster.placement.checking import usable_state
 from cluster.placement.deciding import Deciding
 from cluster.placement.observing import Observations
 from cluster.placement.state import ClusterState, Components, ModelState, SloClass, WorkerState
@@ -25,7 +25,7 @@ A, B = (ModelState(id_, Components({f"own-{id_}": 10})) for id_ in "ab")
 
 
 def state_of(models: list[ModelState], *workers: WorkerState) -> ClusterState:
-    return usable_state(models, workers)
+    return cluster(models, workers)
 
 
 def here(id_: str, *models: ModelState, **more) -> WorkerState:
@@ -197,8 +197,8 @@ def test_a_controller_that_begins_anew_takes_the_idle_one_for_the_spare() -> Non
     for name, leased in (("older", frozenset()), ("used", frozenset({"x"}))):
         up_s = 9.0 if name == "older" else 1.0
         report = worker(needs={"a": need(x=10)}, ready={"x": 10}, leased=leased, up_s=up_s)
-        observations.note_worker(name, report, 0.0)
-    observations.note_queue("q", queue([load("a")], older={}, used={"a": 1}), 0.0)
+        observations.workers.note(name, report, 0.0)
+    observations.queues.note("q", queue([load("a")], older={}, used={"a": 1}), 0.0)
     scaling = Scaling(SPARE, 2)
     decided = Deciding(LATENCY_FIRST, observations, iter("123456")).decide(Overrides(), 0.1, 0.0, scaling)
     assert decided is not None
@@ -243,9 +243,9 @@ def test_one_that_leaves_gets_no_new_requests_and_one_that_comes_gets_its_model(
     observations.catalog = versions("a")
     observations.held = {"node": ["x"]}
     for name in ("old", "new"):
-        observations.note_worker(name, worker(needs={"a": need(x=10)}, ready={"x": 10}, fixed_switch_s=1.0), 0.0)
-    observations.note_worker("fresh", worker(fixed_switch_s=1.0), 0.0)
-    observations.note_queue("q", queue([load("a", rate_long=0.5)], old={}, new={}, fresh={}), 0.0)
+        observations.workers.note(name, worker(needs={"a": need(x=10)}, ready={"x": 10}, fixed_switch_s=1.0), 0.0)
+    observations.workers.note("fresh", worker(fixed_switch_s=1.0), 0.0)
+    observations.queues.note("q", queue([load("a", rate_long=0.5)], old={}, new={}, fresh={}), 0.0)
     scaling = Scaling(POLICY, 3)
     scaling.leaving["new"] = 0.0
     scaling.preloads.append("a")
@@ -258,11 +258,11 @@ def test_one_that_leaves_gets_no_new_requests_and_one_that_comes_gets_its_model(
 def test_without_any_worker_the_queues_say_what_is_wanted() -> None:
     observations = Observations(lambda model: SloClass(), 0.0)
     assert observations.demand() is None
-    observations.note_queue("q", queue([load("a", waiting=3)], gone=["w"]), 0.0)
+    observations.queues.note("q", queue([load("a", waiting=3)], gone=["w"]), 0.0)
     found = observations.demand()
     assert found is not None
     assert (found.models["a"].waiting, found.workers) == (3, {})
-    observations.note_queue("q", queue([], w={}), 0.0)  # it has not reported yet
+    observations.queues.note("q", queue([], w={}), 0.0)  # it has not reported yet
     assert observations.demand() is None
 
 

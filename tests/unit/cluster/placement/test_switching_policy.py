@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+from unit.cluster.placement.random_states import cluster
 
 from cluster.admission.records import OnDemandSwitch
-from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import waits_there
 from cluster.placement.state import BATCH, INTERACTIVE, Components, Decision, ModelState, SwitchPlan, WorkerState
 from cluster.placement.switching import THROUGHPUT_FIRST, least_harm, plan_switches
@@ -31,7 +31,7 @@ def worker(id_: str, *models: ModelState, budget: int = 10, **more) -> WorkerSta
 
 def plan_of(models: list[ModelState], workers: list[WorkerState], held=None, policy=None, **more) -> SwitchPlan:
     held = {"n": {key for each in models for key in each.components.sizes}} if held is None else held
-    return plan_switches(usable_state(models, workers, held, **more), *([policy] if policy else []))
+    return plan_switches(cluster(models, workers, held, **more), *([policy] if policy else []))
 
 
 def only(plan: SwitchPlan) -> Decision:
@@ -384,7 +384,7 @@ def test_what_waits_is_for_all_that_are_ready_before_their_part_of_it_would_be_d
     ]
 
     def starts(waiting: int, *coming: str) -> list[str]:
-        state = usable_state([model("a", waiting, service_s=0.5)], here)
+        state = cluster([model("a", waiting, service_s=0.5)], here)
         return list(waits_there(state, "a", coming))
 
     assert starts(6, *names) == ["w0", "w1", "w2"]  # 3 s of work for two that are there, and a third

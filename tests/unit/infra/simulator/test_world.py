@@ -25,7 +25,7 @@ class AtOnce:
     def on_request(self, request: SimRequest) -> None:
         worker = self.world.workers["w"]
         worker.models.setdefault(request.model, 0.0)
-        assert self.world.start_request(worker, request)
+        self.world.start_loaded(worker, request)
 
     def on_worker(self, worker) -> None: ...
 
