@@ -73,7 +73,7 @@ class _Cut(NamedTuple):
 def check_class(name: str) -> None:
     """Raise EngineError for a class of transformers that ranks do not divide, whatever its plan says."""
     if name not in PAGED:
-        has = "a cache of its own" if name in OWN_CACHE else "recurrent layers" if name in RECURRENT else "eyes"
+        has = "a cache of its own" if name in OWN_CACHE else "recurrent layers" if name in RECURRENT else "vision"
         raise EngineError(f"ranks do not divide a {name}, which has {has}: expected tensor 1")
 
 
@@ -129,10 +129,10 @@ class PlannedShare(RankShare):
 
     def _range(self, path: str, length: int, rank: int) -> tuple[int, int]:
         owner, _, leaf = path.rpartition(".")[0].rpartition(".")
-        head_size = getattr(self.module.get_submodule(owner), "head_dim", None) if leaf in _HEADS else None
-        if head_size is not None and not self.style_of(f"{owner}.{leaf}").outputs:
-            heads = length // head_size
-            if heads % self.size and (leaf == "q_proj" or self.size % heads):
+        head_size = self._head_size(owner, leaf)
+        if head_size and not self.style_of(f"{owner}.{leaf}").outputs:
+            heads, rest = divmod(length, head_size)
+            if rest or (heads % self.size and (leaf == "q_proj" or self.size % heads)):
                 raise EngineError(f"{heads} {_HEADS[leaf]} heads cannot be divided among {self.size} ranks")
             first = rank * heads // self.size  # ranks of one key/value head have it each
             return first * head_size, (first + max(1, heads // self.size)) * head_size
@@ -141,6 +141,12 @@ class PlannedShare(RankShare):
         if length % self.size:
             return inner_range(length, rank, self.size)
         return even_range(length, rank, self.size)
+
+    def _head_size(self, owner: str, leaf: str) -> int:
+        """Return the rows of a head of a projection, which a rank has whole; 0 for a module that is none."""
+        part = self.module.get_submodule(owner)
+        size = getattr(part, "head_dim", 0) if leaf in _HEADS else 0
+        return getattr(part, "v_head_dim", size) if size and leaf == "v_proj" else size
 
     def slice_of(self, name: str) -> Slice | None:
         """Return the part of a parameter that the rank has; None for all of it, and for parts that lie apart."""
@@ -159,6 +165,11 @@ class PlannedShare(RankShare):
             if cut is not None and _stacks_experts(converter, cut):
                 found |= {stored: Slice(cut.dimension - 1, cut.start, cut.stop) for stored, _ in parts}
         return found
+
+    def copied_bytes(self, layout: CheckpointLayout, sizes: Mapping[str, int]) -> int:
+        """Return the bytes that a rank copies of a checkpoint's tensors of these `sizes`: its parts that lie apart."""
+        cuts = {stored: self._cuts.get(name) for name, stored in layout.renamed.items()}
+        return sum(sizes[stored] // self.size for stored, cut in cuts.items() if cut is not None and cut.parts > 1)
 
     def divide(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Make the module one of this rank's sizes, and return its parts of `tensors`, by the names of parameters."""

@@ -54,10 +54,19 @@ def stored_slices(folder: Path, dtypes: Mapping[str, str], rank: int, size: int)
     return {name: part for name, part in found.items() if part is not None}
 
 
+def copied_bytes(folder: Path, sizes: Mapping[str, int], size: int) -> int:
+    """Return the bytes that each of `size` ranks copies of tensors of these sizes. Raises as `stored_slices`."""
+    config = load_config(folder)
+    if not is_stock(config):
+        return 0
+    named, module = decoder_tensors(config, sizes), blank_language_model(config)
+    return PlannedShare(module, 0, size).copied_bytes(checkpoint_layout(module, named), named)
+
+
 def _planned_slices(config: PretrainedConfig, names: Iterable[str], rank: int, size: int) -> dict[str, Slice]:
     """Return those of a model that transformers computes."""
     stored, module = decoder_tensors(config, {name: name for name in names}), blank_language_model(config)
-    parts = PlannedShare(module, rank, size).stored_slices(checkpoint_layout(module, stored.keys()))
+    parts = PlannedShare(module, rank, size).stored_slices(checkpoint_layout(module, stored))
     return {stored[name]: part for name, part in parts.items()}
 
 

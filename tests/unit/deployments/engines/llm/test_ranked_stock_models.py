@@ -17,7 +17,8 @@ from deployments.engines.llm.engine import LLMEngine, step_follower
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.registry import check_ranks, create_any_model, load_config
 from deployments.engines.llm.models.stock_classes import PAGED
-from deployments.engines.llm.models.stored_slices import stored_slices
+from deployments.engines.llm.models.stored_slices import copied_bytes, stored_slices
+from deployments.engines.needs import PartSizes, needs_of
 from deployments.engines.ranks.following import RankChannel, follow
 from deployments.engines.ranks.group import RankGroup
 from deployments.engines.ranks.layout import RankLayout
@@ -37,8 +38,8 @@ from weights.operations.adapters import LoraAdapter, LoraPair
 
 MAX_ERROR = 1e-4  # of a log probability, in float32: what an order of sums does
 CONFIG = LLMEngineConfig(max_num_batched_tokens=24, kv_cache_bytes=2**20)
-# Biases of sums, products of several matrices, norms of whole products, latent keys, experts, sinks, soft caps, one key
-# head for two ranks, and a vocabulary that is no multiple.
+# Biases of sums, products of several matrices, norms of whole products, latent keys, experts, sinks, shorter values,
+# soft caps, one key head for two ranks, and a vocabulary that is no multiple.
 FEATURES: list[tuple[str, int, dict[str, Any]]] = [
     ("Starcoder2ForCausalLM", 4, {}),
     ("Phi3ForCausalLM", 2, {"intermediate_size": 49}),
@@ -47,6 +48,7 @@ FEATURES: list[tuple[str, int, dict[str, Any]]] = [
     ("OlmoeForCausalLM", 2, {"vocab_size": VOCABULARY + 1}),
     ("Llama4ForCausalLM", 2, {}),
     ("GraniteSWAForCausalLM", 2, {}),
+    ("MiMoV2FlashForCausalLM", 4, {"v_head_dim": 4, "swa_v_head_dim": 4}),
     ("Gemma2ForCausalLM", 4, {"intermediate_size": 160}),
     ("CohereForCausalLM", 2, {"num_key_value_heads": 1}),
     ("Glm4ForCausalLM", 2, {"vocab_size": VOCABULARY + 1}),
@@ -121,7 +123,7 @@ def test_classes_that_ranks_do_not_divide_say_why() -> None:
         "LongcatFlashForCausalLM": "has style 'moe_identity_expert'; supported are colwise, ",
         "MambaForCausalLM": "which has recurrent layers",
         "BloomForCausalLM": "which has a cache of its own",
-        "Gemma3ForConditionalGeneration": "which has eyes",
+        "Gemma3ForConditionalGeneration": "which has vision",
     }
     for class_name, reason in reasons.items():
         config = tiny_config(class_name) if "Conditional" not in class_name else SimpleNamespace()
@@ -170,6 +172,28 @@ def test_a_rank_has_the_bytes_of_its_slices_alone(class_name: str, tmp_path: Pat
     name = next(name for name in tensors if "o_proj.weight" in name)
     with pytest.raises(EngineError, match=re.escape(name)):
         state_of(tmp_path, {**tensors, name: torch.cat([tensors[name]] * 2, dim=1)}, 1, 4)
+
+
+def test_a_rank_counts_what_it_copies(tmp_path: Path) -> None:
+    """Gates and values of experts that lie in one tensor: a rank's parts of both are apart in it."""
+    tensors = save_tiny(tiny_model("Llama4ForCausalLM"), tmp_path)
+    sizes = {name: one.nbytes for name, one in tensors.items()}
+    apart = [name for name in tensors if name.endswith("experts.gate_up_proj")]
+    assert apart
+    assert copied_bytes(tmp_path, sizes, 2) == sum(sizes[name] for name in apart) // 2
+    own = own_slices(tmp_path, tensors, dict.fromkeys(tensors, "F32"), 1, 2)
+    state, places = state_of(tmp_path, own, 1, 2), range_of(tensors.values())
+    assert {name for name, one in state.items() if one.data_ptr() not in places} == set(apart)
+
+
+@pytest.mark.parametrize("class_name", ["Gemma2ForCausalLM", "BloomForCausalLM", "LlamaForCausalLM"])
+def test_the_layers_of_a_divided_model_are_counted(class_name: str) -> None:
+    sizes = {"model.embed_tokens.weight": 70, "model.layers.0.a": 20, "model.layers.0.b": 5, "model.layers.1.a": 30}
+    needs = needs_of("llm", class_name, {"model": PartSizes("transformers", sizes)})
+    assert (needs.divided is None) == (class_name == "BloomForCausalLM")
+    assert needs.decoder == (needs.divided if class_name == "LlamaForCausalLM" else None)
+    if needs.divided is not None:
+        assert ([*needs.divided.layers], needs.divided.rest_bytes) == ([25, 30], 70)
 
 
 def range_of(tensors: Any) -> set[int]:
