@@ -27,7 +27,7 @@ _HEADS: Final[Mapping[str, str]] = {"q_proj": "query", "k_proj": "key/value", "v
 
 
 class Style(NamedTuple):
-    """How a matrix is cut, each of its `parts` alike, and what is done to the inputs and outputs of a module."""
+    """The cut of a matrix, the same of each of its `parts`, and the changes of a module's inputs and outputs."""
 
     dimension: int | None = None
     parts: int = 1

@@ -114,4 +114,4 @@ def test_each_rank_needs_its_share_of_the_layers(needs: Needs) -> None:
 
     assert said(221) == said(131, tensor=2) == said(86, tensor=4) == []
     assert said(130, tensor=2) == ["worker.device_budget_bytes is 130 bytes; each of 2 ranks needs 131 bytes of 'm'"]
-    assert len(said(220)) == 1
+    assert bool(said(220)) == (needs.decoder is None)

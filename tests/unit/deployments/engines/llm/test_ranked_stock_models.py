@@ -156,7 +156,7 @@ def test_sizes_that_cannot_be_divided_are_refused(changes: Any, size: int, messa
 @pytest.mark.drawn
 @pytest.mark.parametrize("class_name", ["Starcoder2ForCausalLM", "OlmoeForCausalLM", "Phi3ForCausalLM"])
 def test_a_rank_has_the_bytes_of_its_slices_alone(class_name: str, tmp_path: Path) -> None:
-    """What it reads are views, and what it reads gives what it cuts of the whole."""
+    """It reads views, which give the parameters that it would cut of the whole."""
     tensors = save_tiny(tiny_model(class_name, num_attention_heads=4, num_key_value_heads=4), tmp_path)
     whole = sum(one.nbytes for one in tensors.values())
     dtypes = dict.fromkeys(tensors, "F32")
