@@ -12,6 +12,8 @@ import pytest
 import torch
 from kit.ranks import run_ranks
 from kit.seeding import seeded_rng
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deployments.engines.llm.engine import LLMEngine, step_follower
 from deployments.engines.llm.engine_config import LLMEngineConfig
@@ -132,6 +134,14 @@ def test_classes_that_ranks_do_not_divide_say_why() -> None:
             check_ranks(config, RankLayout(tensor=2))
         if class_name in PAGED:
             check_ranks(config, RankLayout(cfg=2))
+
+
+def test_the_page_tells_how_many_classes_are_divided() -> None:
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    planned = {name for kind, name in names if name in PAGED and CONFIG_MAPPING[kind].base_model_tp_plan}
+    count = len(planned - {"LongcatFlashForCausalLM"})
+    page = Path(__file__).parents[5] / "docs/language-models.md"
+    assert f" {count} classes have a plan for `tensor` ranks |" in page.read_text()
 
 
 @pytest.mark.parametrize(
