@@ -133,14 +133,18 @@ class PlannedShare(RankShare):
         if head_size and not self.style_of(f"{owner}.{leaf}").outputs:
             heads, rest = divmod(length, head_size)
             if rest or (heads % self.size and (leaf == "q_proj" or self.size % heads)):
-                raise EngineError(f"{heads} {_HEADS[leaf]} heads cannot be divided among {self.size} ranks")
+                raise EngineError(f"{heads} {_HEADS[leaf]} heads cannot be divided {self._among}")
             first = rank * heads // self.size  # ranks of one key/value head have it each
             return first * head_size, (first + max(1, heads // self.size)) * head_size
         if length < self.size:
-            raise EngineError(f"{length} rows or columns of {path!r} cannot be divided among {self.size} ranks")
+            raise EngineError(f"{length} rows or columns of {path!r} cannot be divided {self._among}")
         if length % self.size:
             return inner_range(length, rank, self.size)
         return even_range(length, rank, self.size)
+
+    @property
+    def _among(self) -> str:
+        return f"among {self.size} ranks (tensor {self.size})"
 
     def _head_size(self, owner: str, leaf: str) -> int:
         """Return the rows of a head of a projection, which a rank has whole; 0 for a module that is none."""
