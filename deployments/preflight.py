@@ -343,7 +343,7 @@ def _rank_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> 
 def weights_of_ranks(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[tuple[str, int, int]]:
     """Yield the models that ranks divide: the bytes of weights that each of them has, and those of all."""
     for id_, source in sources.items():
-        decoder = source.record.needs.decoder
+        decoder = source.record.needs.divided
         if decoder is not None and config.worker.ranks.tensor > 1:
             whole = decoder.rest_bytes + sum(decoder.layers)
             yield id_, rank_bytes(decoder, config.worker.ranks.tensor), whole

@@ -76,8 +76,9 @@ class Room:
     def shortages(self, model: str, needs: Needs, gpu_layers: GpuLayers = AUTO) -> Iterator[Shortage]:
         """Yield the shortages of a model that is alone in memory. Without any, a replica could serve it."""
         for service in self.services:
-            if service.computes_layers and needs.decoder is not None:
-                yield from _layer_shortages(model, needs.decoder, service, gpu_layers)
+            decoder = needs.divided if service.num_ranks > 1 else needs.decoder
+            if service.computes_layers and decoder is not None:
+                yield from _layer_shortages(model, decoder, service, gpu_layers)
                 continue
             needed = dict(needs.services.get(service.section, {}))
             if service.is_on_host:

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.known import has_own_layers
+from deployments.engines.llm.models.stock_classes import PAGED
 from deployments.engines.stock.known import is_stock_class, knows_class
 from deployments.engines.stock.text_parts import text_parts
 from weights.memory.layer_plan import DecoderSizes, decoder_sizes, layer_of
@@ -49,9 +50,12 @@ def needs_of(kind: ModelKind, class_name: str, parts: Mapping[str, PartSizes]) -
         else:
             continue
         services[section][name] = sum(part.tensors.values())
-    is_decoder = kind == "llm" and has_own_layers(class_name) and "model" in parts
-    decoder = _layers_of(parts["model"].tensors) if is_decoder else None
-    return Needs(services, tuple(sorted(_DENOISERS & parts.keys())), decoder)
+    decoder = divided = None
+    if kind == "llm" and "model" in parts:
+        has_layers = has_own_layers(class_name)
+        divided = _layers_of(parts["model"].tensors) if has_layers or class_name in PAGED else None
+        decoder = divided if has_layers else None
+    return Needs(services, tuple(sorted(_DENOISERS & parts.keys())), decoder, divided)
 
 
 def _layers_of(tensors: Mapping[str, int]) -> DecoderSizes:

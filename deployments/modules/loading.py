@@ -166,12 +166,17 @@ class ComponentBuilder(Builder):
             try:
                 found = working_bytes(
                     **self._memory_settings(component, skeleton, self.kv_cache_bytes(component, skeleton)),
-                    tensor_bytes={name: ref.nbytes for name, ref in component.tensors.items()},
+                    tensor_bytes={name: ref.nbytes for name, ref in self.own_part(component, skeleton).tensors.items()},
                 )
+                found += self.copied_bytes(component, skeleton)
             except EngineError:
                 found = 0
             self._cache_bytes[component.module_key] = found
         return self._cache_bytes[component.module_key]
+
+    def copied_bytes(self, component: Component, skeleton: Path) -> int:
+        """Return the bytes of a language model that this process copies, since its parts of them lie apart."""
+        return 0
 
     def streams_layers(self, component: Component) -> bool:
         """Return whether layers of the host can come to the device: plain ones, and so fast that a full step gains."""

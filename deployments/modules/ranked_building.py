@@ -23,7 +23,7 @@ from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.diffusion.ranked_tiles import TILED_CLASSES, VIDEO_CLASSES, TilesFollower
 from deployments.engines.llm.engine import step_follower
-from deployments.engines.llm.models.stored_slices import stored_slices
+from deployments.engines.llm.models.stored_slices import copied_bytes, stored_slices
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.forwards import make_quick
 from deployments.engines.ranks.following import Follower, RankChannel
@@ -85,6 +85,13 @@ class RankBuilder(ComponentBuilder):
             return stored_slices(skeleton / component.folder, dtypes, self._place.tensor, self._ranks.tensor)
         except EngineError:  # told by whoever builds it
             return {}
+
+    def copied_bytes(self, component: Component, skeleton: Path) -> int:
+        """Return `ComponentBuilder.copied_bytes`. Raises EngineError for what ranks cannot divide."""
+        sizes = {name: ref.nbytes for name, ref in component.tensors.items()}
+        return (
+            copied_bytes(skeleton / component.folder, sizes, self._ranks.tensor) if self._is_divided(component) else 0
+        )
 
     def can_stream(self, component: Component) -> bool:
         """Return whether its blocks may come one after the other: not where each rank computes with it."""

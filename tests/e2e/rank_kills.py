@@ -84,7 +84,7 @@ def config_of(folder: Path, ranks: Mapping[str, Any], *models: str) -> ClusterCo
             "ray": {"num_cpus": 4},
             "store": {"path": str(folder / "store")},
             "worker": {"num_cpus": 1, "ranks": {"timeout_s": 120, **ranks}, "kv_cache_bytes": "1 MiB"},
-            "models": [{"id": name, "path": str(DEMO_MODELS / name), "dtype": "float32"} for name in models],
+            "models": [{"id": Path(name).name, "path": str(DEMO_MODELS / name), "dtype": "float32"} for name in models],
         }
     )
 

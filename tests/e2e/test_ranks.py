@@ -24,6 +24,7 @@ from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
+from infra.supported.language_models import VOCABULARY, save_tiny, tiny_model
 from weights.loading.views import mapped_tensors
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
@@ -31,8 +32,16 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 NUM_TOKENS = 12
 
 
-def complete(client: httpx.Client, prompt: list[int]) -> httpx.Response:
-    body = {"model": "adder", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+def text_of(engine: LLMEngine, prompt: list[int]) -> str:
+    engine.add_request(TextRequest("one", tuple(prompt), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)))
+    text = ""
+    while engine.has_work:
+        text += "".join(delta.text for delta in engine.step())
+    return text
+
+
+def complete(client: httpx.Client, prompt: list[int], model: str = "adder") -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     return client.post("/v1/completions", json=body)
 
 
@@ -42,14 +51,7 @@ def test_a_language_model_on_two_ranks_writes_what_one_writes_and_goes_on_when_o
     random = seeded_random()
     prompts = [[random.randrange(4, 104) for _ in range(random.randint(3, 40))] for _ in range(6)]
 
-    def expected(prompt: list[int]) -> str:
-        engine.add_request(TextRequest("one", tuple(prompt), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)))
-        text = ""
-        while engine.has_work:
-            text += "".join(delta.text for delta in engine.step())
-        return text
-
-    texts = [expected(prompt) for prompt in prompts]
+    texts = [text_of(engine, prompt) for prompt in prompts]
     with running(config_of(tmp_path, {"tensor": 2}, "adder")) as client:
         found = [complete(client, prompt) for prompt in prompts]
         assert [one.json()["choices"][0]["text"] for one in found] == texts
@@ -83,6 +85,22 @@ def test_a_language_model_on_two_ranks_writes_what_one_writes_and_goes_on_when_o
             for number, one in enumerate(mine):
                 assert one.status_code == 200, one.text
                 assert one.json()["choices"][0]["text"] == texts[number % len(prompts)]
+
+
+def test_a_model_of_transformers_on_two_ranks_writes_what_one_writes(tmp_path: Path) -> None:
+    """With biases of sums, which one rank adds, and experts, which each rank reads in part."""
+    names = ["Starcoder2ForCausalLM", "OlmoeForCausalLM"]
+    random = seeded_random()
+    prompts = [[random.randrange(4, VOCABULARY) for _ in range(count)] for count in (30, 3)]
+    texts = []
+    for name in names:
+        tensors = save_tiny(tiny_model(name), tmp_path / name)
+        engine = LLMEngine(tmp_path / name, tensors, LLMEngineConfig())
+        texts += [text_of(engine, prompt) for prompt in prompts]
+    with running(config_of(tmp_path, {"tensor": 2}, *(str(tmp_path / name) for name in names))) as client:
+        found = [complete(client, prompt, name) for name in names for prompt in prompts]
+        assert [one.json()["choices"][0]["text"] for one in found] == texts
+        assert all(one["sent_bytes"] > 0 for one in ranks_of(client)["processes"])
 
 
 def is_whole_without(process: int, client: httpx.Client) -> bool:

@@ -14,9 +14,10 @@ class Needs:
 
     `services` has them by section of the config, `worker` or `text_encoder`. What is `in_blocks` comes onto a device
     block by block where it is larger. A language model with a `decoder` can have layers on several devices and on the
-    host.
+    host; of one that is `divided`, ranks have slices of the layers.
     """
 
     services: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     in_blocks: tuple[str, ...] = ()
     decoder: DecoderSizes | None = None
+    divided: DecoderSizes | None = None

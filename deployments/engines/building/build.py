@@ -12,7 +12,7 @@ import importlib
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -67,18 +67,25 @@ def build_module(
     return skeleton.module
 
 
-def build_language_model(config: Any, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def _undivided(_: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    return tensors
+
+
+def build_language_model(
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    divide: Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = _undivided,
+) -> nn.Module:
     """Build the class of transformers that its `config` names first, as `build_module` builds others.
 
     Tensors of layouts that the class reads otherwise are converted, which takes memory of their own: experts, which
     checkpoints have one by one and classes in one piece. What the class has no place for is left out with a warning, as
-    transformers does. Raises EngineError.
+    transformers does. `divide` makes the module smaller, and returns its parts of the tensors. Raises EngineError.
     """
     folder = Path(config.name_or_path)
     with IMPORT_LOCK:
-        cls = _resolve_class("transformers", config.architectures[0], {}, folder)
-        module = _blank_module(cls, folder, config)
-        converted = _converted(module, tensors, folder)
+        module: Any = blank_language_model(config)
+        converted = divide(module, _converted(module, tensors, folder))
     expected = module.state_dict()
     if surplus := [name for name in converted if name not in expected]:
         logger.warning("%s: %s of no %s, left out", folder, listed(surplus, "tensor"), type(module).__name__)
@@ -89,12 +96,20 @@ def build_language_model(config: Any, tensors: Mapping[str, torch.Tensor]) -> nn
     return module.eval()
 
 
-def converted_bytes(config: Any, sizes: Mapping[str, int]) -> int:
-    """Return the bytes, of such tensors, that `build_language_model` converts. Raises EngineError as it does."""
+def blank_language_model(config: Any) -> nn.Module:
+    """Build the class of transformers that its `config` names first, without weights. Raises EngineError."""
     folder = Path(config.name_or_path)
     with IMPORT_LOCK:
-        cls = _resolve_class("transformers", config.architectures[0], {}, folder)
-        layout = checkpoint_layout(_blank_module(cls, folder, config), sizes)
+        module: nn.Module = _blank_module(
+            _resolve_class("transformers", config.architectures[0], {}, folder), folder, config
+        )
+    return module
+
+
+def converted_bytes(config: Any, sizes: Mapping[str, int]) -> int:
+    """Return the bytes, of such tensors, that `build_language_model` converts. Raises EngineError as it does."""
+    with IMPORT_LOCK:
+        layout = checkpoint_layout(blank_language_model(config), sizes)
     return sum(sizes[name] for _, parts in layout.merged.values() for name, _ in parts)
 
 

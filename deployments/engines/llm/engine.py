@@ -444,7 +444,7 @@ def plan_runner(
     limits["fixed_bytes"] = SLOTS_PER_SEQUENCE * recurrent.slot_bytes if recurrent else 0
     plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
     num_states = SLOTS_PER_SEQUENCE * plan.max_num_seqs if recurrent else 0
-    if ranks is not None and isinstance(model, LoadedModel) and model.ranks is not None:
+    if ranks is not None and model.ranks is not None:
         return plan, LeadingRunner(model, plan.num_blocks, config.kv_dtype, ranks)
     return plan, ModelRunner(model, plan.num_blocks, config.kv_dtype, num_states)
 
@@ -543,5 +543,5 @@ def step_follower(
     model = create_any_model(load_config(folder), tensors, device, **options)
     _, runner = plan_runner(model, config)
     assert isinstance(runner, ModelRunner)
-    assert isinstance(model, LoadedModel)
+    assert not isinstance(model, OwnCacheModel)
     return StepFollower(runner, LoraReader(model, group))

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from deployments.engines.llm.models.decoder_tensors import renamed_experts
+from deployments.engines.llm.models.own_cache import OwnCacheModel
 from deployments.engines.llm.models.registry import AnyModel, LoadedModel, decoder_name
 from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.sequences.sequence import FittedLora, SequenceLora
@@ -62,7 +63,7 @@ def fitted_lora(model: AnyModel, serial: int, pairs: Pairs) -> FittedLora:
 
     A rank takes its part of each. Raises EngineError for one that does not fit.
     """
-    share = model.share if isinstance(model, LoadedModel) else None
+    share = None if isinstance(model, OwnCacheModel) else model.share
     own = pairs if share is None else {path: share.cut_pair(path, pair) for path, pair in pairs.items()}
     check_targets(model.module, own)
     placed = {path: _placed(model, path, pair) for path, pair in own.items()}

@@ -18,6 +18,7 @@ import torch
 from deployments.engines.llm.loras import fitted_lora
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sequences.kv_cache import KvDtype
 from deployments.engines.llm.sequences.sequence import Chunk, FittedLora, Sequence, SequenceLora
@@ -65,7 +66,7 @@ class LoraWriter:
 class LoraReader:
     """Keeps a follower's parts of the LoRAs that rank 0 says."""
 
-    _model: LoadedModel
+    _model: LoadedModel | StockLanguageModel
     _group: RankGroup
     _fitted: dict[int, FittedLora] = field(default_factory=dict)
 
@@ -174,7 +175,9 @@ class StepReader:
 class LeadingRunner(ModelRunner):
     """The runner of rank 0. A step that fails on one rank leaves the others within it: the group ends (RankLost)."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int, kv_dtype: KvDtype, ranks: RankChannel) -> None:
+    def __init__(
+        self, model: LoadedModel | StockLanguageModel, num_blocks: int, kv_dtype: KvDtype, ranks: RankChannel
+    ) -> None:
         super().__init__(model, num_blocks, kv_dtype)
         self._ranks, self._writer, self._loras = ranks, StepWriter(), LoraWriter()
         self._copies: list[Copy] = []  # that the followers do not know of

@@ -8,16 +8,19 @@ router of experts and the embedding are, too. (Transformers' `base_model_tp_plan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.packed import PackedSource
 from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8, PackedWeight
+from deployments.engines.ranks.group import RankGroup
 from deployments.engines.records.protocol import EngineError
 from weights.operations.adapters import LoraPair
 from weights.records.dtypes import BLOCK_SIZES
@@ -39,8 +42,47 @@ class Slice(NamedTuple):
     stop: int
 
 
+class RankShare(ABC):
+    """The share of rank `rank` of `size` in a language model."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def slice_of(self, name: str) -> Slice | None:
+        """Return the part of a matrix or a vector that the rank has; None for all."""
+
+    @abstractmethod
+    def whole_length(self, name: str) -> int:
+        """Return the rows or columns that all ranks have together, of one with a slice."""
+
+    def cut_pair(self, path: str, pair: LoraPair) -> LoraPair:
+        """Return the rank's part of a LoRA of a layer: the outputs of `up` or the inputs of `down` that it has.
+
+        What the parts add is summed up with the layer's own. A pair of another size stays as it is. Raises EngineError
+        for a DoRA whose lengths are those of rows or columns that no rank has whole.
+        """
+        found = self.slice_of(f"{path}.weight")
+        if found is None:
+            return pair
+        by_rows = found.dimension == _ROWS
+        if self.whole_length(f"{path}.weight") != (len(pair.up) if by_rows else pair.down.shape[1]):
+            return pair
+        if pair.magnitude is not None and pair.by_input == by_rows:
+            raise EngineError(f"a DoRA of {path!r} cannot be divided among {self.size} ranks (tensor {self.size})")
+
+        def own(tensor: torch.Tensor | None, dimension: int) -> Any:
+            part = None if tensor is None else tensor.narrow(dimension, found.start, found.stop - found.start)
+            return part if part is None else part.contiguous()
+
+        magnitude = own(pair.magnitude, 0)
+        if by_rows:
+            return replace(pair, up=own(pair.up, 0), bias=own(pair.bias, 0), magnitude=magnitude)
+        return replace(pair, down=own(pair.down, 1), bias=None if self.rank else pair.bias, magnitude=magnitude)
+
+
 @dataclass(frozen=True)
-class DecoderShare:
+class DecoderShare(RankShare):
     """The share of rank `rank` of `size` in a decoder. Columns are cut at whole blocks of `block` elements.
 
     Raises:
@@ -100,7 +142,11 @@ class DecoderShare:
         What has not the whole matrix's size stays as it is: it came as that part, or its shape is refused by name.
         """
         found = self.slice_of(name)
-        if found is not None and tensor.dim() > found.dimension and self._is_whole(name, tensor.shape[found.dimension]):
+        if (
+            found is not None
+            and tensor.dim() > found.dimension
+            and self.whole_length(name) == tensor.shape[found.dimension]
+        ):
             return tensor.narrow(found.dimension, found.start, found.stop - found.start)
         is_added_once = name.endswith((".o_proj.bias", ".down_proj.bias"))
         return torch.zeros_like(tensor) if is_added_once and self.rank else tensor
@@ -108,7 +154,7 @@ class DecoderShare:
     def cut_packed(self, name: str, weight: PackedWeight) -> PackedWeight:
         """Return the rank's part of a packed matrix: a view, whose rows lie apart where it is of columns."""
         found = self.slice_of(name)
-        if found is None or not self._is_whole(name, (weight.rows, weight.columns)[found.dimension]):
+        if found is None or self.whole_length(name) != (weight.rows, weight.columns)[found.dimension]:
             return weight
         return _cut_packed(name, weight, found)
 
@@ -126,39 +172,16 @@ class DecoderShare:
         is_part = found is not None and data.dim() == 2 and found.stop - found.start == data.shape[found.dimension]
         if found is None or found.dimension == _ROWS or not is_part or scales.numel() * group_size == data.numel():
             return scales
+        columns = self.whole_length(name)
+        if scales.numel() * group_size != len(data) * columns:
+            return scales
+        return _own_scales(name, scales, len(data), columns, group_size, found)
+
+    def whole_length(self, name: str) -> int:
+        """Return the rows or columns that all ranks have together, of a matrix or a vector with a slice."""
         last = replace(self, rank=self.size - 1).slice_of(name)
         assert last is not None
-        if scales.numel() * group_size != len(data) * last.stop:
-            return scales
-        return _own_scales(name, scales, len(data), last.stop, group_size, found)
-
-    def cut_pair(self, path: str, pair: LoraPair) -> LoraPair:
-        """Return the rank's part of a LoRA of a layer: the outputs of `up` or the inputs of `down` that it has.
-
-        What the parts add is summed up with the layer's own. A pair of another size stays as it is. Raises EngineError
-        for a DoRA whose lengths are those of rows or columns that no rank has whole.
-        """
-        found = self.slice_of(f"{path}.weight")
-        if found is None:
-            return pair
-        by_rows = found.dimension == _ROWS
-        if not self._is_whole(f"{path}.weight", len(pair.up) if by_rows else pair.down.shape[1]):
-            return pair
-        if pair.magnitude is not None and pair.by_input == by_rows:
-            raise EngineError(f"a DoRA of {path!r} cannot be divided among {self.size} ranks (tensor {self.size})")
-
-        def own(tensor: torch.Tensor | None, dimension: int) -> Any:
-            part = None if tensor is None else tensor.narrow(dimension, found.start, found.stop - found.start)
-            return part if part is None else part.contiguous()
-
-        magnitude = own(pair.magnitude, 0)
-        if by_rows:
-            return replace(pair, up=own(pair.up, 0), bias=own(pair.bias, 0), magnitude=magnitude)
-        return replace(pair, down=own(pair.down, 1), bias=None if self.rank else pair.bias, magnitude=magnitude)
-
-    def _is_whole(self, name: str, length: int) -> bool:
-        last = replace(self, rank=self.size - 1).slice_of(name)
-        return last is not None and last.stop == length
+        return last.stop
 
     def _range(self, part: str, *, is_expert: bool) -> tuple[int, int]:
         spec = self.whole
@@ -179,9 +202,7 @@ class DecoderShare:
             yield experts.intermediate_size
 
     def _inner(self, size: int) -> tuple[int, int]:
-        piece = math.lcm(self.block, _PIECE)
-        unit = self.block if size % piece or size // piece < self.size else piece
-        return even_range(size, self.rank, self.size, unit)
+        return inner_range(size, self.rank, self.size, self.block)
 
 
 def even_range(count: int, rank: int, size: int, unit: int = 1) -> tuple[int, int]:
@@ -189,6 +210,18 @@ def even_range(count: int, rank: int, size: int, unit: int = 1) -> tuple[int, in
     units = count // unit
     start, stop = units * rank // size * unit, units * (rank + 1) // size * unit
     return start, stop if rank + 1 < size else count
+
+
+def inner_range(count: int, rank: int, size: int, block: int = 1) -> tuple[int, int]:
+    """Return the range of columns between two products: whole blocks, and whole pieces where there are enough."""
+    piece = math.lcm(block, _PIECE)
+    return even_range(count, rank, size, block if count % piece or count // piece < size else piece)
+
+
+def gather_columns(ranks: RankGroup, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the columns (..., sum of sizes) of which each rank has made its `own`."""
+    parts = ranks.gather(F.pad(own, (0, max(sizes) - own.shape[-1])), "tensor")
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
 def _length(range_: tuple[int, int]) -> int:

@@ -12,11 +12,10 @@ from typing import Any, Final, TypeVar
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from deployments.engines.building.build import build_language_model
+from deployments.engines.building.build import blank_language_model, build_language_model
 from deployments.engines.libraries.config_files import read_config
 from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.decoder_tensors import renamed_experts
@@ -38,7 +37,9 @@ from deployments.engines.llm.models.packed import (
     uses_torch_products,
     warn_of_surplus,
 )
-from deployments.engines.llm.models.rank_share import DecoderShare, even_range
+from deployments.engines.llm.models.planned_forwards import PlannedForwards
+from deployments.engines.llm.models.planned_share import check_class
+from deployments.engines.llm.models.rank_share import DecoderShare, even_range, gather_columns
 from deployments.engines.llm.models.stock import StockLanguageModel, create_stock_model
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, TEXT_ALONE
 from deployments.engines.llm.sequences.paged_attention import LayerAttention, Planner
@@ -50,6 +51,7 @@ from deployments.engines.records.protocol import EngineError
 from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
 from weights.memory.layer_plan import layer_of
+from weights.platform.torch_seam import fake_mode
 from weights.records.dtypes import GROUP_INT8_METHOD
 
 T = TypeVar("T")
@@ -111,9 +113,7 @@ class LoadedModel:
             return own_NV
         count = self.ranks.size("tensor")
         ranges = [even_range(self.spec.vocab_size, rank, count) for rank in range(count)]
-        sizes = [stop - start for start, stop in ranges]
-        parts = self.ranks.gather(F.pad(own_NV, (0, max(sizes) - self.spec.head_rows)), "tensor")
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+        return gather_columns(self.ranks, own_NV, [stop - start for start, stop in ranges])
 
 
 _FEW_LAYERS: Final = 512  # allowed in a config with fewer tensors: a damaged number would be built for ever
@@ -217,10 +217,16 @@ def create_any_model(
     tensors = decoder_tensors(config, tensors)
     if not is_stock(config):
         return create_model(config, tensors, device, arithmetic=arithmetic, keeps_devices=keeps_devices, ranks=ranks)
+    divided = None
     if ranks is not None and ranks.size("tensor") > 1:
-        check_ranks(config, ranks.layout)
-    create = create_own_cache_model if config.architectures[0] in OWN_CACHE else create_stock_model
-    return create(config, tensors, device)
+        check_class(config.architectures[0])
+        divided = PlannedForwards(ranks.place.tensor, ranks.size("tensor"))
+    if config.architectures[0] in OWN_CACHE:
+        return create_own_cache_model(config, tensors, device)
+    model = create_stock_model(config, tensors, device, divided)
+    if divided is not None:
+        divided.ranks = ranks
+    return model
 
 
 def check_ranks(config: PretrainedConfig, layout: RankLayout) -> None:
@@ -228,10 +234,12 @@ def check_ranks(config: PretrainedConfig, layout: RankLayout) -> None:
     if layout.tensor == 1:
         return
     if is_stock(config):
-        raise EngineError(
-            f"a {config.architectures[0]} is computed by transformers: tensor is {layout.tensor}, expected 1; "
-            f"ranks divide {', '.join(ARCHITECTURES)}"
-        )
+        check_class(config.architectures[0])
+        named = blank_language_model(config).state_dict()
+        with fake_mode():
+            fakes = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in named.items()}
+        create_stock_model(config, fakes, torch.device("cpu"), PlannedForwards(0, layout.tensor))
+        return
     DecoderShare(decoder_spec(config), 0, layout.tensor)
 
 

@@ -30,6 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from deployments.engines.building.build import build_language_model
 from deployments.engines.llm.models.context import max_positions
+from deployments.engines.llm.models.planned_forwards import PlannedForwards
+from deployments.engines.llm.models.planned_share import PlannedShare
 from deployments.engines.llm.models.recurrent import (
     RecurrentSpec,
     StateForm,
@@ -53,6 +55,7 @@ from deployments.engines.llm.models.stock_classes import RECURRENT, SEEING, WHOL
 from deployments.engines.llm.models.vision_tower import Seen, VisionTower
 from deployments.engines.llm.sequences.kv_cache import KvHeads
 from deployments.engines.llm.sequences.paged_attention import Planner, Scores, StepAttention, Visible
+from deployments.engines.ranks.group import RankGroup
 from deployments.engines.records.protocol import EngineError
 from weights.memory.devices import computes_on_host
 from weights.platform.torch_seam import with_child
@@ -196,6 +199,7 @@ class StockLanguageModel:
     pads_completions: bool = True  # unless all products are linear layers', which kernels compute
     row_multiple: int = 1
     vision: VisionTower | None = None
+    divided: PlannedForwards | None = None  # of one of several ranks
 
     def hidden_states(
         self,
@@ -214,6 +218,16 @@ class StockLanguageModel:
         """
         with _turn(self.module, rows=rows if self.has_kernels else None, states=states):
             return _hidden_states(self.module, token_ids_T, positions_T, _StockStep(planner, check), seen)
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """Return the ranks that have its other slices."""
+        return None if self.divided is None else self.divided.ranks
+
+    @property
+    def share(self) -> PlannedShare | None:
+        """Return the share of this rank."""
+        return None if self.divided is None else self.divided.share
 
     @property
     def has_kernels(self) -> bool:
@@ -281,16 +295,21 @@ def _hidden_states(
 
 
 def create_stock_model(
-    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], device: torch.device
+    config: PretrainedConfig,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    divided: PlannedForwards | None = None,
 ) -> StockLanguageModel:
-    """Build the class that a config names first around `tensors`.
+    """Build the class that a config names first around `tensors`, of which a `divided` one takes its rank's slices.
 
     Raises:
         EngineError: the tensors do not fit the config, or the class does not compute as expected.
     """
     _register_functions()
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
-    module: Any = build_language_model(config, placed)
+    module: Any = (
+        build_language_model(config, placed, divided.divide) if divided else build_language_model(config, placed)
+    )
     sees = config.architectures[0] in SEEING
     # A tower's tokens are all in the batch, and all see each other.
     module.set_attn_implementation({"text_config": OURS} if sees else OURS)
@@ -319,6 +338,7 @@ def create_stock_model(
         device,
         row_multiple=padded_multiple(module),
         vision=VisionTower(getattr(module, base), config, device) if sees else None,
+        divided=divided,
     )
     return replace(model, pads_completions=products.found or not model.has_kernels)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from transformers import PretrainedConfig
+
+from deployments.engines.building.build import blank_language_model
+from deployments.engines.libraries.library_seam import checkpoint_layout
 from deployments.engines.llm.models.decoder_tensors import renamed_experts
 from deployments.engines.llm.models.packed import PackedSource
+from deployments.engines.llm.models.planned_share import PlannedShare
 from deployments.engines.llm.models.rank_share import DecoderShare, Slice
 from deployments.engines.llm.models.registry import decoder_spec, decoder_tensors, headed_name, is_stock, load_config
 from deployments.engines.nn.packed_weights import GROUP_INT8
@@ -23,11 +28,13 @@ def stored_slices(folder: Path, dtypes: Mapping[str, str], rank: int, size: int)
 
     `dtypes` are those of all tensors. Packed weights are cut at whole blocks or groups; the scales of a matrix's
     columns, which lie apart, and experts of one tensor are whole: a rank cuts them when it has read them. Raises
-    EngineError for a decoder that ranks cannot divide.
+    EngineError for a model that ranks cannot divide.
     """
     config = load_config(folder)
-    if is_stock(config) or not _DIVISIBLE.issuperset(dtypes.values()):
+    if not _DIVISIBLE.issuperset(dtypes.values()):
         return {}
+    if is_stock(config):
+        return _planned_slices(config, dtypes, rank, size)
     # By the decoder's names the stored ones: a model that reads more than text has others for them.
     own = renamed_experts(decoder_tensors(config, {name: name for name in dtypes}))
     source: PackedSource | None = getattr(config, "packed_source", None)
@@ -45,6 +52,22 @@ def stored_slices(folder: Path, dtypes: Mapping[str, str], rank: int, size: int)
             of_matrix = source.names.get(name.removesuffix(_SCALES) + ".weight")
             found[stored] = None if of_matrix is None else share.slice_of_scales(of_matrix, source.group_size)
     return {name: part for name, part in found.items() if part is not None}
+
+
+def copied_bytes(folder: Path, sizes: Mapping[str, int], size: int) -> int:
+    """Return the bytes that each of `size` ranks copies of tensors of these sizes. Raises as `stored_slices`."""
+    config = load_config(folder)
+    if not is_stock(config):
+        return 0
+    named, module = decoder_tensors(config, sizes), blank_language_model(config)
+    return PlannedShare(module, 0, size).copied_bytes(checkpoint_layout(module, named), named)
+
+
+def _planned_slices(config: PretrainedConfig, names: Iterable[str], rank: int, size: int) -> dict[str, Slice]:
+    """Return those of a model that transformers computes."""
+    stored, module = decoder_tensors(config, {name: name for name in names}), blank_language_model(config)
+    parts = PlannedShare(module, rank, size).stored_slices(checkpoint_layout(module, stored))
+    return {stored[name]: part for name, part in parts.items()}
 
 
 def _grouped(quantization: Any, dtypes: Mapping[str, str], own: Mapping[str, str]) -> PackedSource | None:

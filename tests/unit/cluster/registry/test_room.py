@@ -101,9 +101,12 @@ def test_what_nobody_has_counted_fits(tmp_path: Path) -> None:
     assert [*Room.of(config).shortages("m", Needs())] == []
 
 
-def test_each_rank_needs_its_share_of_the_layers() -> None:
-    needs = Needs(decoder=DecoderSizes([60, 61, 60], 40, [0, 1, 2, 3]))
+_SIZES = DecoderSizes([60, 61, 60], 40, [0, 1, 2, 3])
 
+
+# Ours, whose layers can be apart without ranks as well, and one of transformers.
+@pytest.mark.parametrize("needs", [Needs({}, (), _SIZES, _SIZES), Needs({"worker": {"model": 221}}, (), None, _SIZES)])
+def test_each_rank_needs_its_share_of_the_layers(needs: Needs) -> None:
     def said(budget_bytes: int, **ranks: int) -> list[str]:
         worker = {"device": "sim", "device_budget_bytes": budget_bytes, "ranks": ranks}
         config = ClusterConfig.model_validate({"models": [{"id": "m", "path": "m"}], "worker": worker})
@@ -111,3 +114,4 @@ def test_each_rank_needs_its_share_of_the_layers() -> None:
 
     assert said(221) == said(131, tensor=2) == said(86, tensor=4) == []
     assert said(130, tensor=2) == ["worker.device_budget_bytes is 130 bytes; each of 2 ranks needs 131 bytes of 'm'"]
+    assert bool(said(220)) == (needs.decoder is None)

@@ -260,12 +260,6 @@ def test_what_cannot_be_divided_is_refused(sizes: dict[str, int], size: int, mes
     check_ranks(config, RankLayout(cfg=2))
 
 
-def test_classes_of_transformers_are_refused() -> None:
-    config = AutoConfig.for_model("gemma2", architectures=["Gemma2ForCausalLM"])
-    with pytest.raises(EngineError, match=r"a Gemma2ForCausalLM is computed by transformers: tensor is 2, expected 1"):
-        check_ranks(config, RankLayout(tensor=2))
-
-
 def test_followers_know_the_blocks_of_each_chunk() -> None:
     """Sequences come, grow, lose their blocks and go: what is said of each step is enough."""
     rng, writer, reader = seeded_random(), StepWriter(), StepReader()
