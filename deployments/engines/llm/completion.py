@@ -44,6 +44,10 @@ def check_request(
     check_sampling(request.sampling, vocab_size)
 
 
+def no_proposer(limit: int) -> None:
+    """Return the proposer of a completion without proposals."""
+
+
 @dataclass(slots=True, eq=False)
 class Completion:
     """One of the completions of a request."""
@@ -68,7 +72,7 @@ class Completion:
         eos_token_ids: frozenset[int],
         loras: tuple[SequenceLora, ...] = (),
         prompt_logprobs: PromptLogprobs | None = None,
-        proposer_within: Callable[[int], Proposer | None] = lambda _: None,
+        proposer_within: Callable[[int], Proposer | None] = no_proposer,
     ) -> Completion:
         """Return the state of a checked request; `max_tokens` is clipped to the room after the prompt.
 

@@ -22,7 +22,7 @@ from deployments.engines.llm.models.registry import AnyModel, LoadedModel, creat
 from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.sequences.draft_pace import DraftCost, DraftPace
 from deployments.engines.llm.sequences.kv_cache import CachePlan
-from deployments.engines.llm.sequences.sequence import Chunk, Sequence
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence, StepPlan
 from deployments.engines.records.protocol import EngineError
 from weights.formats.own_draft import DRAFT, PREFIX
 from weights.platform.panics import panics_as_errors
@@ -79,10 +79,6 @@ class DraftModel:
         """Return the proposer of a completion that has with its prompt at most `limit` tokens."""
         return DraftPace(min(limit, self._max_positions), self.cost)
 
-    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy whole blocks, each (from, to) in this order."""
-        self._runner.copy_blocks(copies)
-
     def follow(self, chunks: Iterable[Chunk]) -> None:
         """Compute the prompts' parts of a step, so that proposals can go on from there."""
         parts = []
@@ -98,26 +94,31 @@ class DraftModel:
         except Exception:  # its blocks then have other contents, as any that it did not compute
             logger.exception("the draft model failed in %d prompts", len(parts))
 
-    def fill(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-        """Return the chunks with tokens in the places of their proposals; without these if the draft fails."""
-        asked = [chunk for chunk in chunks if chunk.proposed and isinstance(chunk.sequence.proposer, DraftPace)]
+    def fill(self, plan: StepPlan) -> StepPlan:
+        """Return a step with tokens in the places of its proposals; without these if the draft fails.
+
+        Blocks are copied first, as the step says.
+        """
+        if plan.copies:
+            self._runner.copy_blocks(plan.copies)
+        asked = [chunk for chunk in plan.chunks if chunk.proposed]
         if not asked:
-            return chunks
+            return plan
         try:
             with panics_as_errors():
                 found = {id(chunk): tokens for chunk, tokens in zip(asked, self._propose(asked), strict=True)}
         except Exception:
             logger.exception("the draft model failed for %d sequences", len(asked))
-            found = {id(chunk): () for chunk in asked}
+            found = {}
             for chunk in asked:
                 assert chunk.sequence.proposer is not None
                 chunk.sequence.proposer.note(len(chunk.proposed), 0)
-        return tuple(
-            replace(chunk, end=chunk.end - len(chunk.proposed) + len(tokens), proposed=tokens)
-            if (tokens := found.get(id(chunk))) is not None
-            else chunk
-            for chunk in chunks
-        )
+        return replace(plan, chunks=tuple(_with_tokens(chunk, found.get(id(chunk), ())) for chunk in plan.chunks))
+
+    def note_step(self, plan: StepPlan, step_s: float, plain_s: float) -> None:
+        """Take in the seconds of a step with its proposals, and those of one without; 0 where none was measured."""
+        if (longest := max(len(chunk.proposed) for chunk in plan.chunks)) and plain_s:
+            self.cost.note(longest, step_s - plain_s, plain_s)
 
     def _propose(self, asked: Collection[Chunk]) -> list[tuple[int, ...]]:
         twins = [_twin(chunk.sequence) for chunk in asked]
@@ -149,6 +150,11 @@ class DraftModel:
         if batch:
             logits.append(self._runner.run(batch))
         return logits
+
+
+def _with_tokens(chunk: Chunk, tokens: tuple[int, ...]) -> Chunk:
+    """Return a chunk with these tokens in place of those proposed."""
+    return replace(chunk, end=chunk.end - len(chunk.proposed) + len(tokens), proposed=tokens)
 
 
 def _twin(sequence: Sequence) -> Sequence:

@@ -20,7 +20,7 @@ from deployments.engines.building.build import converted_bytes
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.chat_reader import ChatReader
-from deployments.engines.llm.completion import Completion, check_request
+from deployments.engines.llm.completion import Completion, check_request, no_proposer
 from deployments.engines.llm.draft_model import PagedModel, create_draft, divided, open_draft
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
@@ -57,7 +57,7 @@ from deployments.engines.llm.sequences.kv_cache import (
     plan_cache,
 )
 from deployments.engines.llm.sequences.prompt_lookup import PromptLookup
-from deployments.engines.llm.sequences.sequence import Chunk, Proposer, Sequence, SequenceStatus, StepPlan
+from deployments.engines.llm.sequences.sequence import Chunk, Sequence, SequenceStatus
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from deployments.engines.llm.tokenizer import (
     encode_text,
@@ -138,6 +138,8 @@ class LLMEngine:
         self._draft = None if draft is None else open_draft(draft, model.spec.vocab_size, plan, config)
         self._config, self._workspace, self._clock = config, workspace, time.perf_counter
         self._shares_prompts = isinstance(self._runner, ModelRunner)
+        looks_up = config.prompt_lookup and self._shares_prompts
+        self._proposer_within = self._draft.pace if self._draft else PromptLookup if looks_up else no_proposer
         self.max_model_len = plan.max_model_len
         self._max_positions = plan.max_positions if config.max_model_len is None else plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
@@ -232,12 +234,6 @@ class LLMEngine:
         for completion in completions[: 1 if self._shares_prompts else None]:
             self._scheduler.add_sequence(completion.sequence)
 
-    def _proposer_within(self, limit: int) -> Proposer | None:
-        """Return the proposer of a completion that has with its prompt at most `limit` tokens."""
-        if self._draft is not None:
-            return self._draft.pace(limit)
-        return PromptLookup(limit) if self._config.prompt_lookup and self._shares_prompts else None
-
     def request_cancel(self, request_id: str) -> None:
         """End a running step before its next layer, if half of its tokens or more are no longer wanted.
 
@@ -267,36 +263,23 @@ class LLMEngine:
         num_threads = self._config.prefill_threads if plan.num_prompt_tokens else self._config.decode_threads
         leased = _leased_threads(self._config, num_threads) if self._uses_host else contextlib.nullcontext()
         with leased, _torch_threads(num_threads):
-            begin_s = self._clock()
+            start_s = self._clock()
             if plan.copies:
                 self._runner.copy_blocks(plan.copies)
             with self._workspace.lend(STEP_KIND, 1, 1) if plan.chunks else contextlib.nullcontext():
-                plan, drafted_s = self._drafted(plan)
+                if self._draft is not None:
+                    plan = self._draft.fill(plan)
+                begin_s = self._clock()
                 chunks, tokens = self._run_wanted(plan.chunks)
                 if self._draft is not None:
                     self._draft.follow(chunks)
-            step_s = self._clock() - begin_s
         deltas = self._postprocess(chunks, tokens)
         if plan.chunks and not self.failures and chunks == plan.chunks:
-            self._note_seconds(plan, step_s, drafted_s)
+            end_s, num_beside = self._clock(), plan.num_prompt_tokens + plan.num_proposed_tokens
+            self._pace.note_step(plan.num_decoding, num_beside, end_s - begin_s)
+            if self._draft is not None:
+                self._draft.note_step(plan, end_s - start_s, self._pace.decode_seconds(plan.num_decoding))
         return deltas
-
-    def _drafted(self, plan: StepPlan) -> tuple[StepPlan, float]:
-        """Return the step with the tokens that the draft model proposes, and the seconds that it took for them."""
-        if self._draft is None or not plan.num_proposed_tokens:
-            return plan, 0.0
-        begin_s = self._clock()
-        chunks = self._draft.fill(plan.chunks)
-        return replace(plan, chunks=chunks), self._clock() - begin_s
-
-    def _note_seconds(self, plan: StepPlan, step_s: float, drafted_s: float) -> None:
-        """Take in the seconds of a step, `drafted_s` of which its proposals took."""
-        num_beside = plan.num_prompt_tokens + plan.num_proposed_tokens
-        self._pace.note_step(plan.num_decoding, num_beside, step_s - drafted_s)
-        longest = max(len(chunk.proposed) for chunk in plan.chunks)
-        plain_s = self._pace.decode_seconds(plan.num_decoding)
-        if self._draft is not None and longest and plain_s:
-            self._draft.cost.note(longest, step_s - plain_s, plain_s)
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
         """Run a step, and after an abort again without unwanted requests; return also the step that ran."""
