@@ -105,7 +105,7 @@ class LanguageModelConfig(StrictModel):
     prompt_lookup: bool = Field(
         False,
         description="propose the tokens that stood behind the last ones before, in prompt or answer, and check several "
-        "in one step: the same tokens, sooner where a text repeats itself",
+        "in one step: the same tokens, sooner where a text repeats itself; a draft model goes before it",
     )
     max_num_seqs: int = Field(64, ge=1, description="maximum sequences that run at once")
     packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(

@@ -688,7 +688,7 @@ class ClusterConfig(StrictModel):
         configured = self.entries.get(entry.id)
         if not isinstance(configured, ModelConfig) or not isinstance(entry, ModelConfig):
             return configured is not None and configured.path == entry.path
-        return (configured.path, configured.like, configured.own_vaes) == (entry.path, entry.like, entry.own_vaes)
+        return (configured.path, configured.like, configured.own_parts) == (entry.path, entry.like, entry.own_parts)
 
     def defaults_of(self, model: str) -> GenerationDefaults:
         """Return the defaults of requests for `model`; none for an adapter or an unknown id."""

@@ -52,7 +52,9 @@ _PLACEHOLDER: Final = re.compile(
 _MAX_KEYS: Final = 200_000  # of a mapping: some name 100,000 models
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _MAX_DEPTH: Final = 4  # of a place in a config
-_PLACES: Final = frozenset({"path", "like", "vae", "folder", "keys_file", "address", "endpoint", "host"})
+_PLACES: Final = frozenset(
+    {"path", "like", "vae", "preview_vae", "draft", "folder", "keys_file", "address", "endpoint", "host"}
+)
 STAND_IN_PATH: Final = "/"  # no model lies there
 _STAND_INS: Final[dict[str, dict[str, Any]]] = {  # by list of entries, without their ids
     "models": {"path": STAND_IN_PATH},
@@ -206,7 +208,7 @@ def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
                     update={
                         "path": located(m.path),
                         "like": m.like and located(m.like),
-                        **{name: absolute(path) for name, path in m.own_vaes.items()},
+                        **{name: absolute(path) for name, path in m.own_parts.items()},
                     }
                 )
                 for m in config.models

@@ -271,7 +271,8 @@ class ModelConfig(StrictModel):
     that gives its configs, its tokenizers and what it lacks, by the id of a model or as a folder (a path with a slash);
     a .gguf file is a denoiser alone. `transformer` is another word for the `path` of what is but a denoiser.
     `vae` takes the place of a pipeline's own: a folder of diffusers on this machine, or a .safetensors file; a
-    `preview_vae`, a folder with an AutoencoderTiny, makes the partial images alone.
+    `preview_vae`, a folder with an AutoencoderTiny, makes the partial images alone. `draft` is a small language model
+    on this machine, of the same vocabulary: it proposes tokens, several of which the model checks in a step.
     `dtype` other than `auto` casts floating tensors once, when they enter the store. `auto`
     keeps their types, but for those that a worker on the CPU would compute slowly: these become float32.
     """
@@ -282,6 +283,7 @@ class ModelConfig(StrictModel):
     like: Like | None = None
     vae: Annotated[Path | None, PlainValidator(_parse_local)] = None
     preview_vae: Annotated[Path | None, PlainValidator(_parse_local)] = None
+    draft: Annotated[Path | None, PlainValidator(_parse_local)] = None
     dtype: DType = "auto"
     long_text: LongText = Field(
         "truncate",
@@ -311,17 +313,17 @@ class ModelConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _vae_of_a_whole(self) -> ModelConfig:
-        for name in self.own_vaes:
+    def _parts_of_a_whole(self) -> ModelConfig:
+        for name in self.own_parts:
             if self.component is not None:
-                raise ValueError(f"{name} is for a whole pipeline, and component takes one part of it")
+                raise ValueError(f"{name} is for a whole model, and component takes one part of it")
         return self
 
     @property
-    def own_vaes(self) -> dict[str, Path]:
-        """Return the sources of its VAEs that are not those of the pipeline, by the component that each becomes."""
-        both = {"vae": self.vae, "preview_vae": self.preview_vae}
-        return {name: path for name, path in both.items() if path is not None}
+    def own_parts(self) -> dict[str, Path]:
+        """Return the sources of parts that its path does not have, by the component that each becomes."""
+        given = {"vae": self.vae, "preview_vae": self.preview_vae, "draft": self.draft}
+        return {name: path for name, path in given.items() if path is not None}
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.registry.directory import Entry, misplaced, wanted_dtype
-from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, vaes_of
+from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, parts_of
 from cluster.registry.manifests import variant_of
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import AdapterConfig, ModelConfig
@@ -153,10 +153,10 @@ class LocalModels:
         is_here = isinstance(entry.path, Path) and entry.path.exists()
         if isinstance(entry, AdapterConfig) and is_here and is_control_file(Path(entry.path)):
             await self._manifest(entry.base[0])
-        like, vaes = self._like(entry), vaes_of(entry)
+        like, parts = self._like(entry), parts_of(entry)
         dtype = self._check_servable(entry) if is_here else wanted_dtype(entry, self._auto_dtype)
         return import_model(
-            self._store, entry.id, entry.path, component=component, dtype=dtype, like=like, vaes=vaes, options=options
+            self._store, entry.id, entry.path, component=component, dtype=dtype, like=like, parts=parts, options=options
         )
 
     def _check_servable(self, entry: Entry) -> str:
@@ -180,7 +180,7 @@ class LocalModels:
 
     def _read(self, entry: Entry) -> Checkpoint:
         component = entry.component if isinstance(entry, ModelConfig) else None
-        return read_checkpoint(Path(entry.path), component=component, like=self._like(entry), vaes=vaes_of(entry))
+        return read_checkpoint(Path(entry.path), component=component, like=self._like(entry), parts=parts_of(entry))
 
     def _like(self, entry: Entry) -> BasePipeline | None:
         """Return the pipeline by whose configs the single file of an entry is read."""

@@ -18,7 +18,7 @@ import psutil
 from cluster.keeper.object_store import SHARED_MEMORY
 from cluster.records.errors import ModelUnservable
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
-from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, owned_program, vaes_of
+from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, owned_program, parts_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
 from cluster.registry.room import Room, rank_bytes
 from configs.cluster import ClusterConfig, ModelReplicaConfig
@@ -187,7 +187,7 @@ def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BaseP
     dtype = dtype_of(entry, entry.path, bases, auto)
     found = SummaryFiles(store).find(
         entry.id,
-        source_mark(entry.path, mark_settings(_component(entry), dtype, like, vaes_of(entry))),
+        source_mark(entry.path, mark_settings(_component(entry), dtype, like, parts_of(entry))),
         bases,
     )
     return None if found is None else _of_summary(entry, found)
@@ -213,7 +213,7 @@ def _component(entry: Entry) -> str | None:
 def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource:
     """Return the facts from headers and configs. Raises WeightsError, also for an unservable model."""
     assert isinstance(entry.path, Path)
-    checkpoint = read_checkpoint(entry.path, component=_component(entry), like=like, vaes=vaes_of(entry))
+    checkpoint = read_checkpoint(entry.path, component=_component(entry), like=like, parts=parts_of(entry))
     if reason := misplaced(entry, checkpoint) or why_unservable(checkpoint):
         raise WeightsError(reason)
     parts = {part.name: part for part in checkpoint.components}

@@ -445,7 +445,7 @@ def _check_source(entry: Entry, config: ClusterConfig) -> None:
             check_inside(entry.path, roots)
         if isinstance(entry, ModelConfig) and isinstance(entry.like, Path):
             check_inside(entry.like, roots)
-        for path in entry.own_vaes.values() if isinstance(entry, ModelConfig) else ():
+        for path in entry.own_parts.values() if isinstance(entry, ModelConfig) else ():
             check_inside(path, roots)
         if isinstance(entry.path, str) and not (config.trusts(entry) or config.may_download(entry.path)):
             raise SourceRefused(f"{entry.path}: no hf:// pattern of model_roots fits it")

@@ -245,7 +245,7 @@ def check_entry(directory: Directory, entry: Entry) -> None:
         raise RegistrationConflict(f"{entry.id!r} is {was} already; {now} needs another id", "id")
     if isinstance(entry, ModelConfig) and entry.like is not None:
         _check_like(directory, entry.id, entry.like)
-    for name, path in entry.own_vaes.items() if isinstance(entry, ModelConfig) else ():
+    for name, path in entry.own_parts.items() if isinstance(entry, ModelConfig) else ():
         if not path.is_absolute():
             raise RegistrationRefused(f"{str(path)!r} is relative; expected an absolute path", name)
     if isinstance(entry, AdapterConfig):

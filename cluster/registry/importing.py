@@ -143,7 +143,7 @@ def import_checkpoint(
     `why_unservable` gives a reason. An adapter is compared with those of its bases that are in the store.
     """
     component = entry.component if isinstance(entry, ModelConfig) else None
-    like, vaes = like_of(entry, store, roots), vaes_of(entry)
+    like, parts = like_of(entry, store, roots), parts_of(entry)
     files, bases, widened = SummaryFiles(store), bases_of(entry, store), tuple[str, ...]()
     dtype = wanted_dtype(entry, auto_dtype)
     with localized(entry.path, store.path / SOURCES_FOLDER, options=options, progress=progress) as local:
@@ -156,11 +156,11 @@ def import_checkpoint(
             if reason := _why_not_merged(entry, local.path):
                 raise ModelUnservable(reason)
             mark = source_mark(
-                local.path, mark_settings(component, dtype, like, vaes, roots), roots=origin.roots, etags=origin.etags
+                local.path, mark_settings(component, dtype, like, parts, roots), roots=origin.roots, etags=origin.etags
             )
             if found := files.find(entry.id, mark, bases):
                 return found
-            checkpoint = read_checkpoint(local.path, component=component, like=like, vaes=vaes)
+            checkpoint = read_checkpoint(local.path, component=component, like=like, parts=parts)
             if why_unservable and (reason := misplaced(entry, checkpoint) or why_unservable(checkpoint, bases, dtype)):
                 raise ModelUnservable(reason)
             widened = cast_types(checkpoint, dtype) if entry.dtype == "auto" else ()
@@ -174,7 +174,7 @@ def import_checkpoint(
             component=component,
             dtype=dtype,
             like=like,
-            vaes=vaes,
+            parts=parts,
             roots=roots,
             progress=progress,
         )
@@ -234,9 +234,9 @@ def base_of_control(
     return open_base(entry.base[0], store)
 
 
-def vaes_of(entry: Entry) -> Mapping[str, Path]:
-    """Return the VAEs that an entry brings, by the component that each becomes."""
-    return entry.own_vaes if isinstance(entry, ModelConfig) else {}
+def parts_of(entry: Entry) -> Mapping[str, Path]:
+    """Return the VAEs and the draft model that an entry brings, by the component that each becomes."""
+    return entry.own_parts if isinstance(entry, ModelConfig) else {}
 
 
 def bases_of(entry: Entry, store: WeightStore | None) -> tuple[AdapterBase, ...]:

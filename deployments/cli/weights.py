@@ -123,7 +123,7 @@ def externalize(
             weight_dir=folder,
             allow_torch=allow_torch,
             like=base,
-            vaes={} if vae is None else {"vae": vae},
+            parts={} if vae is None else {"vae": vae},
             progress=progress,
         )
     _print_model(weight_store, manifest, as_json)

@@ -26,7 +26,7 @@ from deployments.engines.llm.models.decoder_tensors import (
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import check_gguf_tokenizer
 from deployments.engines.llm.models.known import check_config, has_own_layers, named_decoder
-from deployments.engines.llm.models.stock_classes import SEEING
+from deployments.engines.llm.models.stock_classes import PAGED, SEEING
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts, is_stock_class, parts_of
 from deployments.engines.text.known import ENCODER_CLASSES, POOLINGS, check_head, encoder_class, read_scoring_rule
@@ -149,6 +149,10 @@ def _method(quantization: object) -> str:
 
 def _check_language_model(checkpoint: Checkpoint) -> None:
     path = checkpoint.path
+    if checkpoint.draft is not None:
+        for one in (checkpoint.draft, checkpoint):
+            _check_drafting(one)
+        _check_language_model(checkpoint.draft)
     if headers := gguf_headers(path):
         check_gguf_decoder(headers)
         check_gguf_tokenizer(headers[0].metadata)
@@ -163,6 +167,19 @@ def _check_language_model(checkpoint: Checkpoint) -> None:
     _check_decoder_tensors(checkpoint)
     if sees:
         _check_processor(path)
+
+
+def _check_drafting(checkpoint: Checkpoint) -> None:
+    """Raise EngineError for a language model that cannot draft for another one, or have a draft itself."""
+    path = checkpoint.path
+    if gguf_headers(path):  # of our decoders
+        return
+    class_name = check_config(checkpoint.config, path / "config.json")
+    if class_name not in PAGED and not has_own_layers(class_name):
+        raise EngineError(
+            f"{path}: a {class_name} is no draft model and has none: expected a model of text alone whose attention "
+            "runs over the paged cache"
+        )
 
 
 def _check_decoder_tensors(checkpoint: Checkpoint) -> None:

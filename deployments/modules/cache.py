@@ -20,6 +20,7 @@ from deployments.modules.bound_pipelines import BoundPipelines
 from deployments.modules.budget import ModuleBudget
 from deployments.modules.builder import Builder
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
+from deployments.modules.draft_parts import with_draft_parts
 from deployments.modules.filling import Report, SlotFiller, switch_report
 from deployments.modules.forwards import Forwards
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
@@ -112,7 +113,8 @@ class ModuleCache:
         """
 
         async def fetch(model: str, version: str | None) -> Manifest:
-            return await in_thread(with_stock_parts, await fetch_manifest(model, version))  # may read a class's source
+            found = with_draft_parts(await fetch_manifest(model, version))
+            return await in_thread(with_stock_parts, found)  # may read a class's source
 
         self._loop: asyncio.AbstractEventLoop | None = None
         self.manifests = ManifestVersions(fetch, models)

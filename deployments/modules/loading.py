@@ -19,6 +19,7 @@ from deployments.engines.costs.node_threads import NodeThreads
 from deployments.engines.diffusion.image_prompts import build_image_prompter
 from deployments.engines.diffusion.lora_kinds import num_made
 from deployments.engines.diffusion.rows import BatchBounds
+from deployments.engines.llm.draft_model import divided
 from deployments.engines.llm.engine import LLMEngine, layer_caches, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.footprints import step_bytes
@@ -206,7 +207,8 @@ class ComponentBuilder(Builder):
     def _caches_within(self, nbytes: int, component: Component, skeleton: Path) -> Sequence[int] | None:
         """Return `layer_caches` where the KV caches of all layers have so many bytes."""
         try:
-            found = layer_caches(**self._memory_settings(component, skeleton, nbytes))
+            has_draft = bool(divided(component.tensors)[1])
+            found = layer_caches(**self._memory_settings(component, skeleton, nbytes), has_draft=has_draft)
         except EngineError:  # told by whoever builds it
             return None
         numbers = {layer for name in component.tensors if (layer := layer_of(name)) is not None}

@@ -56,6 +56,7 @@ from weights.formats.lora import (
     read_peft_config,
 )
 from weights.formats.low_precision import PLAIN_METHODS, read_as_plain
+from weights.formats.own_draft import DRAFT, with_draft
 from weights.formats.published_quantization import ComputedTensor, read_quantized
 from weights.formats.safetensors import read_header
 from weights.formats.source import CONFIG_FILE, AdapterBase, Checkpoint, SourceComponent
@@ -113,20 +114,23 @@ def read_checkpoint(
     component: str | None = None,
     allow_torch: bool = False,
     like: BasePipeline | None = None,
-    vaes: Mapping[str, Path] = MappingProxyType({}),
+    parts: Mapping[str, Path] = MappingProxyType({}),
 ) -> Checkpoint:
     """Recognise the folder or file and read every header. `component` keeps one component of a pipeline only.
 
     `like` is the pipeline that a single file is of (in GGUF: its denoiser), whose configs and tokenizers it takes.
-    `vaes` are those that it gets, by component: a "vae" in the place of its own, and a small "preview_vae".
+    `parts` are what it gets, by component: a "vae" in the place of its own, a small "preview_vae", a language model's
+    "draft".
     `allow_torch` also reads torch's pickles (no code in them is run), where there are no safetensors.
     Raises FormatError: nothing there, unknown layout, a file that its header does not fit; AdapterError for a LoRA
     whose metadata cannot be used.
     """
-    if vaes:
-        found: Checkpoint = importlib.import_module("weights.conversion.own_vae").with_vaes(
-            read_checkpoint(path, allow_torch=allow_torch, like=like), vaes
-        )
+    if parts:
+        found = read_checkpoint(path, allow_torch=allow_torch, like=like)
+        if vaes := {name: one for name, one in parts.items() if name != DRAFT}:
+            found = importlib.import_module("weights.conversion.own_vae").with_vaes(found, vaes)
+        if DRAFT in parts:
+            found = with_draft(found, read_checkpoint(parts[DRAFT], allow_torch=allow_torch))
         return _only(found, component)
     layout = recognise(path)
     if like is not None:

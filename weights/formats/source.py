@@ -59,7 +59,8 @@ class Checkpoint:
 
     `headers` are files that the skeleton gets beside those of the folder: what a weight file holds besides tensors
     and what it takes to write the file again, or a config.json in the place of the folder's own. `skeleton` is the
-    folder of a single file's configs and tokenizers: those of the pipeline that it is like.
+    folder of a single file's configs and tokenizers: those of the pipeline that it is like. `draft` is a language
+    model's draft model, a component of that name.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Checkpoint:
     components: tuple[SourceComponent, ...]
     headers: Mapping[str, bytes] = field(default_factory=dict)
     skeleton: Path | None = None
+    draft: Checkpoint | None = None
 
     @property
     def config(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def externalize(
     weight_dir: Path | None = None,
     allow_torch: bool = False,
     like: BasePipeline | None = None,
-    vaes: Mapping[str, Path] = MappingProxyType({}),
+    parts: Mapping[str, Path] = MappingProxyType({}),
     origin: Origin | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -57,8 +57,8 @@ def externalize(
 
     `dtype` is a name of the config's, or one of `auto_without`. `layout` says where tensors go that the store does not
     have yet; what it has stays where it is. `inline` keeps the model's own files: nothing in them is shared on disk.
-    `like` is the pipeline that a single file is of, `vaes` what takes the place of a pipeline's own. Packs are written
-    in `weight_dir` before they move into the store.
+    `like` is the pipeline that a single file is of, `parts` what it gets beside or in the place of its own. Packs
+    are written in `weight_dir` before they move into the store.
     `progress` gets the bytes that are read and hashed. A source that looks changed is read again; if its bytes are
     those of before, nothing but the manifest is written and the version stays. Raises FormatError (names file and
     tensor), SourceRefused, AdapterError and StoreError, and leaves the store as it was.
@@ -67,7 +67,7 @@ def externalize(
     origin = origin or Origin()
     check_inside(source, origin.roots)
     recognise(source)
-    settings = mark_settings(component, dtype, like, vaes, origin.roots)
+    settings = mark_settings(component, dtype, like, parts, origin.roots)
 
     def look() -> str:
         return source_mark(source, settings, roots=origin.roots, etags=origin.etags)
@@ -80,7 +80,7 @@ def externalize(
     mark = look()
     if manifest := _find_current(store, model, mark, layout):
         return manifest
-    checkpoint = read_checkpoint(source, component=component, allow_torch=allow_torch, like=like, vaes=vaes)
+    checkpoint = read_checkpoint(source, component=component, allow_torch=allow_torch, like=like, parts=parts)
     dtypes = stored_dtypes(checkpoint, dtype)
     hashed = hash_tensors({part.name: part.tensors for part in checkpoint.components}, dtypes, progress)
     try:
@@ -109,13 +109,13 @@ def mark_settings(
     component: str | None,
     dtype: str,
     like: BasePipeline | None,
-    vaes: Mapping[str, Path] = MappingProxyType({}),
+    parts: Mapping[str, Path] = MappingProxyType({}),
     roots: Sequence[Path] | None = None,
 ) -> dict[str, str | None]:
-    """Return the settings that the mark of a source counts in. Raises as `source_mark` does, of a VAE."""
+    """Return the settings that the mark of a source counts in. Raises as `source_mark` does, of a part."""
     settings: dict[str, str | None] = {"component": component, "dtype": dtype}
     settings |= {"like": like.mark} if like else {}
-    return settings | {name: source_mark(path, {}, roots=roots) for name, path in vaes.items()}
+    return settings | {name: source_mark(path, {}, roots=roots) for name, path in parts.items()}
 
 
 def stored_dtypes(checkpoint: Checkpoint, wanted: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ def import_model(
     weight_dir: Path | None = None,
     allow_torch: bool = False,
     like: BasePipeline | None = None,
-    vaes: Mapping[str, Path] = MappingProxyType({}),
+    parts: Mapping[str, Path] = MappingProxyType({}),
     options: Mapping[str, str] = MappingProxyType({}),
     roots: Sequence[Path] | None = None,
     progress: OnProgress | None = None,
@@ -49,7 +49,7 @@ def import_model(
     with localized(source, store.path / SOURCES_FOLDER, options=options, progress=progress) as local:
         origin = origin_of(local, roots)
         if local.path.suffix in PROGRAM_SUFFIXES:
-            if component is not None or dtype != "auto" or like is not None or vaes:
+            if component is not None or dtype != "auto" or like is not None or parts:
                 raise WeightsError(
                     f"{local.path}: a program has no components to choose, no dtype to cast to, and is like no pipeline"
                 )
@@ -65,7 +65,7 @@ def import_model(
             weight_dir=weight_dir,
             allow_torch=allow_torch,
             like=like,
-            vaes=vaes,
+            parts=parts,
             origin=origin,
             progress=progress,
         )

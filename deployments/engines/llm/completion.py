@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -11,8 +12,7 @@ from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampling.sampler import SampledToken, check_sampling
 from deployments.engines.llm.sampling.token_picker import TokenPicker
 from deployments.engines.llm.sequences.pooled_states import PooledStates
-from deployments.engines.llm.sequences.prompt_lookup import PromptLookup
-from deployments.engines.llm.sequences.sequence import Sequence, SequenceLora
+from deployments.engines.llm.sequences.sequence import Proposer, Sequence, SequenceLora
 from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
 from deployments.engines.records.protocol import EngineError, PromptTooLong, TextDelta, TextRequest
 
@@ -44,6 +44,10 @@ def check_request(
     check_sampling(request.sampling, vocab_size)
 
 
+def no_proposer(limit: int) -> None:
+    """Return the proposer of a completion without proposals."""
+
+
 @dataclass(slots=True, eq=False)
 class Completion:
     """One of the completions of a request."""
@@ -68,9 +72,12 @@ class Completion:
         eos_token_ids: frozenset[int],
         loras: tuple[SequenceLora, ...] = (),
         prompt_logprobs: PromptLogprobs | None = None,
-        prompt_lookup: bool = False,
+        proposer_within: Callable[[int], Proposer | None] = no_proposer,
     ) -> Completion:
-        """Return the state of a checked request; `max_tokens` is clipped to the room after the prompt."""
+        """Return the state of a checked request; `max_tokens` is clipped to the room after the prompt.
+
+        `proposer_within` makes the proposer of a sequence of at most so many tokens.
+        """
         prompt, sampling = request.prompt_token_ids, request.sampling
         max_tokens = min(sampling.max_tokens, max_model_len - len(prompt))
         pooled = None if request.pooling is None else PooledStates(len(prompt), request.pooling)
@@ -86,7 +93,7 @@ class Completion:
                 prompt_logprobs,
                 pooled,
                 request.images,
-                lookup=PromptLookup(len(prompt) + max_tokens) if prompt_lookup else None,
+                proposer=None if pooled else proposer_within(len(prompt) + max_tokens),
             ),
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()

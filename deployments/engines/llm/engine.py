@@ -20,7 +20,8 @@ from deployments.engines.building.build import converted_bytes
 from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.chat_reader import ChatReader
-from deployments.engines.llm.completion import Completion, check_request
+from deployments.engines.llm.completion import Completion, check_request, no_proposer
+from deployments.engines.llm.draft_model import PagedModel, create_draft, divided, open_draft
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
@@ -47,7 +48,15 @@ from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampling.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Scheduler
 from deployments.engines.llm.sequences.block_manager import BlockPool
-from deployments.engines.llm.sequences.kv_cache import CachePlan, KvDtype, cache_tensors, plan_blocks, plan_cache
+from deployments.engines.llm.sequences.kv_cache import (
+    CachePlan,
+    KvDtype,
+    bytes_per_block,
+    cache_tensors,
+    plan_blocks,
+    plan_cache,
+)
+from deployments.engines.llm.sequences.prompt_lookup import PromptLookup
 from deployments.engines.llm.sequences.sequence import Chunk, Sequence, SequenceStatus
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from deployments.engines.llm.tokenizer import (
@@ -66,6 +75,7 @@ from deployments.engines.records.protocol import (
     TextDelta,
     TextRequest,
 )
+from weights.formats.own_draft import DRAFT
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
 from weights.platform.panics import panics_as_errors
@@ -99,7 +109,8 @@ class LLMEngine:
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
         never written. Each step has the room of `STEP_KIND` in the device's `workspace`, which other engines share.
-        Of several `ranks` this is the first: it says each step to the others (`StepFollower`).
+        Of several `ranks` this is the first: it says each step to the others (`StepFollower`). A draft model's tensors
+        are among them (`weights.formats.own_draft.PREFIX`), and its config is in a folder of its own.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `config.kv_dtype` is int8, of the KV cache.
@@ -109,6 +120,7 @@ class LLMEngine:
         """
         model_config = load_config(folder)
         device = torch.device(config.device)
+        tensors, of_draft = divided(tensors)
         model = create_any_model(
             model_config,
             tensors,
@@ -117,13 +129,17 @@ class LLMEngine:
             keeps_devices=config.keeps_devices,
             ranks=None if ranks is None else ranks.group,
         )
+        draft = create_draft(folder, of_draft, model, config) if of_draft else None
         if model.pads_rows:
             config.check_padded_threads()
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._uses_host = any(place.type == "cpu" for place in (device, *places))
-        plan, self._runner = plan_runner(model, config, ranks)
-        self._config, self._workspace = config, workspace
+        plan, self._runner = plan_runner(model, config, ranks, draft)
+        self._draft = None if draft is None else open_draft(draft, model.spec.vocab_size, plan, config)
+        self._config, self._workspace, self._clock = config, workspace, time.perf_counter
         self._shares_prompts = isinstance(self._runner, ModelRunner)
+        looks_up = config.prompt_lookup and self._shares_prompts
+        self._proposer_within = self._draft.pace if self._draft else PromptLookup if looks_up else no_proposer
         self.max_model_len = plan.max_model_len
         self._max_positions = plan.max_positions if config.max_model_len is None else plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
@@ -208,7 +224,7 @@ class LLMEngine:
                 eos_token_ids=self._eos_token_ids,
                 loras=loras,
                 prompt_logprobs=scores,
-                prompt_lookup=self._config.prompt_lookup and self._shares_prompts,
+                proposer_within=self._proposer_within,
             )
             for index in range(request.n)
         ]
@@ -247,15 +263,22 @@ class LLMEngine:
         num_threads = self._config.prefill_threads if plan.num_prompt_tokens else self._config.decode_threads
         leased = _leased_threads(self._config, num_threads) if self._uses_host else contextlib.nullcontext()
         with leased, _torch_threads(num_threads):
-            begin_s = time.perf_counter()
+            start_s = self._clock()
             if plan.copies:
                 self._runner.copy_blocks(plan.copies)
             with self._workspace.lend(STEP_KIND, 1, 1) if plan.chunks else contextlib.nullcontext():
+                if self._draft is not None:
+                    plan = self._draft.fill(plan)
+                begin_s = self._clock()
                 chunks, tokens = self._run_wanted(plan.chunks)
+                if self._draft is not None:
+                    self._draft.follow(chunks)
         deltas = self._postprocess(chunks, tokens)
         if plan.chunks and not self.failures and chunks == plan.chunks:
-            num_beside = plan.num_prompt_tokens + plan.num_proposed_tokens
-            self._pace.note_step(plan.num_decoding, num_beside, time.perf_counter() - begin_s)
+            end_s, num_beside = self._clock(), plan.num_prompt_tokens + plan.num_proposed_tokens
+            self._pace.note_step(plan.num_decoding, num_beside, end_s - begin_s)
+            if self._draft is not None:
+                self._draft.note_step(plan, end_s - start_s, self._pace.decode_seconds(plan.num_decoding))
         return deltas
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
@@ -410,14 +433,15 @@ def _completions(requests: Mapping[str, list[Completion]], sequence: Sequence) -
 def _is_right(chunk: Chunk, place: int, failures: Collection[str]) -> bool:
     """Return whether a chunk's proposed token of that place equals the sequence's last drawn one, and it goes on.
 
-    If not, the sequence's lookup gets the number of right ones.
+    If not, the sequence's proposer gets the number of right ones.
     """
     sequence, proposed = chunk.sequence, chunk.proposed
     is_on = sequence.status is SequenceStatus.RUNNING and sequence.request_id not in failures
     if is_on and place < len(proposed) and sequence.token_ids[-1] == proposed[place]:
         return True
-    if sequence.lookup is not None:
-        sequence.lookup.note(len(proposed), place)
+    if sequence.proposer is not None:
+        sequence.proposer.note(len(proposed), place)
+        sequence.num_drafted_tokens += min(place, len(proposed) - 1)
     return False
 
 
@@ -428,9 +452,12 @@ def _leased_threads(config: LLMEngineConfig, count: int | None) -> AbstractConte
 
 
 def plan_runner(
-    model: AnyModel, config: LLMEngineConfig, ranks: RankChannel | None = None
+    model: AnyModel, config: LLMEngineConfig, ranks: RankChannel | None = None, draft: PagedModel | None = None
 ) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
-    """Return the plan of a model's cache, and its runner, which leads those of other `ranks`. Raises EngineError."""
+    """Return the plan of a model's cache, and its runner, which leads those of other `ranks`. Raises EngineError.
+
+    Blocks of the cache have room for the keys and values of a `draft` model, too.
+    """
     limits: Any = {
         "kv_cache_bytes": config.kv_cache_bytes,
         "max_num_seqs": config.max_num_seqs,
@@ -442,7 +469,8 @@ def plan_runner(
         return plan, OwnCacheRunner(model)
     recurrent = _recurrent_spec(model)
     limits["fixed_bytes"] = SLOTS_PER_SEQUENCE * recurrent.slot_bytes if recurrent else 0
-    plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
+    beside = bytes_per_block(draft.spec, draft.dtype, config.kv_dtype) if draft else 0
+    plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype, beside_bytes=beside)
     num_states = SLOTS_PER_SEQUENCE * plan.max_num_seqs if recurrent else 0
     if ranks is not None and model.ranks is not None:
         return plan, LeadingRunner(model, plan.num_blocks, config.kv_dtype, ranks)
@@ -484,11 +512,13 @@ def working_bytes(
 
     Raises EngineError as the engine does.
     """
-    config = load_config(folder)
-    if is_stock(config):  # the caches of its layers are known only when it runs
-        return kv_cache_bytes + converted_bytes(config, decoder_tensors(config, tensor_bytes))
+    own, of_draft = divided(tensor_bytes)
+    configs = [(load_config(folder), own), *([(load_config(folder / DRAFT), of_draft)] if of_draft else [])]
+    if any(is_stock(config) for config, _ in configs):  # the caches of its layers are known only when it runs
+        stock = [(config, given) for config, given in configs if is_stock(config)]
+        return kv_cache_bytes + sum(converted_bytes(config, decoder_tensors(config, given)) for config, given in stock)
     sizes = (dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
-    return _layer_caches(decoder_spec(config), *sizes)[-1]
+    return _layer_caches([decoder_spec(config) for config, _ in configs], *sizes)[-1]
 
 
 def layer_caches(
@@ -499,36 +529,48 @@ def layer_caches(
     kv_cache_bytes: int,
     max_num_seqs: int,
     kv_dtype: KvDtype = "auto",
+    has_draft: bool = False,
 ) -> list[int] | None:
     """Return an engine's device bytes beside weights, with 0, 1, ... of its layers on the device.
 
-    None for a model of transformers, or a part of one, which has all layers there. Raises EngineError as the engine
-    does.
+    None for a model of transformers, or a part of one, which has all layers there. A draft model has them there, too.
+    Raises EngineError as the engine does.
     """
-    config = load_config(folder)
-    if is_stock(config) or is_text_alone(config):
+    configs = [load_config(one) for one in (folder, *([folder / DRAFT] if has_draft else []))]
+    if any(is_stock(config) or is_text_alone(config) for config in configs):
         return None
-    return _layer_caches(decoder_spec(config), dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
+    specs = [decoder_spec(config) for config in configs]
+    return _layer_caches(specs, dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
 
 
 def _layer_caches(
-    spec: DecoderSpec,
+    specs: Items[DecoderSpec],
     dtype: torch.dtype,
     device: torch.device,
     kv_cache_bytes: int,
     max_num_seqs: int,
     kv_dtype: KvDtype,
 ) -> list[int]:
+    """Return the bytes with 0, 1, ... layers of the first decoder, and all of another one, its draft."""
+    spec, *others = specs
     plan = plan_cache(
-        spec, dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_model_len=None, kv_dtype=kv_dtype
+        spec,
+        dtype,
+        kv_cache_bytes=kv_cache_bytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=None,
+        kv_dtype=kv_dtype,
+        beside_bytes=sum(bytes_per_block(one, dtype, kv_dtype) for one in others),
     )
-    found = []
-    for num_layers in range(spec.num_layers + 1):
-        tensors = cache_tensors(replace(spec, num_layers=num_layers), plan.num_blocks, dtype, kv_dtype)
+
+    def allocated(one: DecoderSpec) -> int:
+        tensors = cache_tensors(one, plan.num_blocks, dtype, kv_dtype)
         sizes = [math.prod(shape) * kind.itemsize for shape, kind in tensors]
-        sizes.append(spec.head_dim // 2 * torch.float32.itemsize)  # the frequencies
-        found.append(sum(allocated_bytes(device, size) for size in sizes))
-    return found
+        sizes.append(one.head_dim // 2 * torch.float32.itemsize)  # the frequencies
+        return sum(allocated_bytes(device, size) for size in sizes)
+
+    beside = sum(map(allocated, others))
+    return [beside + allocated(replace(spec, num_layers=count)) for count in range(spec.num_layers + 1)]
 
 
 def step_follower(

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from deployments.engines.graph.recording import Recorder, Recording, record
+from deployments.engines.llm.draft_model import create_draft, divided
 from deployments.engines.llm.engine import plan_runner
 from deployments.engines.llm.engine_config import LLMEngineConfig
+from deployments.engines.llm.model_runner import ModelRunner, OwnCacheRunner
 from deployments.engines.llm.models.registry import create_any_model, load_config
 from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE
 from deployments.engines.llm.sequences.sequence import Chunk
@@ -35,9 +37,12 @@ class StepTwin:
             fakes = {
                 name: torch.empty(*shape, dtype=dtype, device=self._device) for name, (dtype, shape) in forms.items()
             }
-        model = create_any_model(load_config(folder), fakes, self._device, arithmetic=config.arithmetic)
+        own, of_draft = divided(fakes)
+        model = create_any_model(load_config(folder), own, self._device, arithmetic=config.arithmetic)
+        draft = create_draft(folder, of_draft, model, config) if of_draft else None
         with self._mode:  # the cache, but not the frequencies, whose values are looked at
-            self.plan, self._runner = plan_runner(model, config)
+            self.plan, self._runner = plan_runner(model, config, draft=draft)
+            self._drafts = [ModelRunner(draft, self.plan.num_blocks, config.kv_dtype)] if draft else []
 
     def step_bytes(self) -> int:
         """Return the bytes of the largest steps: of prompts alone, of completions alone, and of both together.
@@ -49,7 +54,8 @@ class StepTwin:
         decoding = [(longest - 1, longest)] * rows
         both = [(longest - 1, longest)] * max(0, rows - 1)
         steps = [self._prompts(most, longest), decoding, both + self._prompts(most - len(both), longest)]
-        return max(self.record(step).eager_peak() for step in steps)
+        runners = [self._runner, *self._drafts]  # one after the other
+        return max(self.record(step, runner).eager_peak() for step in steps for runner in runners)
 
     @staticmethod
     def _prompts(num_tokens: int, longest: int) -> list[tuple[int, int]]:
@@ -57,15 +63,19 @@ class StepTwin:
         whole, rest = divmod(num_tokens, longest)
         return [(0, longest)] * whole + ([(longest - rest, longest)] if rest else [])
 
-    def record(self, spans: Sequence[tuple[int, int]]) -> Recording:
-        """Return the recording of a step over tokens `start` to `end` of a sequence each; one is a completion's."""
+    def record(self, spans: Sequence[tuple[int, int]], runner: ModelRunner | OwnCacheRunner | None = None) -> Recording:
+        """Return the recording of a step over tokens `start` to `end` of a sequence each; one is a completion's.
+
+        The model's own runner computes it, or the draft's.
+        """
+        used = runner or self._runner
         chunks = []
         for start, end in spans:
             num_prompt_tokens = start if end - start == 1 else end
             blocks = list(range(-(-end // BLOCK_SIZE)))[::-1]
             sequence = TokenSequence("twin", [0] * end, max(1, num_prompt_tokens), block_table=blocks)
             chunks.append(Chunk(sequence, start, end, True, 0 if start else None, ((end, 1),)))
-        return record(lambda: self._runner.run(chunks), Recorder(self._device, is_fake=True), {}, self._mode)
+        return record(lambda: used.run(chunks), Recorder(self._device, is_fake=True), {}, self._mode)
 
 
 def step_bytes(folder: Path, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]], config: LLMEngineConfig) -> int:

@@ -65,6 +65,11 @@ class PrefillPace:
         kind = _name(num_decoding)
         return self._most_within(num_decoding, FREE_GROWTH * self._costs.seconds(kind, num_decoding), self._max_tokens)
 
+    def decode_seconds(self, num_decoding: int) -> float:
+        """Return the measured seconds of a step of such sequences alone; 0 where none was measured."""
+        kind = _name(num_decoding)
+        return self._costs.seconds(kind, num_decoding) if self._costs.is_measured(kind, num_decoding) else 0.0
+
     def tokens_beside(self, num_decoding: int, other_step_s: float, max_tokens: int) -> int:
         """Return the most prompt tokens, up to `max_tokens`, while an engine with such steps waits."""
         fewest_s = self._costs.least_seconds(_name(num_decoding), num_decoding + FEWEST)

@@ -78,6 +78,7 @@ class Scheduler:
         the prompt.
         """
         child.num_cached_tokens = parent.num_cached_tokens
+        child.num_drafted_tokens = parent.num_drafted_tokens
         child.token_ids.append(token_id)
         parent.num_siblings -= 1
         if len(self._running) >= self.max_num_seqs:
@@ -226,7 +227,7 @@ class Scheduler:
         after = found[-1] if found else None
         sequence.block_table = found + self._blocks.allocate(missing, after)
         sequence.block_keys = keys[: len(found)]
-        sequence.num_computed_tokens = len(found) * BLOCK_SIZE
+        sequence.num_computed_tokens = sequence.num_drafted_tokens = len(found) * BLOCK_SIZE
         if not sequence.num_completion_tokens:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True

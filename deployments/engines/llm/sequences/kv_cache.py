@@ -71,27 +71,33 @@ def plan_cache(
     max_model_len: int | None,
     kv_dtype: KvDtype = "auto",
     fixed_bytes: int = 0,
+    beside_bytes: int = 0,
 ) -> CachePlan:
     """Fit the cache into `kv_cache_bytes`, at most as large as all sequences can use.
 
-    `max_model_len` None means the most that both the model and the cache allow.
+    `max_model_len` None means the most that both the model and the cache allow. `beside_bytes` are those of a block of
+    another model, which has as many of them.
 
     Raises:
         EngineError: not one block fits, or the wanted length is more than the model or the cache
         allows.
     """
-    block_bytes = BLOCK_SIZE * sum(
-        heads.num_heads
-        * (_vector_bytes(heads.key_size, dtype, kv_dtype) + _vector_bytes(heads.value_size, dtype, kv_dtype))
-        for heads in spec.kv_layers
-    )
     return plan_blocks(
-        block_bytes,
+        bytes_per_block(spec, dtype, kv_dtype) + beside_bytes,
         spec.max_positions,
         kv_cache_bytes=kv_cache_bytes,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         fixed_bytes=fixed_bytes,
+    )
+
+
+def bytes_per_block(spec: CachedSpec, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> int:
+    """Return the bytes of a block's keys and values in all layers."""
+    return BLOCK_SIZE * sum(
+        heads.num_heads
+        * (_vector_bytes(heads.key_size, dtype, kv_dtype) + _vector_bytes(heads.value_size, dtype, kv_dtype))
+        for heads in spec.kv_layers
     )
 
 

@@ -14,7 +14,7 @@ def with_proposals(chunks: Iterable[Chunk], room: int, blocks: BlockPool) -> lis
     found = []
     for chunk in chunks:
         sequence = chunk.sequence
-        proposed = sequence.lookup.propose(sequence.token_ids, room) if sequence.lookup else ()
+        proposed = sequence.proposer.propose(sequence.token_ids, room) if sequence.proposer else ()
         missing = blocks_for(len(sequence) + len(proposed)) - len(sequence.block_table)
         if proposed and chunk.num_tokens == 1 and missing <= blocks.num_free:
             sequence.block_table += blocks.allocate(max(0, missing), sequence.block_table[-1])

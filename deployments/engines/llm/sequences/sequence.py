@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, block_key
 from deployments.engines.llm.sequences.pooled_states import PooledStates
-from deployments.engines.llm.sequences.prompt_lookup import PromptLookup
 from deployments.engines.llm.sequences.slot_table import SlotTable
 from deployments.engines.nn.lora import Pairs
 from deployments.engines.records.prompt_images import PromptImages
@@ -63,6 +62,16 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+class Proposer(Protocol):
+    """Proposes tokens of one sequence, which are checked in its next step."""
+
+    def propose(self, token_ids: Items[int], most: int) -> tuple[int, ...]:
+        """Return up to `most` tokens that may follow."""
+
+    def note(self, num_proposed: int, num_right: int) -> None:
+        """Take in the number of proposed tokens that were drawn."""
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Mutable state of one completion.
@@ -97,7 +106,8 @@ class Sequence:
     state_slot: int | None = None
     state_cut: int = 0
     next_states: tuple[tuple[int, int], ...] = ()
-    lookup: PromptLookup | None = None  # the proposer of tokens, None without proposals
+    proposer: Proposer | None = None
+    num_drafted_tokens: int = 0  # first ones that the draft model has computed
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -43,7 +43,7 @@ def test_it_replaces_the_models_own_and_shares_the_rest(form: str, store: Weight
     elif form == "file of diffusers":
         (path,) = path.glob("*.safetensors")
     plain = externalize(store, "plain", folder)
-    mine = externalize(store, "mine", folder, vaes={"vae": path})
+    mine = externalize(store, "mine", folder, parts={"vae": path})
     found = load_from_store(store.path, "mine")
     assert same(found["vae"], tensors)
     for name in ("unet", "text_encoder"):
@@ -52,7 +52,7 @@ def test_it_replaces_the_models_own_and_shares_the_rest(form: str, store: Weight
     assert mine.components["vae"].module_key != plain.components["vae"].module_key
     config = json.loads((store.skeleton(mine) / "vae" / "config.json").read_text())
     assert config["scaling_factor"] == (0.5 if path.is_dir() else AutoencoderKL().config.scaling_factor)
-    assert externalize(store, "mine", folder, vaes={"vae": path}) == mine
+    assert externalize(store, "mine", folder, parts={"vae": path}) == mine
     assert externalize(store, "mine", folder) != mine
     assert store.manifest("mine").components["vae"].module_key == plain.components["vae"].module_key
 
@@ -60,7 +60,7 @@ def test_it_replaces_the_models_own_and_shares_the_rest(form: str, store: Weight
 def test_it_goes_with_a_single_file(store: WeightStore, tmp_path: Path) -> None:
     folder, file = sd15(tmp_path)
     tensors = other_vae(tmp_path / "vae")
-    externalize(store, "mine", file, like=open_base(folder, store), vaes={"vae": tmp_path / "vae"})
+    externalize(store, "mine", file, like=open_base(folder, store), parts={"vae": tmp_path / "vae"})
     found = load_from_store(store.path, "mine")
     assert same(found["vae"], tensors)
     assert same(found["unet"], weights_of(folder, "unet"))
@@ -69,9 +69,9 @@ def test_it_goes_with_a_single_file(store: WeightStore, tmp_path: Path) -> None:
 def test_a_changed_vae_is_another_version(store: WeightStore, tmp_path: Path) -> None:
     folder, _ = sd15(tmp_path)
     other_vae(tmp_path / "vae")
-    before = externalize(store, "mine", folder, vaes={"vae": tmp_path / "vae"})
+    before = externalize(store, "mine", folder, parts={"vae": tmp_path / "vae"})
     tensors = other_vae(tmp_path / "vae")
-    after = externalize(store, "mine", folder, vaes={"vae": tmp_path / "vae"})
+    after = externalize(store, "mine", folder, parts={"vae": tmp_path / "vae"})
     assert after.fingerprint != before.fingerprint
     assert same(load_from_store(store.path, "mine")["vae"], tensors)
 
@@ -84,14 +84,14 @@ def test_what_is_no_vae_of_the_model_is_refused_in_words(tmp_path: Path) -> None
         (next((folder / "unet").glob("*.safetensors")), "vae"),
     ):
         with pytest.raises(FormatError, match=words):
-            read_checkpoint(folder, vaes={"vae": path})
+            read_checkpoint(folder, parts={"vae": path})
     wide = AutoencoderKL(block_out_channels=(32,), latent_channels=16)
     wide.save_pretrained(tmp_path / "wide")
     with pytest.raises(FormatError, match="latents of 16 channels and 1 sizes, the model's have 4 and 2"):
-        read_checkpoint(folder, vaes={"vae": tmp_path / "wide"})
+        read_checkpoint(folder, parts={"vae": tmp_path / "wide"})
     tiny_clip(32).save_pretrained(tmp_path / "clip")
     with pytest.raises(FormatError, match="has no VAE to replace"):
-        read_checkpoint(tmp_path / "clip", vaes={"vae": tmp_path / "wide"})
+        read_checkpoint(tmp_path / "clip", parts={"vae": tmp_path / "wide"})
 
 
 def small_vae(folder: Path, *, num_sizes: int = 2, channels: int = 4) -> dict[str, torch.Tensor]:
@@ -114,7 +114,7 @@ def test_a_small_one_stands_beside_the_own_or_in_its_place(
 ) -> None:
     folder, _ = sd15(tmp_path)
     tensors, plain = small_vae(tmp_path / "small"), externalize(store, "plain", folder)
-    mine = externalize(store, "mine", folder, vaes=dict.fromkeys(names, tmp_path / "small"))
+    mine = externalize(store, "mine", folder, parts=dict.fromkeys(names, tmp_path / "small"))
     found, skeleton = load_from_store(store.path, "mine"), store.skeleton(mine)
     assert set(found) == {*plain.components, *names}
     for name in names:
@@ -126,7 +126,7 @@ def test_a_small_one_stands_beside_the_own_or_in_its_place(
     else:
         assert mine.components["vae"].module_key == plain.components["vae"].module_key
         small_vae(tmp_path / "small")
-        assert externalize(store, "mine", folder, vaes={"preview_vae": tmp_path / "small"}) != mine
+        assert externalize(store, "mine", folder, parts={"preview_vae": tmp_path / "small"}) != mine
 
 
 def test_what_cannot_make_its_partial_images_is_refused_in_words(tmp_path: Path) -> None:
@@ -140,4 +140,4 @@ def test_what_cannot_make_its_partial_images_is_refused_in_words(tmp_path: Path)
         (tmp_path / "wide", "preview_vae: .* latents of 16 channels and 2 sizes, the model's have 4 and 2"),
     ):
         with pytest.raises(FormatError, match=words):
-            read_checkpoint(folder, vaes={"preview_vae": path})
+            read_checkpoint(folder, parts={"preview_vae": path})

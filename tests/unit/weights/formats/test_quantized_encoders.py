@@ -161,7 +161,7 @@ def test_a_vae_in_8_bits_has_its_values(store: WeightStore, tmp_path: Path) -> N
     folder, _ = sd15(tmp_path)
     short = {name: one.to(torch.float8_e4m3fn) for name, one in weights_of(folder, "vae").items()}
     save_file(short, tmp_path / "vae.safetensors")
-    externalize(store, "mine", folder, vaes={"vae": tmp_path / "vae.safetensors"})
+    externalize(store, "mine", folder, parts={"vae": tmp_path / "vae.safetensors"})
     for name, tensor in load_from_store(store.path, "mine")["vae"].items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor.float(), short[name].float()), name
