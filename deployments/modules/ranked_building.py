@@ -25,7 +25,7 @@ from deployments.engines.diffusion.ranked_tiles import TILED_CLASSES, VIDEO_CLAS
 from deployments.engines.llm.engine import step_follower
 from deployments.engines.llm.models.stored_slices import copied_bytes, stored_slices
 from deployments.engines.nn.batch_invariant import make_batch_invariant
-from deployments.engines.nn.forwards import make_quick
+from deployments.engines.nn.forwards import make_half_quick, make_quick
 from deployments.engines.ranks.following import Follower, RankChannel
 from deployments.engines.ranks.group import RankGroup
 from deployments.engines.ranks.layout import RankLayout
@@ -198,12 +198,16 @@ class FollowingBuilder(RankBuilder):
                 return step_follower(skeleton / component.folder, tensors, config, self._group)
         if component.name == "vae":
             vae = self(component, skeleton, tensors)
-            if not is_stock_class(order.class_name):
-                make_batch_invariant(vae)  # as rank 0's
+            if is_stock_class(order.class_name):  # as rank 0's
+                make_half_quick(vae)
+            else:
+                make_batch_invariant(vae)
                 make_quick(vae)
             return TilesFollower(self._group, vae)
         if is_stock_class(order.class_name):
-            return CallsFollower(self._group, self(component, skeleton, tensors))
+            denoiser = self(component, skeleton, tensors)
+            make_half_quick(denoiser)
+            return CallsFollower(self._group, denoiser)
         assert order.vae is not None
         modules = {
             component.name: self(component, skeleton, tensors),

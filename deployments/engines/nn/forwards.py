@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from deployments.engines.libraries.library_seam import QUICK_ATTENTION, QUICK_POSITIONS, has_known_forward
-from deployments.engines.nn.batch_invariant import OwnAttention
+from deployments.engines.nn.batch_invariant import OwnAttention, make_batch_invariant
 from deployments.engines.nn.few_rows import HOSTS, are_kernels_faster, has_half_products
 
 
@@ -75,6 +75,16 @@ def make_quick(module: nn.Module) -> None:
             part.__class__ = _quick_attention(stock)
         elif has_known_forward(stock, QUICK_POSITIONS):
             part.__class__ = _quick_positions(stock)
+
+
+def make_half_quick(module: nn.Module) -> None:
+    """Let a module on the host that has weights in bfloat16 convolve and attend by the compiled kernels.
+
+    Others stay as they are, so that their results are stock's bit for bit.
+    """
+    if any(one.dtype == torch.bfloat16 and one.device.type in HOSTS for one in module.parameters()):
+        make_batch_invariant(module)
+        make_quick(module)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from deployments.engines.costs.memory_limits import forget_frames, is_out_of_mem
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.ranked_tiles import VIDEO_CLASSES, LeadingTiles
 from deployments.engines.graph.workspace import LendingMemory
+from deployments.engines.nn.forwards import make_half_quick
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.ranks.following import RankChannel
 from deployments.engines.ranks.group import RankLost
@@ -94,6 +95,9 @@ class StockEngine:
         ranks: Mapping[str, RankChannel] = MappingProxyType({}),
     ) -> None:
         self.model = model
+        for module in model.modules.values():
+            if isinstance(module, nn.Module):
+                make_half_quick(module)
         self._ranks = ranks
         self.inputs = CallInputs(model.cls)
         self._adapted = AdaptedModules(model.cls.__name__, model.modules)

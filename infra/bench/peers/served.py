@@ -143,7 +143,9 @@ def _llama(files: DecoderFiles) -> Iterator[str | None]:
     port = free_port()
     command = [str(python), "-m", "llama_cpp.server", "--model", str(files.bf16_gguf), "--model_alias", MODEL]
     command += ["--host", "127.0.0.1", "--port", str(port), "--n_ctx", "512", "--n_threads", str(_CORES)]
-    with _server("llama.cpp", [*command, "--n_threads_batch", str(_CORES)], port, {}) as url:
+    # By default another request ends the one that runs.
+    command += ["--n_threads_batch", str(_CORES), "--interrupt_requests", "false"]
+    with _server("llama.cpp", command, port, {}) as url:
         yield url
 
 

@@ -18,12 +18,14 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from kit.kernels import needs_half_products
 from kit.tiny.classes import CASES, Case, assembled
 from kit.tiny.further import FURTHER_CASES
 from kit.tiny.pipelines import PIPELINES, make, saved
 from safetensors.torch import load_file
 
 from deployments.engines.building.build import build_module
+from deployments.engines.nn import few_rows
 from deployments.engines.records.protocol import ComputationFailed, EngineError, StockRequest
 from deployments.engines.servable import why_unservable
 from deployments.engines.stock.engine import StockEngine
@@ -104,6 +106,31 @@ def test_images_are_those_of_diffusers(class_name: str, tmp_path: Path) -> None:
         assert output.images.std() > 1
         assert turns > STEPS
         assert output.step_index == output.num_steps >= STEPS
+
+
+@needs_half_products
+@pytest.mark.usefixtures("faster_kernels")
+def test_bfloat16_is_convolved_and_attended_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near as diffusers' own in bfloat16 to those in float32."""
+    name = "StableDiffusionPAGPipeline"
+    stock, options = make(name, tmp_path), PIPELINES[name][1]
+    used, kernels = set[str](), few_rows.load_operations()
+
+    class Noted:
+        def __getattr__(self, operation: str) -> Any:
+            used.add(operation)
+            return getattr(kernels, operation)
+
+    monkeypatch.setattr(few_rows, "load_operations", Noted)
+    exact = stock_images(stock, options, 1).astype(float)
+    model = load(tmp_path)
+    for module in model.modules.values():
+        module.bfloat16()
+    output, _ = run(StockEngine(model), StockRequest("r", 1, PROMPT, **split(name, options)))
+    assert used >= {"conv2d", "attend"}
+    theirs = stock_images(stock.to(torch.bfloat16), options, 1)
+    error, usual = (np.abs(images - exact).mean() for images in (output.images, theirs))
+    assert error <= 1.5 * usual + 0.5
 
 
 def test_an_option_that_is_a_pair_of_strings_is_no_component(tmp_path: Path) -> None:
