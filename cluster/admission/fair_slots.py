@@ -143,12 +143,9 @@ class ReadLimiter:
         Raises NotAdmitted.
         """
         began_s = self.now_s()
-        longest_s = max(_SHORT_S, _MOST_SHARE * (ends_s - began_s))
-        has_to_wait = self._slots.are_taken
-        if began_s >= ends_s:
-            raise NotAdmitted(Refusal("expired"))
-        if has_to_wait and self._wait_s(tenant) > min(longest_s, ends_s - began_s):
-            raise NotAdmitted(self._overloaded(tenant, longest_s))
+        left_s, has_to_wait = ends_s - began_s, self._slots.are_taken
+        longest_s = min(left_s, max(_SHORT_S, _MOST_SHARE * left_s))
+        self._check(tenant, self._wait_s(tenant) if has_to_wait else 0.0, longest_s, left_s)
         self._slots.max_waiting = self._queue.config.max_waiting
         try:
             await self._slots.acquire(tenant)
@@ -161,16 +158,19 @@ class ReadLimiter:
             if has_to_wait:
                 self._interval_s += _NEW * (now_s - self._given_s - self._interval_s)
             self._given_s = now_s
-            if now_s >= ends_s:
-                raise NotAdmitted(Refusal("expired"))
-            if now_s - began_s > longest_s:
-                raise NotAdmitted(self._overloaded(tenant, longest_s))
+            self._check(tenant, now_s - began_s, longest_s, ends_s - now_s)
             yield
+
+    def _check(self, tenant: str, wait_s: float, longest_s: float, left_s: float) -> None:
+        """Raise NotAdmitted where no time is left, or for a wait that is too long.
+
+        A refusal tells the time until the present requests are read: then a new one would be read at once.
+        """
+        if left_s <= 0:
+            raise NotAdmitted(Refusal("expired"))
+        if wait_s > longest_s:
+            raise NotAdmitted(Refusal("unread", max(0.0, self._wait_s(tenant) - longest_s)))
 
     def _wait_s(self, tenant: str) -> float:
         """Return the seconds that a new request of the tenant would wait, at the recent pace."""
         return self._slots.num_ahead(tenant) * self._interval_s
-
-    def _overloaded(self, tenant: str, longest_s: float) -> Refusal:
-        """Return a refusal with the time until the present requests are read: then a new one would be read at once."""
-        return Refusal("unread", max(0.0, self._wait_s(tenant) - longest_s))

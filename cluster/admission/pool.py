@@ -46,13 +46,17 @@ class _ModelLine:
 
 
 class Lanes:
-    """The waiting requests of one pool of replicas. `maybe_open` are the models that may have room, or none waiting."""
+    """The waiting requests of one pool of replicas, and `cost_s`, the replica seconds of all of them.
+
+    `maybe_open` are the models that may have room, or none waiting.
+    """
 
     def __init__(self, config: AdmissionConfig) -> None:
         self.config = config
         self._waiting: dict[int, Waiting] = {}
         self._returned: OrderedDict[int, Waiting] = OrderedDict()
         self._ages: OrderedDict[int, Waiting] = OrderedDict()  # by arrival
+        self.cost_s = 0.0
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
@@ -96,12 +100,6 @@ class Lanes:
                 for line in lane.models.values():
                     yield priority, next(iter(line.values())), len(line)
 
-    @property
-    def cost_s(self) -> float:
-        """Replica seconds of all waiting requests."""
-        returned_s = sum([waiting.cost_s for waiting in self._returned.values()])
-        return returned_s + sum([turns.cost_s + turns.stalled_s for turns in self._classes.values()])
-
     def add(self, waiting: Waiting) -> None:
         """Add a request behind all earlier ones."""
         self.turns(waiting.demand.priority).add(waiting)
@@ -116,6 +114,7 @@ class Lanes:
     def _count(self, waiting: Waiting) -> None:
         demand = waiting.demand
         self._waiting[waiting.ticket] = waiting
+        self.cost_s += waiting.cost_s
         self._crowd.add(demand.tenant)
         if (line := self._models.get(demand.model)) is None:
             line = self._models[demand.model] = _ModelLine(self.config.weight_of, self._deadline_of)
@@ -130,6 +129,7 @@ class Lanes:
     def remove(self, ticket: int) -> Waiting:
         """Take a request out."""
         waiting = self._waiting.pop(ticket)
+        self.cost_s = max(0.0, self.cost_s - waiting.cost_s) if self._waiting else 0.0  # without a rest by rounding
         demand = waiting.demand
         self._crowd.remove(demand.tenant)
         self._models[demand.model].crowd.remove(demand.tenant)
@@ -216,11 +216,13 @@ class Lanes:
 
         If the caller removes a request before the next one, it does not count for those behind it.
         """
-        for waiting in list(self._returned.values()):
+        for waiting in self._waiting.values():
             waiting.cost_s = cost_of(waiting.demand)
+        self.cost_s = sum([waiting.cost_s for waiting in self._waiting.values()])
+        for waiting in list(self._returned.values()):
             yield waiting, 0.0
         for turns in self._classes.values():
-            turns.count_again(cost_of)
+            turns.count_again()
             yield from turns.walk()
 
     def set_stalled(self, models: Collection[str]) -> None:

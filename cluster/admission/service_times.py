@@ -134,16 +134,15 @@ class BatchSlowdown:
         return tuple(one / found[0] for one in found)
 
     def _at(self, node: int) -> float:
-        if self._nums[node]:
-            return self._factors[node]
-        below = next((other for other in range(node - 1, -1, -1) if self._nums[other]), None)
-        above = next((other for other in range(node + 1, len(BATCH_SIZES)) if self._nums[other]), None)
-        if below is None and above is None:
+        """Return the factor at a size: on a line between seen ones, and in proportion beyond them."""
+        seen = [other for other, num in enumerate(self._nums) if num]
+        if not seen:
             return float(BATCH_SIZES[node])
-        if below is None or above is None:
-            known = below if above is None else above
-            assert known is not None  # mypy does not see it
-            return self._factors[known] * BATCH_SIZES[node] / BATCH_SIZES[known]
+        nearest = min(max(node, seen[0]), seen[-1])
+        if nearest != node or self._nums[node]:
+            return self._factors[nearest] * BATCH_SIZES[node] / BATCH_SIZES[nearest]
+        after = bisect_right(seen, node)
+        below, above = seen[after - 1], seen[after]
         part = (BATCH_SIZES[node] - BATCH_SIZES[below]) / (BATCH_SIZES[above] - BATCH_SIZES[below])
         return self._factors[below] * (1 - part) + self._factors[above] * part
 

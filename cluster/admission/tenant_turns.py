@@ -8,14 +8,14 @@ looked at.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Final
 
 from cluster.admission.lazy_heap import LazyHeap
-from cluster.admission.records import Demand, Waiting
+from cluster.admission.records import Waiting
 from cluster.admission.service_times import ArrivalRate
 from configs.admission import AdmissionConfig
 
@@ -102,7 +102,6 @@ class TenantTurns:
         self._turns = LazyHeap(self._turn_of)  # of the busy tenants
         self._weight = 0.0  # of the busy lanes
         self.cost_s = 0.0
-        self.stalled_s = 0.0  # the estimated cost of requests for stalled models
         self.offered = ArrivalRate()  # replica seconds
         self.floor_s = 0.0
 
@@ -186,10 +185,8 @@ class TenantTurns:
         self._count(lane, model, -1, -waiting.cost_s)
 
     def _count(self, lane: Lane, model: str, num: int, cost_s: float) -> None:
-        """Add so many requests, or take them off, of the lane's startable or stalled ones."""
-        if model in self._stalled:
-            self.stalled_s = max(0.0, self.stalled_s + cost_s)
-        else:
+        """Add so many requests to the lane's startable ones, or take them off, unless the model is stalled."""
+        if model not in self._stalled:
             lane.num_startable += num
             lane.cost_s = max(0.0, lane.cost_s + cost_s) if lane.num_startable else 0.0
             self.cost_s = max(0.0, self.cost_s + cost_s)
@@ -204,8 +201,6 @@ class TenantTurns:
             self._weight -= lane.weight
         if not self._busy:  # a rest left by rounding
             self._weight = self.cost_s = 0.0
-        if not self.waiting:
-            self.stalled_s = 0.0
 
     def set_stalled(self, models: Collection[str]) -> None:
         """Count on replicas for all models but these."""
@@ -240,20 +235,13 @@ class TenantTurns:
                 yield waiting, 0.0 if is_stalled else own_s
                 own_s += 0.0 if is_stalled or waiting.ticket not in lane.waiting else waiting.cost_s
 
-    def count_again(self, cost_of: Callable[[Demand], float]) -> None:
-        """Estimate anew the costs of all waiting requests."""
-        self.cost_s = self.stalled_s = 0.0
+    def count_again(self) -> None:
+        """Add up the costs of all waiting requests, which were estimated anew."""
         for lane in self.waiting.values():
-            lane.cost_s = 0.0
-            for model, line in lane.models.items():
-                for waiting in line.values():
-                    waiting.cost_s = cost_of(waiting.demand)
+            for line in lane.models.values():
                 line.cost_s = sum([waiting.cost_s for waiting in line.values()])
-                if model in self._stalled:
-                    self.stalled_s += line.cost_s
-                else:
-                    lane.cost_s += line.cost_s
-            self.cost_s += lane.cost_s
+            lane.cost_s = sum([line.cost_s for model, line in lane.models.items() if model not in self._stalled])
+        self.cost_s = sum([lane.cost_s for lane in self.waiting.values()])
 
     def reweigh(self, config: AdmissionConfig) -> None:
         """Use its weights from now on."""
