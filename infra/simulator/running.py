@@ -164,13 +164,10 @@ def _keeps_promise(
         num_due = sum(one.request.at_s + targets_s[one.request.model] <= now_s for one in world.served)
         return num_late + bisect_right(due_s, now_s) - num_due
 
-    def look() -> None:
-        if num_late(world.now_s) > most_late:
-            world.stop()
-        world.call_at(world.now_s + LOOK_S, look)
-
-    world.call_at(LOOK_S, look)
-    world.run(until_s=due_s[-1] if due_s else 0.0)
+    until_s = 0.0
+    while due_s and until_s < due_s[-1] and len(world.served) < len(due_s) and num_late(until_s) <= most_late:
+        until_s = min(until_s + LOOK_S, due_s[-1])
+        world.run(until_s)
     return num_late(math.inf) <= most_late
 
 
