@@ -9,7 +9,7 @@ serves its queue FIFO; the least recently used models that run nothing go for th
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -279,10 +279,4 @@ def least_workers(
         if high >= max_workers:
             return None
         low, high = high + 1, min(2 * high, max_workers)
-    while low < high:
-        middle = (low + high) // 2
-        if suffices(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return bisect_left(range(high), True, low, key=suffices)
