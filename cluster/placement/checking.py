@@ -52,7 +52,7 @@ def mended(name: str, record: R, notes: dict[str, tuple[str, ...]]) -> R:
     if not wrong:
         notes.pop(name, None)
         return record
-    defaults = {each.name: 0 if each.default is MISSING else each.default for each in fields(record)}
+    defaults: dict[str, Any] = {each.name: 0 if each.default is MISSING else each.default for each in fields(record)}
     notes[name] = tuple(f"{name}: {key} is {_brief(value)}; taken as {defaults[key]}" for key, value in wrong.items())
     return replace(record, **{key: defaults[key] for key in wrong})
 

@@ -180,7 +180,7 @@ class Deciding:
                 is_awaited = known.components.total_bytes <= most_bytes
             if not is_awaited:
                 continue
-            if plan.on_demand.get(model):
+            if model in plan.on_demand:
                 replicas[pool, model] = tuple(plan.on_demand[model])
                 on_demand[pool, model] = plan.on_demand[model]
                 continue

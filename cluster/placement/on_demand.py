@@ -6,12 +6,12 @@ itself (`replica_choice.py`), on an idle worker at once, and the worker switches
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import Final
 
 from cluster.admission.records import OnDemandSwitch
-from cluster.placement.state import ClusterState, ModelState, WorkerState
+from cluster.placement.state import ClusterState, ModelState, UsualSwitch, WorkerState
 
 MAX_ON_DEMAND: Final = 128  # models, the most wanted
 MAX_STARTS: Final = 512  # pairs of model and worker looked at, beside the ready ones
@@ -37,52 +37,35 @@ def longest_on_demand_s(state: ClusterState) -> float:
     return calm_s if state.queue_s() < calm_s else 0.0
 
 
-def on_demand_models(
-    state: ClusterState,
-    longest_s: float,
-    usual_fixed_s: float,
-    usual_attach_bytes_per_s: float,
-    serving: Mapping[str, Sequence[str]],
-    workers: Sequence[WorkerState],
-) -> frozenset[str]:
-    """Return the models that may start without an order: their usual switch is short, and some worker may take them.
-
-    `longest_s` is that of `longest_on_demand_s`, `serving` are the workers that have each model or get ready for it,
-    `workers` those that may switch to one. A model whose bytes must come from storage first needs an order.
-    """
+def quickly_switched(state: ClusterState, longest_s: float, usual: UsualSwitch) -> list[str]:
+    """Return the most wanted models whose usual switch needs no order, at most `longest_s` (`longest_on_demand_s`)."""
     if state.is_frozen or not longest_s:
-        return frozenset()
+        return []
     found = [
         model
         for model in state.models.values()
         if (model.waiting or model.rate_long > LEAST_RATE)
         and not model.retry_in_s
-        and usual_fixed_s + model.components.total_bytes / usual_attach_bytes_per_s < max(model.service_s, longest_s)
+        and usual.seconds(model) < max(model.service_s, longest_s)
     ]
-    wanted = nlargest(MAX_ON_DEMAND, found, key=_how_wanted)
-    workers = _first_workers(workers, len(wanted))
-    return frozenset(
-        [
-            model.id
-            for model in wanted
-            if any(_can_switch_to(state, model, each, longest_s) for each in workers)
-            or _starts_there(state, model.id, serving, longest_s)
-        ]
-    )
+    return [model.id for model in nlargest(MAX_ON_DEMAND, found, key=_how_wanted)]
 
 
 def on_demand_switches(
     state: ClusterState,
     longest_s: float,
-    on_demand: Iterable[str],
+    on_demand: Collection[str],
     serving: Mapping[str, Sequence[str]],
     workers: Sequence[WorkerState],
 ) -> dict[str, dict[str, OnDemandSwitch]]:
-    """Return the workers where each of these models may start. Arguments are those of `on_demand_models`."""
-    ids = list(on_demand)
-    workers = _first_workers(workers, len(ids))
+    """Return the workers where each of these models may start, without the models that may start nowhere.
+
+    `serving` are the workers that have each model or get ready for it, `workers` those that may switch to one. A model
+    whose bytes must come from storage first needs an order.
+    """
+    workers = workers[: max(LEAST_WORKERS, MAX_STARTS // max(len(on_demand), 1))]
     found = {}
-    for id_ in ids:
+    for id_ in on_demand:
         model = state.models[id_]
         starts = {}
         for worker in workers:
@@ -94,7 +77,10 @@ def on_demand_switches(
                     else state.switch_s(model, worker),
                     id_ not in worker.models and nbytes <= worker.budget_bytes,
                 )
-        found[id_] = _starts_there(state, id_, serving, longest_s) | starts
+        # All workers that have it or will in a moment share its waiting requests.
+        waits_s = waits_there(state, id_, serving.get(id_, ()), longest_s)
+        if starts := {name: OnDemandSwitch(wait_s) for name, wait_s in waits_s.items()} | starts:
+            found[id_] = starts
     return found
 
 
@@ -126,20 +112,6 @@ def chances_of(state: ClusterState) -> dict[str, float]:
     total = sum([model.rate_long for model in state.models.values()])
     found = ((id_, model.rate_long) for id_, model in state.models.items() if model.rate_long > LEAST_RATE)
     return {id_: round(rate / total, 3) for id_, rate in found}
-
-
-def _first_workers(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerState]:
-    return workers[: max(LEAST_WORKERS, MAX_STARTS // max(num_models, 1))]
-
-
-def _starts_there(
-    state: ClusterState, id_: str, serving: Mapping[str, Sequence[str]], longest_s: float
-) -> dict[str, OnDemandSwitch]:
-    """Return the starts on workers that have the model or will in a moment: all of them share its waiting requests."""
-    return {
-        name: OnDemandSwitch(wait_s)
-        for name, wait_s in waits_there(state, id_, serving.get(id_, ()), longest_s).items()
-    }
 
 
 def _can_switch_to(state: ClusterState, model: ModelState, worker: WorkerState, longest_s: float) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from cluster.placement.on_demand import longest_on_demand_s, on_demand_models
-from cluster.placement.state import STALE_S, ClusterState, Decision, ModelState, WorkerState
+from cluster.placement.on_demand import longest_on_demand_s, on_demand_switches, quickly_switched
+from cluster.placement.state import STALE_S, ClusterState, Decision, ModelState, UsualSwitch, WorkerState
 
 FEW: Final = 64  # so few workers are all weighed for a model; of more, the best of each kind
 MAX_CANDIDATES: Final = 6  # workers of a kind: sharing one component with the model, or having the least work
@@ -29,18 +29,6 @@ class Option:
     ready_s: float
     lost_s: float
     harm: float
-
-
-@dataclass(frozen=True, slots=True)
-class UsualSwitch:
-    """The usual seconds of switches."""
-
-    fixed_s: float
-    attach_bytes_per_s: float
-
-    def seconds(self, model: ModelState) -> float:
-        """Return the seconds of a switch to the model from a node's memory."""
-        return self.fixed_s + model.components.total_bytes / self.attach_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +132,13 @@ def outlook_of(state: ClusterState) -> Outlook:
     claims = _share_work(state, serving, busy_s)
     open_.sort(key=lambda worker: claims[worker.id])
     usual, longest_s = _usual_switch(open_), longest_on_demand_s(state)
+    on_demand = quickly_switched(state, longest_s, usual)
     return Outlook(
         state,
         tuple(open_),
         num_on_the_way,
         usual,
-        on_demand_models(state, longest_s, usual.fixed_s, usual.attach_bytes_per_s, serving, open_[:FEW]),
+        frozenset(on_demand_switches(state, longest_s, on_demand, serving, open_[:FEW])),
         longest_s,
         leaving,
         serving,

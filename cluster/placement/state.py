@@ -84,6 +84,18 @@ class ModelState:
 
 
 @dataclass(frozen=True, slots=True)
+class UsualSwitch:
+    """The usual seconds of switches."""
+
+    fixed_s: float
+    attach_bytes_per_s: float
+
+    def seconds(self, model: ModelState) -> float:
+        """Return the seconds of a switch to the model from a node's memory."""
+        return self.fixed_s + model.components.total_bytes / self.attach_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerState:
     """A worker as of its last heartbeat, `age_s` ago, 0 while that is fresh.
 

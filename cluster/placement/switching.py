@@ -96,7 +96,7 @@ def plan_switches(state: ClusterState, policy: SwitchingPolicy = LATENCY_FIRST) 
     able = (each for each in outlook.open if each.id not in outlook.taken and each.reserved_for is None)
     longest_s = outlook.longest_on_demand_s
     starts = on_demand_switches(state, longest_s, outlook.on_demand, outlook.all_serving(), list(islice(able, FEW)))
-    planned = outlook.planned() | {id_: tuple(found) for id_, found in starts.items() if found}
+    planned = outlook.planned() | {id_: tuple(found) for id_, found in starts.items()}
     return SwitchPlan((*outlook.decisions, *evictions), planned, outlook.notes, starts, longest_s)
 
 

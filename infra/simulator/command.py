@@ -18,7 +18,6 @@ from infra.simulator.scenario import (
     Scenario,
     SimModel,
     SimWorker,
-    Trace,
     bursts,
     diurnal,
     poisson,
@@ -77,7 +76,7 @@ def simulate_trace(
 ) -> None:
     """Simulate a trace under the controller's own functions, and beside them plain queues."""
     policies, chance = _policies(policy or (list(_IN_PAGE) if html else None)), random.Random(seed)
-    read = _read(trace) if trace is not None else Trace((), (), (), (), ())
+    read, problems = _read(trace) if trace is not None else (Scenario((), (), ()), [])
     made = read.models or _models(_names(read, models), model_gb, shared, service_s, batch_growth)
     if target_s is not None:
         made = tuple(replace(model, slo=replace(model.slo, target_s=target_s)) for model in made)
@@ -109,7 +108,7 @@ def simulate_trace(
         _write_page(html, worlds)
     runs = [figures for figures, _ in worlds]
     if as_json:
-        print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in runs]})
+        print_json({"problems": problems, "runs": [figures.as_record() for figures in runs]})
     else:
         _print_figures(runs, wide=wide)
 
@@ -193,20 +192,20 @@ def _models(names: list[str], gb: float, shared: float, service_s: float, growth
     return tuple(made)
 
 
-def _names(trace: Trace, num_models: int) -> list[str]:
+def _names(trace: Scenario, num_models: int) -> list[str]:
     """Return the models of a trace; without a trace, as many as wanted."""
     return list(dict.fromkeys(request.model for request in trace.requests)) or [f"m{n:03d}" for n in range(num_models)]
 
 
-def _read(path: Path) -> Trace:
+def _read(path: Path) -> tuple[Scenario, list[str]]:
     """Read a trace file, and print the lines left out. Raises OptionError for a file without requests."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            trace = read_trace(lines)
+            trace, problems = read_trace(lines)
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror or error}") from None
-    for problem in trace.problems:
+    for problem in problems:
         _err.print(f"{path}: {problem}; left out", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not trace.requests:
         raise OptionError(f"{path}: no line is a request that can be used")
-    return trace
+    return trace, problems

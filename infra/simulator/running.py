@@ -9,7 +9,7 @@ serves its queue FIFO; the least recently used models that run nothing go for th
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -164,13 +164,10 @@ def _keeps_promise(
         num_due = sum(one.request.at_s + targets_s[one.request.model] <= now_s for one in world.served)
         return num_late + bisect_right(due_s, now_s) - num_due
 
-    def look() -> None:
-        if num_late(world.now_s) > most_late:
-            world.stop()
-        world.call_at(world.now_s + LOOK_S, look)
-
-    world.call_at(LOOK_S, look)
-    world.run(until_s=due_s[-1] if due_s else 0.0)
+    until_s = 0.0
+    while due_s and until_s < due_s[-1] and len(world.served) < len(due_s) and num_late(until_s) <= most_late:
+        until_s = min(until_s + LOOK_S, due_s[-1])
+        world.run(until_s)
     return num_late(math.inf) <= most_late
 
 
@@ -282,10 +279,4 @@ def least_workers(
         if high >= max_workers:
             return None
         low, high = high + 1, min(2 * high, max_workers)
-    while low < high:
-        middle = (low + high) // 2
-        if suffices(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return bisect_left(range(high), True, low, key=suffices)

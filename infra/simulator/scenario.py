@@ -18,6 +18,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 from cluster.placement.state import BATCH, INTERACTIVE, STANDARD, Components, SloClass
@@ -111,64 +112,46 @@ class Scenario:
         return max((request.at_s for request in self.requests), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The records of a trace file, and what was wrong with the lines that were left out."""
-
-    models: tuple[SimModel, ...]
-    workers: tuple[SimWorker, ...]
-    requests: tuple[SimRequest, ...]
-    faults: tuple[Fault, ...]
-    problems: tuple[str, ...]
-
-
-def read_trace(lines: Iterable[str]) -> Trace:
-    """Return the records of the lines. Never raises for what a line says."""
-    found: dict[str, dict[str, Any]] = {"model": {}, "worker": {}}
-    requests: list[tuple[int, SimRequest]] = []
-    faults: list[tuple[int, Fault]] = []
+def read_trace(lines: Iterable[str]) -> tuple[Scenario, list[str]]:
+    """Return the records of the lines, and the problems of those left out. Never raises for what a line says."""
+    models: dict[str, SimModel] = {}
+    workers: dict[str, SimWorker] = {}
+    timed: list[tuple[int, SimRequest | Fault]] = []
     problems: list[str] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = _record_of(line)
-            if isinstance(record, SimRequest):
-                requests.append((number, record))
-            elif isinstance(record, Fault):
-                faults.append((number, record))
-            else:
-                kind = "model" if isinstance(record, SimModel) else "worker"
-                if record.id in found[kind]:
-                    raise ValueError(f"{kind} {record.id!r} is repeated; the first counts")
-                found[kind][record.id] = record
+            if isinstance(record, SimRequest | Fault):
+                timed.append((number, record))
+                continue
+            known: dict[str, Any] = models if isinstance(record, SimModel) else workers
+            if record.id in known:
+                raise ValueError(f"{record.id!r} is repeated; the first counts")
+            known[record.id] = record
         except (ValueError, TypeError, RecursionError) as error:
             problems.append(f"line {number}: {str(error) or type(error).__name__}")
-    models, workers = found["model"], found["worker"]
-    for number, request in list(requests):
-        if models and request.model not in models:
-            problems.append(f"line {number}: model {request.model!r} has no line of its own")
-            requests.remove((number, request))
-    for number, fault in list(faults):
-        if workers and fault.kind != "clock_jump" and fault.worker not in workers:
-            problems.append(f"line {number}: worker {fault.worker!r} has no line of its own")
-            faults.remove((number, fault))
-    return Trace(
-        tuple(models.values()),
-        tuple(workers.values()),
-        tuple(request for _, request in sorted(requests, key=lambda item: item[1].at_s)),
-        tuple(fault for _, fault in faults),
-        tuple(problems),
-    )
+    requests, faults = [], []
+    for number, one in timed:
+        if isinstance(one, SimRequest):
+            if models and one.model not in models:
+                problems.append(f"line {number}: model {one.model!r} has no line of its own")
+            else:
+                requests.append(one)
+        elif workers and one.kind != "clock_jump" and one.worker not in workers:
+            problems.append(f"line {number}: worker {one.worker!r} has no line of its own")
+        else:
+            faults.append(one)
+    requests.sort(key=attrgetter("at_s"))
+    return Scenario(tuple(models.values()), tuple(workers.values()), tuple(requests), tuple(faults)), problems
 
 
 def trace_lines(scenario: Scenario) -> Iterator[str]:
     """Yield the lines of a scenario, each with its line end; `read_trace` returns the same records."""
     for kind, records in (("model", scenario.models), ("worker", scenario.workers), ("request", scenario.requests)):
-        for record in records:
-            yield _line(kind, record)
-    for fault in scenario.faults:
-        yield _line(fault.kind, fault)
+        yield from (_line(kind, record) for record in records)
+    yield from (_line(fault.kind, fault) for fault in scenario.faults)
 
 
 def _line(kind: str, record: SimModel | SimWorker | SimRequest | Fault) -> str:

@@ -124,7 +124,6 @@ class World:
         self._span_starts: dict[tuple[str, str], float] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
-        self._is_stopped = False
         self.dispatcher = dispatch(self)
         for request in scenario.requests:
             self.call_at(request.at_s, lambda request=request: self.dispatcher.on_request(request))  # type: ignore[misc]
@@ -136,17 +135,10 @@ class World:
         self._num_events += 1
         heapq.heappush(self._events, (max(at_s, self.now_s), self._num_events, action))
 
-    def stop(self) -> None:
-        """Let no more time pass."""
-        self._is_stopped = True
-
     def run(self, until_s: float) -> None:
-        """Let time pass until every request is answered, until the given time, or until `stop`."""
-        while self._events and len(self.served) < len(self.scenario.requests) and not self._is_stopped:
-            at_s, _, action = heapq.heappop(self._events)
-            if at_s > until_s:
-                break
-            self.now_s = at_s
+        """Let time pass until every request is answered, or until the given time."""
+        while self._events and self._events[0][0] <= until_s and len(self.served) < len(self.scenario.requests):
+            self.now_s, _, action = heapq.heappop(self._events)
             action()
         for worker in self.workers.values():
             for model in worker.models:

@@ -158,9 +158,7 @@ class Controller:
             ],
             "scaling": self._scaling.describe() if self._scaling else None,
             "planned": {model: list(workers) for model, workers in plan.planned.items()},
-            "free": {
-                id_: why_on_demand(starts, plan.longest_on_demand_s) for id_, starts in plan.on_demand.items() if starts
-            },
+            "free": {id_: why_on_demand(starts, plan.longest_on_demand_s) for id_, starts in plan.on_demand.items()},
         }
 
     # the loop

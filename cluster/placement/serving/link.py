@@ -15,7 +15,6 @@ import contextlib
 import contextvars
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
@@ -59,26 +58,21 @@ class Link:
     """A link of one reporter, by its name. Lives on one event loop.
 
     A report goes out to the `controller` every `tick_s`, and at once when `changed` is set, but not within `gap_s` of
-    the last one; after one that fails there is a pause.
+    the last one; after one that fails there is a pause. At rest a known report is repeated only after `rest_s`: the
+    listening task confirms it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        controller: NamedActor,
-        changed: asyncio.Event,
-        tick_s: float,
-        gap_s: float = GAP_S,
-        pause_s: float | None = None,
-    ) -> None:
+    gap_s = GAP_S
+    pause_s = PAUSE_S
+    rest_s = REST_S
+
+    def __init__(self, name: str, controller: NamedActor, changed: asyncio.Event, tick_s: float) -> None:
         self.name = name
         self._controller = controller
         self._changed = changed
         self._tick_s = tick_s
-        self._gap_s = gap_s
-        self._pause_s = PAUSE_S if pause_s is None else pause_s
         self._tasks: list[asyncio.Task[None]] = []
-        self._reported: object = None  # at rest, and known to the controller; or a report that is under way
+        self._reported: object = None  # at rest, and known to the controller; or the mark of one that is under way
         self._reported_s = -math.inf
 
     def start(self) -> None:
@@ -93,7 +87,11 @@ class Link:
         for task in self._tasks:
             task.cancel()
 
-    async def _report_once(self) -> None:
+    async def _report(self) -> WorkerReport | AdmissionSnapshot | SlotReport:
+        """Return the report of this moment."""
+        raise NotImplementedError
+
+    async def _send(self, report: Any) -> None:
         """Send a report, and take in the answer."""
         raise NotImplementedError
 
@@ -108,7 +106,7 @@ class Link:
             except Exception as error:  # any error: it blocks no request, and the next round may succeed
                 logger.warning("the controller does not answer: %s", str(error).partition("\n")[0])
                 self._controller.note_failure(error)
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(self.pause_s)
 
     async def _tell(self) -> None:
         while True:
@@ -118,7 +116,7 @@ class Link:
             self._changed.clear()
             async with asyncio.timeout(CALL_S):
                 await self._report_once()
-            await asyncio.sleep(self._gap_s)
+            await asyncio.sleep(self.gap_s)
 
     async def _listen(self) -> None:
         while True:
@@ -129,19 +127,13 @@ class Link:
                 self._reported = None
                 raise
 
-    def _is_reported(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, rest_s: float) -> bool:
-        """Return whether the controller has this report at rest, sent at most `rest_s` ago."""
-        return report.is_at_rest and now_s < self._reported_s + rest_s and report.lasting == self._reported
-
-    def _begin_report(self) -> object:
+    async def _report_once(self) -> None:
+        report, now_s = await self._report(), asyncio.get_running_loop().time()
+        if report.is_at_rest and now_s < self._reported_s + self.rest_s and report.lasting == self._reported:
+            return
         self._reported = under_way = object()
-        return under_way
-
-    def _note_reported(
-        self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, under_way: object
-    ) -> None:
-        """Note the sent report, unless the controller may have ended since it began."""
-        if self._reported is under_way:
+        await self._send(report)
+        if self._reported is under_way:  # otherwise the controller may have ended since it began
             self._reported, self._reported_s = report.lasting if report.is_at_rest else None, now_s
 
 
@@ -176,14 +168,11 @@ class ControllerLink(Link):
         self._reporter = reporter
         self._revision = ""
 
-    async def _report_once(self) -> None:
-        """Report. At rest a known report is repeated only after `REST_S`: the listening task confirms it."""
-        report, now_s = await self._reporter.report(), time.monotonic()
-        if self._is_reported(report, now_s, REST_S):
-            return
-        under_way = self._begin_report()
+    async def _report(self) -> WorkerReport | AdmissionSnapshot:
+        return await self._reporter.report()
+
+    async def _send(self, report: WorkerReport | AdmissionSnapshot) -> None:
         await call_actor(await self._controller.handle(), Controller.report, self.name, report)
-        self._note_reported(report, now_s, under_way)
 
     async def _receive_once(self) -> None:
         """Wait for a decision and apply it."""
@@ -223,6 +212,10 @@ class QueuesAway(ClusterError):
 class SlotLink(Link):
     """The link of one ingress, and the queues of all of them together. Arguments are those of `Link`."""
 
+    gap_s = SLOT_GAP_S
+    pause_s = SLOT_PAUSE_S
+    rest_s = SLOT_REST_S
+
     def __init__(
         self,
         name: str,
@@ -230,7 +223,7 @@ class SlotLink(Link):
         controller: NamedActor,
         process: ProcessMark | None = None,
     ) -> None:
-        super().__init__(name, controller, queue.parts_changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
+        super().__init__(name, controller, queue.parts_changed, SLOT_REPORT_S)
         self._queue = queue
         self._process = process or ProcessMark.this()
         self._session = ""
@@ -259,13 +252,9 @@ class SlotLink(Link):
         """Return the requests of all ingresses that have ended, from a number on. Raises QueuesAway."""
         return await self._ask(Controller.ended_requests, number)
 
-    async def _report_once(self) -> None:
-        """Report once. Two failures in a row mark the controller as away."""
+    async def _send(self, report: SlotReport) -> None:
+        """Send a report. Two failures in a row mark the controller as away."""
         began_s = self._queue.now_s()
-        report = await self._report(began_s)
-        if self._is_reported(report, began_s, SLOT_REST_S):
-            return
-        under_way = self._begin_report()
         try:
             async with asyncio.timeout(SLOT_CALL_S):
                 answer = await call_actor(await self._controller.handle(), Controller.report_slots, self.name, report)
@@ -275,7 +264,6 @@ class SlotLink(Link):
                 self._hold(math.inf)
             raise
         self._num_failed = 0
-        self._note_reported(report, began_s, under_way)
         self._next_ended = self._next_ended if answer.next_ended is None else answer.next_ended
         if answer.session != self._session:
             self._session, self._revision = answer.session, 0
@@ -311,7 +299,8 @@ class SlotLink(Link):
         self._queue.parts.hold(until_s)
         self._queue.pump()
 
-    async def _report(self, now_s: float) -> SlotReport:
+    async def _report(self) -> SlotReport:
+        now_s = self._queue.now_s()
         self._num_reports += 1
         ended: EndedRequests | None = None
         if now_s - self._ended_s >= SLOT_REPORT_S:  # no reader waits for them

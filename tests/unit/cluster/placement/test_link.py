@@ -142,7 +142,7 @@ class Models:
 
 @pytest.fixture
 async def actors(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Actors]:
-    monkeypatch.setattr(link_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(Link, "pause_s", 0.01)
     monkeypatch.setattr(module, "HELD_S", 0.01)
     monkeypatch.setattr(module, "node_addresses", lambda: {"n": "10.0.0.7"})
     found = Actors(monkeypatch)
@@ -262,7 +262,7 @@ async def test_who_is_at_rest_reports_no_more_than_changes_and_lives_by_listenin
         reports.append(report)
         noted(name, report, now_s)
 
-    monkeypatch.setattr(link_module, "REST_S", 1e9)
+    monkeypatch.setattr(Link, "rest_s", 1e9)
     # The worker gets the model that was asked for when it is worth it, a second later.
     await until(lambda: models.heard and controller._is_at_rest() and models.link._reported == models.state.lasting)
     monkeypatch.setattr(controller._observations.workers, "note", note_worker)
@@ -285,15 +285,16 @@ async def test_a_controller_that_was_replaced_hears_at_once_of_those_at_rest(
     await has_plan(actors)
     assert actors.controller is not None
     await until(actors.controller._is_at_rest)
-    monkeypatch.setattr(link_module, "REST_S", 1e9)
+    monkeypatch.setattr(Link, "rest_s", 1e9)
     actors.kill()
     controller = await actors.start()
     await until(lambda: controller._observations.workers.reports and controller._observations.queues.names)
 
 
 async def test_a_report_under_way_while_its_controller_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("REST_S", 1e9), ("CALL_S", 1e9), ("PAUSE_S", 0.01)):
-        monkeypatch.setattr(link_module, name, value)
+    monkeypatch.setattr(link_module, "CALL_S", 1e9)
+    monkeypatch.setattr(Link, "rest_s", 1e9)
+    monkeypatch.setattr(Link, "pause_s", 0.01)
     ends, answers, calls = asyncio.Event(), asyncio.Event(), Counter[str]()
 
     async def report(*_: object) -> None:
@@ -320,8 +321,8 @@ async def test_a_report_under_way_while_its_controller_ends_is_made_again(monkey
 
 
 async def test_a_controller_that_was_replaced_between_two_calls_hears_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("REST_S", 1e9), ("CALL_S", 1e9)):
-        monkeypatch.setattr(link_module, name, value)
+    monkeypatch.setattr(link_module, "CALL_S", 1e9)
+    monkeypatch.setattr(Link, "rest_s", 1e9)
     replaced, calls = asyncio.Event(), Counter[str]()
 
     async def report(*_: object) -> None:

@@ -32,7 +32,6 @@ from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Demand
 from cluster.placement import slot_book
 from cluster.placement.reports import SlotReport
-from cluster.placement.serving import link as link_module
 from cluster.placement.serving.link import SLOT_REPORT_S, QueuesAway, SlotLink
 from cluster.placement.serving.slot_desk import SlotDesk
 from cluster.placement.slot_book import SILENT_S, SLOT_REST_S
@@ -448,7 +447,7 @@ def test_a_controller_that_was_replaced_hears_at_once_of_ingresses_at_rest() -> 
         actor, _, ingresses = await started()
         await asyncio.sleep(10 * SLOT_REST_S)
         owned = [ingress.owned() for ingress in ingresses]
-        with patch.object(link_module, "SLOT_REST_S", math.inf):  # it is not that they tell again
+        with patch.object(SlotLink, "rest_s", math.inf):  # it is not that they tell again
             await actor.crash()
             await asyncio.sleep(2 * SLOT_REPORT_S)
         assert actor.desk is not None

@@ -50,8 +50,8 @@ def test_the_file_has_the_requests_with_models_and_workers(monkeypatch, tmp_path
         assert run_atelier("trace", str(tmp_path / "t.jsonl"), "--seconds", "0.2", "--url", url) == 0
     finally:
         server.shutdown()
-    found = read_trace((tmp_path / "t.jsonl").read_text().splitlines())
-    assert found.problems == ()
+    found, problems = read_trace((tmp_path / "t.jsonl").read_text().splitlines())
+    assert problems == []
     assert [request.at_s for request in found.requests] == [float(number) for number in range(Cluster.num_asked)]
     assert Cluster.num_asked >= 1
     assert [model.service_s for model in found.models] == [0.5]  # so long they ran, one at a time

@@ -45,8 +45,8 @@ def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:
     scenario = recorded_scenario(
         [asdict(one) for one in ended.requests], loads, [worker, {"unreachable": "gone"}], 102.0, sizes
     )
-    trace = read_trace(trace_lines(scenario))
-    assert trace.problems == ()
+    trace, problems = read_trace(trace_lines(scenario))
+    assert problems == []
     assert (trace.models, trace.workers, trace.requests) == (scenario.models, scenario.workers, scenario.requests)
     assert [(one.at_s + 102.0, one.model) for one in trace.requests] == [(at_s, name) for at_s, name, _ in given[2:]]
     for one, (_, name, work) in zip(trace.requests, given[2:], strict=True):

@@ -21,8 +21,8 @@ from infra.simulator.scenario import bursts, diurnal, poisson, read_trace, trace
 @seeds(50)
 def test_a_scenario_comes_back_from_its_file(seed: int) -> None:
     scenario = random_scenario(seed, with_faults=True)
-    trace = read_trace(trace_lines(scenario))
-    assert trace.problems == ()
+    trace, problems = read_trace(trace_lines(scenario))
+    assert problems == []
     assert (trace.models, trace.workers, trace.requests) == (scenario.models, scenario.workers, scenario.requests)
     assert trace.faults == scenario.faults
 
@@ -52,9 +52,9 @@ BROKEN = {
 def test_broken_lines_are_named_and_the_others_count() -> None:
     good = ['{"kind": "model", "id": "a", "components": {"x": 5}}', '{"kind": "request", "at_s": 2, "model": "a"}', ""]
     lines = [*good, *BROKEN, '{"kind": "request", "at_s": 1, "model": "a", "priority": 3}']
-    trace = read_trace(lines)
+    trace, problems = read_trace(lines)
     assert [request.at_s for request in trace.requests] == [1, 2]
-    named = {int(problem.split(":")[0].removeprefix("line ")): problem for problem in trace.problems}
+    named = {int(problem.split(":")[0].removeprefix("line ")): problem for problem in problems}
     for number, (line, reason) in enumerate(BROKEN.items(), len(good) + 1):
         if reason:
             assert reason in named[number], line[:80]
