@@ -134,13 +134,12 @@ def _value(text: str) -> Any:
 
 
 def _fetched(client: WorkflowClient, shown: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the images that nodes saved into a folder; their names are the server's, and no paths."""
+    """Write the images that nodes saved, else those that they show, into a folder; names are the server's, no paths."""
+    images = [image for found in shown.values() for image in found.get("images", ())]
     written = []
-    for found in shown.values():
-        for saved in found.get("images", ()):
-            if saved.get("type") == "output":
-                folder.mkdir(parents=True, exist_ok=True)
-                path = folder / Path(str(saved.get("filename", ""))).name
-                path.write_bytes(client.file(saved))
-                written.append(path)
+    for image in [image for image in images if image.get("type") == "output"] or images:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / Path(str(image.get("filename", ""))).name
+        path.write_bytes(client.file(image))
+        written.append(path)
     return written

@@ -50,7 +50,7 @@ def find_ports(workflow: Workflow) -> Ports:
         raise WorkflowError("the workflow cannot be a pipeline", "prompt_outputs_failed_validation", errors)
     if not inputs:
         raise WorkflowError(
-            "no node is an input of the pipeline: give the nodes that are a title of one word, such as prompt or seed"
+            "no node is an input of the pipeline: give such a node a title of one word: prompt, or seed"
         )
     return inputs, _outputs_of([workflow.nodes[id_] for id_ in ends])
 

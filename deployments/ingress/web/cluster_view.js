@@ -115,7 +115,7 @@ export function Places({ picture, workers, about = "", within }) {
   const of = (id) => workers.filter(([, worker]) => (worker.node || nodes[0]?.[0]) === id);
   const lost = workers.filter(([, worker]) => worker.unreachable);
   const encoders = Object.entries(picture.encoders).filter(([, encoder]) => !encoder.unreachable);
-  const held = [...workers, ...encoders].map(([, one]) => sum((one.modules ?? []).map((module) => module[2])));
+  const held = [...workers, ...encoders].map(([, one]) => Math.max(sum((one.modules ?? []).map((module) => module[2])), one.charged_bytes ?? 0));
   const scale = 1.05 * Math.max(1, ...held); // of workers, so that they can be compared; a node's bar ends with its budget
   return html`<section class="panel part" aria-labelledby=${labels(within, heading)}>
     <div class="section-head"><h2 id=${heading}>${words.nodes}</h2><small>${about}</small></div>
@@ -155,8 +155,9 @@ function Worker({ name, worker, scale, overrides, isEncoder = false }) {
   return useMemo(() => {
     const parts = modulesOf(worker.modules);
     const used = sum(parts.map((part) => part.nbytes));
-    const own = Math.min(used, worker.charged_bytes ?? used); // the rest are views of the node's memory, which counts it
-    const budget = own === used ? worker.budget_bytes : Infinity; // a bound of this bar only if all of it counts
+    const own = worker.charged_bytes ?? used; // less than all of it: the rest are views of the node's memory, which counts it
+    const budget = own >= used ? worker.budget_bytes : Infinity; // a bound of this bar only if all of it counts
+    if (own > used) parts.push({ nbytes: own - used, color: "#8a8f98", label: words.caches, isFaint: true, says: `${words.caches} ${bytes(own - used)}` });
     const running = Object.entries(worker.running).map(([model, count]) => `${count} ${model}`).join(", ");
     const says = [
       words.ofBudget(bytes(own), bytes(worker.budget_bytes)),

@@ -292,6 +292,7 @@ export const texts = {
     encoder: (name) => `Text encoder ${name}`,
     memory: "Node memory",
     ofBudget: (used, budget) => `${used} of ${budget}`,
+    caches: "caches",
     shownOfNode: (size) => `${size} in the node's memory`,
     pinned: "pinned",
     leased: "in use",

@@ -23,6 +23,7 @@ PROMPT = {
     "3": {"class_type": "SaveImage", "inputs": {"images": ["2", 0], "filename_prefix": "x"}},
 }
 SAVED = {"filename": "x_00001_.png", "subfolder": "", "type": "output"}
+SHOWN = {"filename": "y_00001_.png", "subfolder": "", "type": "temp"}
 ESCAPING = {"filename": "../../evil.png", "subfolder": "..", "type": "output"}
 Run = Callable[..., tuple[int, str, str]]
 
@@ -115,6 +116,18 @@ def test_run_sets_uploads_waits_and_fetches(run: Run, file: Path, server: Any, t
     assert sent["extra_data"]["extra_pnginfo"]["workflow"] == PROMPT
     assert len(looks) == 3
     assert view[1] == "/view?filename=x_00001_.png&subfolder=&type=output"
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_what_is_only_shown_is_fetched_if_nothing_is_saved(
+    run: Run, file: Path, server: Any, tmp_path: Path, *, has_saved: bool
+) -> None:
+    outputs = {"4": {"images": [SHOWN]}} | ({"3": {"images": [SAVED]}} if has_saved else {})
+    entry = {"outputs": outputs, "status": {"status_str": "success"}}
+    server.answers["GET", "/history/p1"] = (200, {"p1": entry})
+    url = f"http://127.0.0.1:{server.server_port}"
+    name = (SAVED if has_saved else SHOWN)["filename"]
+    assert run("workflow", "run", str(file), "-o", str(tmp_path), "--url", url)[1] == f"wrote {tmp_path}/{name}\n"
 
 
 def test_names_of_files_are_no_paths(run: Run, file: Path, server: Any, tmp_path: Path) -> None:

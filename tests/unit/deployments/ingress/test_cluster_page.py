@@ -42,11 +42,13 @@ def test_a_worker_counts_what_is_its_own_and_a_node_ends_with_its_budget(
 ) -> None:
     modules = [["transformer", ["flux"], 9 * MIB, True, False, "k1"], ["vae", ["flux"], 2 * MIB, True, False, "k2"]]
     workers = {"shares": worker(0, modules), "owns": worker(11 * MIB, modules, budget_bytes=16 * MIB)}
+    workers["caches"] = worker(13 * MIB, modules, budget_bytes=16 * MIB)  # a language model's, say
     node = {"resident_bytes": 13 * MIB, "leased_bytes": 13 * MIB, "pinned_bytes": 0, "budget_bytes": 358 * MIB}
     page = opened(page_server, open_page, picture(nodes={"n1": node}, workers=workers))
     told = {one.split("\n")[0]: one for one in page.locator(".holder").all_inner_texts()}
     assert "0 B of 8.0 MiB · 11 MiB in the node's memory" in told["Worker shares"]
     assert "11 MiB of 16 MiB" in told["Worker owns"]
+    assert "13 MiB of 16 MiB" in told["Worker caches"]
     assert "in the node's memory" not in told["Worker owns"]
     (canvas,) = page.locator(".holder:not(.worker) canvas").all()
     filled = canvas.evaluate(
