@@ -110,7 +110,11 @@ test-unit: setup judges  # nicer than the tests of Ray, which take longest and w
 test-device: setup
 	$(PYTEST) tests/device -m "$(MARK)" --times $(TIME_FILES)/device.tsv $(TWICE) $(OPTIONS)
 
-times times-long: setup  ## Store what the last `make test` or `make test-long` took, where the next reader sees it: tests/times.md
+times: setup     ## Store what the last `make test` took, where the next reader sees it: tests/times.md
+
+times-long: setup ## And what the last `make test-long` took, by which shares are cut: tests/times-long.md
+
+times times-long:
 	$(BIN)/python infra/times_report.py out/$@/*.tsv --to tests/$@.md
 
 abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of another key have to go on as before

@@ -68,8 +68,8 @@ def main() -> None:
     if arguments.to is None:
         print(report(runs, 12))
     else:
-        intro = "# What the tests take\n\nA run of tests measures, `make times` writes this page. Begin at the top.\n\n"
-        arguments.to.write_text(intro + report(runs, 60))
+        what = f"`make {arguments.to.stem}` writes this page of the last run. Begin at the top."
+        arguments.to.write_text(f"# What the tests take\n\n{what}\n\n{report(runs, 60)}")
 
 
 if __name__ == "__main__":

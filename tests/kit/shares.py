@@ -16,7 +16,7 @@ from kit import seeding
 from kit.times import LONG_PAGE, stored_seconds
 
 _RAY: Final = "ray"
-_UNKNOWN_S: Final = 0.2  # a test of a file that the page does not name
+_UNKNOWN_S: Final = 2.0  # a file that the page of the longest ones does not name
 
 
 def shares_of(seconds: dict[str, float], num_shares: int) -> dict[str, int]:
@@ -49,12 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stored, counts = stored_seconds(LONG_PAGE), Counter(files)
     seconds: dict[str, float] = defaultdict(float)
     for file, name in zip(files, names, strict=True):
-        seconds[name] += stored[file] / counts[file] if file in stored else _UNKNOWN_S
+        seconds[name] += stored.get(file, _UNKNOWN_S) / counts[file]
     shares = shares_of(seconds, num_shares)
-    config.hook.pytest_deselected(
-        items=[item for item, name in zip(items, names, strict=True) if shares[name] != number]
-    )
-    items[:] = [item for item, name in zip(items, names, strict=True) if shares[name] == number]
+    is_in = [shares[name] == number for name in names]
+    config.hook.pytest_deselected(items=[item for item, chosen in zip(items, is_in, strict=True) if not chosen])
+    items[:] = [item for item, chosen in zip(items, is_in, strict=True) if chosen]
 
 
 def parse_share(text: str) -> tuple[int, int]:
