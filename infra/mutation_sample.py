@@ -1,11 +1,12 @@
-"""Break the product at random places, one at a time, and say which breaks `make test` would not notice.
+"""Break the product at random places, one at a time, and say which of them no test notices.
 
 `python infra/mutation_sample.py [--record] [--count 60] [--seed 0] [--since REVISION] [--quick]`, in a checkout of its
 own: files change and are put back. A break turns a comparison, swaps `and` and `or`, negates a condition, moves a
 number by one, swaps plus and minus, or leaves out a call. `--record` runs the unit and device tests once under
 coverage, which is wanted again when the code has changed: a break has the tests that run its line, those that import
-the module first, all of its package where other processes run it too, and ruff and mypy. `--quick` leaves out the long tests, as `make test` does. A test that takes a minute has failed. A survivor may
-be as good as what stood there: each wants a look.
+the module first, all of its package where other processes run it too, then ruff and mypy. `--quick` leaves out the long
+tests, as `make test` does; Ray's are never run. A test that takes a minute has failed. A survivor may be as good as
+what stood there: each wants a look.
 """
 
 from __future__ import annotations
