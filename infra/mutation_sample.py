@@ -99,7 +99,7 @@ def record(options: list[str]) -> None:
 
 
 class Recording:
-    """Which tests run which lines, as `record` has kept it."""
+    """A recording of which tests run which lines."""
 
     def __init__(self) -> None:
         self._data = CoverageData(str(RECORDED))
