@@ -1,12 +1,12 @@
-"""Break the product at random places, one at a time, and say which breaks `make test` would not notice.
+"""Break the product at random places, one at a time, and say which of them no test notices.
 
 `python infra/mutation_sample.py [--record] [--count 60] [--seed 0] [--since REVISION] [--quick]`, in a checkout of its
 own: files change and are put back. A break turns a comparison, swaps `and` and `or`, negates a condition, moves a
 number by one, swaps plus and minus, or leaves out a call. `--record` runs the unit and device tests once under
 coverage, which is wanted again when the code has changed: a break has the tests that run its line, those that import
-the module first, and the checks of `make check`. Where imports or other processes alone run it, it has the tests of its
-package. `--quick` leaves out the long tests, as `make test` does. A test that takes a minute has failed. A survivor may
-be as good as what stood there: each wants a look.
+the module first, all of its package where other processes run it too, then ruff and mypy. `--quick` leaves out the long
+tests, as `make test` does; Ray's are never run. A test that takes a minute has failed. A survivor may be as good as
+what stood there: each wants a look.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def record(options: list[str]) -> None:
 
 
 class Recording:
-    """Which tests run which lines, as `record` has kept it."""
+    """A recording of which tests run which lines."""
 
     def __init__(self) -> None:
         self._data = CoverageData(str(RECORDED))
@@ -110,19 +110,17 @@ class Recording:
     def tests_of(self, module: Path, lines: range) -> list[str]:
         """Return the tests that run one of these lines, by files: those that import the module first, then the quick.
 
-        They are files or folders where their fixtures run it, and all of the package where no test does, but a process.
+        They are files or folders where their fixtures run it. Last come all of the package, where a process runs it.
         """
         contexts = self._data.contexts_by_lineno(str(module))
         found = {test for line in lines for test in contexts.get(line, ())}
-        if found == {""}:
-            folders = (Path("tests/unit") / parent for parent in module.parents)
-            return [str(next(folder for folder in folders if folder.is_dir()))]
         files: dict[str, list[str]] = {}
         for test in sorted(found - {""}):
             files.setdefault(test.partition("::")[0], []).append(test)
-        return [
-            test for file in sorted(files, key=lambda one: self._order(one, files[one], module)) for test in files[file]
-        ]
+        in_order = sorted(files, key=lambda file: self._order(file, files[file], module))
+        folders = (Path("tests/unit") / parent for parent in module.parents)
+        rest = [str(next(folder for folder in folders if folder.is_dir()))] if "" in found else []
+        return [test for file in in_order for test in files[file]] + rest
 
     def _order(self, file: str, tests: list[str], module: Path) -> tuple[bool, float]:
         return not _imports(Path(file), module), sum(self._took_s.get(test, TEST_TIMEOUT_S) for test in tests)

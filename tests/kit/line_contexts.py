@@ -1,4 +1,4 @@
-"""Which tests run a line: under `coverage run` a line's context is the test, or for a wider fixture the file or folder.
+"""The tests that run a line: its contexts under `coverage run`. That of a wider fixture is the file or folder.
 
 A pytest plugin. What imports and other processes run has no context.
 """

@@ -71,8 +71,9 @@ def test_a_break_has_the_tests_that_run_its_line_the_near_and_quick_first(
     recorded: Callable[[dict[str, list[int]]], Recording],
 ) -> None:
     near, far, quick = "tests/unit/a/test_near.py::test_x", "tests/unit/a/test_far.py::test_yz", "tests/unit/a/t.py::t"
-    recording = recorded({"": [1, 2, 9], near: [2], far: [2, 3], quick: [3, 2]})
+    recording = recorded({"": [1, 9, 10], near: [2], far: [2, 3], quick: [3, 2, 10]})
     assert recording.tests_of(Path("a/b/c.py"), range(2, 3)) == [near, quick, far]
     assert recording.tests_of(Path("a/b/c.py"), range(3, 5)) == [quick, far]
     assert recording.tests_of(Path("a/b/c.py"), range(9, 10)) == ["tests/unit/a"]  # another process runs it
+    assert recording.tests_of(Path("a/b/c.py"), range(10, 11)) == [quick, "tests/unit/a"]
     assert recording.tests_of(Path("a/b/c.py"), range(4, 5)) == []

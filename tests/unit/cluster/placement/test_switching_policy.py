@@ -364,6 +364,9 @@ def test_a_worker_above_its_budget_lets_the_least_wanted_go() -> None:
     hot, rare = model("hot", rate_long=1.0), model("rare")
     order = only(plan_of([hot, rare], [worker("w0", hot, rare, budget=15)]))
     assert (order.action, order.model, order.evict) == ("evict", "rare", ("rare",))
+    hot, rare = replace(hot, rate_long=0.5), replace(rare, rate_long=0.01)
+    full, other = worker("w0", hot, rare, budget=15), worker("w1", hot)
+    assert only(plan_of([hot, rare], [full, other])).evict == ("hot",)  # the other worker has time for all of it
 
 
 def test_workers_that_get_ready_for_a_free_model_share_what_waits_for_it() -> None:

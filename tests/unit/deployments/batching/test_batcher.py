@@ -14,7 +14,7 @@ import pytest
 from kit.panics import Panic
 
 from configs.batching import BatchingConfig
-from deployments.batching.batcher import Batcher, BatcherClosed
+from deployments.batching.batcher import MAX_TURNS, Batcher, BatcherClosed
 from deployments.records.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QueueFull
 
 
@@ -122,6 +122,16 @@ async def test_who_comes_at_one_moment_runs_together() -> None:
 
     assert await asyncio.gather(*map(caller, range(20))) == [[item * 2] for item in range(20)]
     assert ours.batches == [list(range(20))]
+
+
+@in_virtual_time
+async def test_a_batch_waits_for_a_few_turns_alone_where_each_brings_a_request() -> None:
+    ours, asked = model(), list[Any]()
+    for item in range(30):
+        asked.append(ours.batcher.submit([item]))
+        await asyncio.sleep(0)
+    assert ours.batches[0] == list(range(MAX_TURNS))
+    assert await asyncio.gather(*asked) == [[item * 2] for item in range(30)]
 
 
 @in_virtual_time

@@ -130,6 +130,19 @@ def test_what_is_only_shown_is_fetched_if_nothing_is_saved(
     assert run("workflow", "run", str(file), "-o", str(tmp_path), "--url", url)[1] == f"wrote {tmp_path}/{name}\n"
 
 
+def test_what_is_interrupted_here_ends_there(
+    run: Run, file: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workflows.WorkflowClient, "ended", interrupted)
+    server.answers["POST", "/interrupt"] = (200, {})
+    assert run("workflow", "run", str(file), "--url", f"http://127.0.0.1:{server.server_port}")[0] == 130
+    method, path, body = server.asked[-1]
+    assert (method, path, json.loads(body)) == ("POST", "/interrupt", {"prompt_id": "p1"})
+
+
 def test_names_of_files_are_no_paths(run: Run, file: Path, server: Any, tmp_path: Path) -> None:
     entry = {"outputs": {"3": {"images": [ESCAPING]}}, "status": {"status_str": "success"}}
     server.answers["GET", "/history/p1"] = (200, {"p1": entry})

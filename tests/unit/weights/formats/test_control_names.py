@@ -1,4 +1,4 @@
-"""What a control in one file is, as the names of its tensors tell it."""
+"""The kind of a control in one file, by the names of its tensors."""
 
 from __future__ import annotations
 

@@ -333,10 +333,13 @@ def test_a_t2i_adapter_says_which_sides_it_reads() -> None:
     adapter = t2i_adapter("full_adapter_xl", (8, 16), downscale_factor=16)
     with pytest.raises(EngineError, match="reads sides of a multiple of 16, got 40x32"):
         adapter_features(adapter, torch.zeros(1, 3, 32, 40))
-    assert [tuple(one.shape) for one in adapter_features(adapter, torch.zeros(2, 3, 32, 48))] == [
-        (2, 8, 2, 3),
-        (2, 16, 2, 3),
+    num_rows: list[int] = []
+    adapter.register_forward_pre_hook(lambda _, inputs: num_rows.append(len(inputs[0])))
+    assert [tuple(one.shape) for one in adapter_features(adapter, torch.zeros(3, 3, 32, 48))] == [
+        (3, 8, 2, 3),
+        (3, 16, 2, 3),
     ]
+    assert num_rows == [1]  # once for all
 
 
 def read_back(tensors: dict[str, torch.Tensor], folder: Path, base: Path) -> torch.nn.Module:

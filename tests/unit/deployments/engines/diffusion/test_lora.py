@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deployments.engines.diffusion.families.prompted import PromptedSpan
 from deployments.engines.nn.lora import AdaptedSpan, Batch, applied_adapters, fit_pairs
 from deployments.engines.records.protocol import AdapterUse, EngineError
 from weights.operations.adapters import LoraAdapter, LoraPair, load_adapter
@@ -142,13 +143,14 @@ def test_any_adapters_share_a_forward(bold, make_request, monkeypatch):
         assert np.array_equal(images, expected)
 
 
-def test_a_span_is_split_as_its_batch_is():
-    span = AdaptedSpan((), 2, 6)
+@pytest.mark.parametrize("kind", [AdaptedSpan, PromptedSpan])
+def test_a_span_is_split_as_its_batch_is(kind):
+    span = kind((), 2, 6)
     assert [span.part(*part) for part in ((0, 2), (0, 3), (3, 5), (5, 9), (6, 9))] == [
         None,
-        AdaptedSpan((), 2, 3),
-        AdaptedSpan((), 0, 2),
-        AdaptedSpan((), 0, 1),
+        kind((), 2, 3),
+        kind((), 0, 2),
+        kind((), 0, 1),
         None,
     ]
 

@@ -225,6 +225,7 @@ def test_what_cannot_be_changed_is_refused_in_words(pair: ReaderPair) -> None:
         pair.ours.start_request(request_of(*[image] * (most + 1)), conditioning)
     with pytest.raises(EngineError, match="170x10 pixels: no side may be more than 16 times the other"):
         pair.ours.start_request(request_of(np.zeros((10, 170, 3), np.uint8)), conditioning)
+    assert pair.family.references.sides([np.zeros((10, 160, 3), np.uint8)], 64)
     with pytest.raises(EngineError, match="the prompt has 2 tokens that stand for images: it may have none"):
         pair.conditioning(request_of(image), "a <|image_pad|> b <|image_pad|>", None)
 

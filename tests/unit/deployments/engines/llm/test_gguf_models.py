@@ -364,7 +364,6 @@ def with_key(file: Path, key: str, value: float | str) -> Path:
     return folder
 
 
-@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -183,7 +183,6 @@ async def test_documents_of_plain_text_are_read(client: anthropic.AsyncAnthropic
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [

@@ -20,7 +20,7 @@ from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.tensors import InferRequest, InferResponse, OutputWish, classify_output
 from deployments.ingress.service.catalog import ModelCard
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorValue, text_tensor
-from deployments.records import ChatRequest, CompletionRequest, LoraUse
+from deployments.records import CacheUse, ChatRequest, CompletionRequest, EmbeddingRequest, EmbeddingResult, LoraUse
 from deployments.records.errors import DeadlineExceeded, InvalidRequest, ModelUnavailable, ServiceError, UnknownModel
 
 
@@ -176,6 +176,18 @@ async def test_texts_or_token_ids_are_embedded_in_one_call(inference: Inference,
     texts, tokens = service.requests
     assert (texts.input, texts.priority, texts.timeout_s) == (("a", "b"), 2, 3.0)
     assert (tokens.input, tokens.priority, tokens.timeout_s) == (((1, 2), (3, 4)), 0, None)
+
+
+async def test_embeddings_of_different_sizes_are_no_tensor(
+    inference: Inference, service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def embed(request: EmbeddingRequest) -> EmbeddingResult:
+        vectors = [np.zeros(size, np.float32) for size in (2, 3)]
+        return EmbeddingResult(request.model, vectors, 5, {}, CacheUse(0, 1))
+
+    monkeypatch.setattr(service, "embed", embed)
+    with pytest.raises(InvalidRequest, match="embeddings of different sizes; ask one by one"):
+        await inference.infer(InferRequest("minilm", (text_tensor("text", ["a", "b"]),)))
 
 
 async def test_a_language_model_embeds_where_that_is_asked_for_alone(inference: Inference, service: Any) -> None:

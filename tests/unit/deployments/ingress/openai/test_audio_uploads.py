@@ -67,12 +67,12 @@ def test_whole_numbers_of_any_width_are_parts_of_the_loudest(width: int, channel
 
 
 @pytest.mark.parametrize("kind", ["<f4", "<f8"])
-@pytest.mark.parametrize("is_extensible", [False, True])
-def test_floats_are_read_as_they_are(kind: str, is_extensible: bool) -> None:
+@pytest.mark.parametrize("more_bytes", [None, 14, 0])  # of an extensible form behind its format's number
+def test_floats_are_read_as_they_are(kind: str, more_bytes: int | None) -> None:
     values = seeded_rng().normal(size=(20, 2)).astype(kind)
     bits = 8 * values.dtype.itemsize
-    guid = struct.pack("<HHI", 22, bits, 3) + struct.pack("<H", 3) + bytes(14)
-    head = form(0xFFFE, 2, RATE, bits, guid) if is_extensible else form(3, 2, RATE, bits)
+    guid = struct.pack("<HHIH", 22, bits, 3, 3) + bytes(more_bytes or 0)
+    head = form(3, 2, RATE, bits) if more_bytes is None else form(0xFFFE, 2, RATE, bits, guid)
     found = read(riff(chunk(b"LIST", b"odd"), head, chunk(b"fact", bytes(4)), chunk(b"data", values.tobytes())))
     np.testing.assert_array_equal(found.samples, values.T.astype(np.float32))
 

@@ -258,7 +258,6 @@ async def test_a_video_that_cannot_be_made_says_why(
     assert "secret" not in video.error.message
 
 
-@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("more", "words"),
     [
