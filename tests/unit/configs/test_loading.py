@@ -75,7 +75,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         (MODELS + "    like: mm\n", 4, "models.0.like", ["'mm' is no model with configs of its own"]),
         (MODELS + "    like: 7\n", 4, "models.0.like", ["expected the id of a model, or a pipeline's folder"]),
         (MODELS + "    vae: hf://org/vae\n", 4, "models.0.vae", ["expected a path; download it first"]),
-        (MODELS + "    component: vae\n    vae: v\n", 2, "models.0", ["vae is for a whole pipeline"]),
+        (MODELS + "    component: vae\n    vae: v\n", 2, "models.0", ["vae is for a whole model"]),
         (MODELS + "    defaults: {sigmas: [1], timesteps: [1]}\n", 4, "models.0.defaults", ["give one of them"]),
         (
             MODELS + "admission: {default_priority: 3, priority_levels: 2}\n",
