@@ -109,7 +109,7 @@ def test_ranks_write_what_the_class_writes(class_name: str, size: int, changes: 
 @pytest.mark.drawn
 @pytest.mark.parametrize("class_name", ["Gemma2ForCausalLM", "OlmoeForCausalLM", "Glm4ForCausalLM"])
 def test_company_changes_no_bit_on_ranks(class_name: str, tmp_path: Path) -> None:
-    """Of rows as long as those of real models, so that the kernels compute products of completions."""
+    """Rows are as long as those of real models: the kernels compute products of completions."""
     wide = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_attention_heads": 2}
     tensors = save_tiny(tiny_model(class_name, **wide, num_key_value_heads=2), tmp_path)
     prompts = drawn_prompts(5, 40, 1, 17)
