@@ -235,6 +235,7 @@ def check_ranks(config: PretrainedConfig, layout: RankLayout) -> None:
         return
     if is_stock(config):
         check_class(config.architectures[0])
+        # Without memory: a forward finds sizes that the code of a class does not divide.
         named = blank_language_model(config).state_dict()
         with fake_mode():
             fakes = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in named.items()}

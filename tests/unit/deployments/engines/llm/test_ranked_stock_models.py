@@ -106,6 +106,23 @@ def test_ranks_write_what_the_class_writes(class_name: str, size: int, changes: 
     compare(class_name, size, tmp_path, **changes)
 
 
+@pytest.mark.drawn
+@pytest.mark.parametrize("class_name", ["Gemma2ForCausalLM", "OlmoeForCausalLM", "Glm4ForCausalLM"])
+def test_company_changes_no_bit_on_ranks(class_name: str, tmp_path: Path) -> None:
+    """Rows are as long as those of real models: the kernels compute products of completions."""
+    wide = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_attention_heads": 2}
+    tensors = save_tiny(tiny_model(class_name, **wide, num_key_value_heads=2), tmp_path)
+    prompts = drawn_prompts(5, 40, 1, 17)
+
+    def lead(engine: LLMEngine) -> tuple[list[Answer], list[Answer]]:
+        alone = [our_answers(engine, [prompt], 8)[0] for prompt in prompts]
+        return alone, our_answers(engine, prompts, 8)
+
+    for alone, beside in zip(*on_ranks(tmp_path, tensors, 2, lead), strict=True):
+        assert alone.token_ids == beside.token_ids
+        assert torch.equal(alone.logprobs, beside.logprobs)
+
+
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("class_name", sorted(PAGED))
 def test_each_class_with_a_plan_is_divided(class_name: str, tmp_path: Path) -> None:
