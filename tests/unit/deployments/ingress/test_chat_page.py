@@ -141,6 +141,7 @@ def test_what_is_edited_or_answered_again_begins_another_branch(chat: Any, talke
     chat.get_by_text("heard: early").wait_for()
     chat.get_by_role("button", name="Answer again").click()
     chat.get_by_text("2 of 2").wait_for()
+    chat.get_by_role("button", name="Answer again").wait_for()  # the second answer is over
     ask(chat, "later")
     chat.get_by_text("heard: later").wait_for()
     chat.get_by_role("button", name="Edit").first.click()
