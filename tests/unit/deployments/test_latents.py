@@ -14,7 +14,8 @@ from configs.cluster import ClusterConfig
 from configs.options import Sampler
 from deployments.local import LocalModels
 from deployments.records import NO_PROMPT, ImageRequest
-from deployments.records.errors import InvalidRequest
+from deployments.records.errors import InvalidRequest, ServiceError
+from weights.storage.store import WeightStore
 
 pytestmark = pytest.mark.slow  # imports diffusers
 
@@ -94,8 +95,14 @@ def test_a_device_without_room_for_all_gives_the_same_latents(models, tmp_path):
     mask = rng.random((1, 16, 16), np.float32)
     request = ImageRequest(**asked, latents=start, noise_mask=mask)
     expected, found = models.generate(request), small.generate(request)
-    assert len(found.switch.built) > 1
+    parts = WeightStore(tmp_path / "store").manifest(FLUX).components
+    assert found.switch.attached_bytes == 2 * parts["vae"].nbytes + parts["transformer"].nbytes
     assert np.abs(found.array - expected.array).max() < 1e-5
+
+
+def test_a_model_beyond_a_budget_names_its_key(tmp_path):
+    with pytest.raises(ServiceError, match=r"worker\.resident_bytes is "):
+        local_models(tmp_path, resident_bytes=2_000).generate(ImageRequest(model=SDXL, prompt="a"))
 
 
 @pytest.mark.parametrize(

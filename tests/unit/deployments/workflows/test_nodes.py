@@ -160,13 +160,8 @@ def test_blurred_and_sharpened_images_are_torchs() -> None:
     np.testing.assert_allclose(found, sharp.numpy(), atol=1e-4)
 
 
-def test_edges_are_thin_and_weak_ones_hold_on_to_strong_ones() -> None:
-    image = np.zeros((1, 32, 48, 3), np.float32)
-    ramp = np.linspace(0.15, 0.6, 32, dtype=np.float32)[None, :, None, None]  # stronger towards the bottom
-    image[:, :, 20:] = ramp
-    image[:, :, 19:20] = ramp / 2  # the middle of the step
-    image[:, 2:12, 40:44] += 0.16  # as weak as the top, and alone
-    image[:, 2:12, [39, 44]] += 0.08
+def slopes_of(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sobel's slopes of a grey image, across and down, and their lengths."""
     blurred = torch.nn.functional.conv2d(
         torch.nn.functional.pad(torch.from_numpy(image[..., :1]).movedim(-1, 1), [2] * 4, "reflect"),
         gaussian(2, 1.0)[None, None],
@@ -174,7 +169,34 @@ def test_edges_are_thin_and_weak_ones_hold_on_to_strong_ones() -> None:
     sobel = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]])
     padded = torch.nn.functional.pad(blurred, [1] * 4, "replicate")
     slopes = torch.nn.functional.conv2d(padded, torch.stack([sobel, sobel.T])[:, None])
-    strength = (slopes.square().sum(1) + 1e-6).sqrt()[0].numpy()
+    return slopes[0].numpy(), (slopes.square().sum(1) + 1e-6).sqrt()[0].numpy()
+
+
+def test_edges_are_longer_than_the_slopes_before_and_behind_them() -> None:
+    image = np.repeat(seeded_rng().random((1, 40, 30, 1), np.float32), 3, -1)
+    (across, down), strength = slopes_of(image)
+    low = float(np.median(strength))
+    found = call("Canny", image=image, low_threshold=low, high_threshold=low)[0, ..., 0] == 1
+    expected = np.zeros_like(found)
+    for y in range(1, 39):
+        for x in range(1, 29):
+            turn = math.radians(45 * round(math.degrees(math.atan2(down[y, x], across[y, x])) / 45))
+            step_y, step_x = round(math.sin(turn)), round(math.cos(turn))
+            both = max(strength[y + step_y, x + step_x], strength[y - step_y, x - step_x])
+            expected[y, x] = strength[y, x] > max(both, low)
+    inner = slice(1, -1)
+    assert (found != expected)[inner, inner].mean() < 0.01  # where two slopes, or two directions, are all but equal
+    assert expected.sum() > 30
+
+
+def test_edges_are_thin_and_weak_ones_hold_on_to_strong_ones() -> None:
+    image = np.zeros((1, 32, 48, 3), np.float32)
+    ramp = np.linspace(0.15, 0.6, 32, dtype=np.float32)[None, :, None, None]  # stronger towards the bottom
+    image[:, :, 20:] = ramp
+    image[:, :, 19:20] = ramp / 2  # the middle of the step
+    image[:, 2:12, 40:44] += 0.16  # as weak as the top, and alone
+    image[:, 2:12, [39, 44]] += 0.08
+    _, strength = slopes_of(image)
     low, high = 0.3, 0.9
     edges = call("Canny", image=image, low_threshold=low, high_threshold=high)
     assert edges.shape == image.shape
