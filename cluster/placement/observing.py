@@ -68,7 +68,7 @@ class Observations:
         self.queues = SeenQueues()
         self.catalog: Mapping[str, CatalogEntry] = {}
         self.held: Mapping[str, Collection[str]] = {}
-        self._models = Remade(self._model)
+        self._models = Remade[ModelState]()
         self._odd: dict[str, tuple[str, ...]] = {}  # by model: sentences about impossible figures of its requests
         self._known: frozenset[str] = frozenset()
 
@@ -142,7 +142,7 @@ class Observations:
                 is_expected = backoff is None and not catalog[id_].is_unloaded
                 retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
                 models[id_] = self._models.value(
-                    id_, sizes, loads.get(id_), service_s, self._slo_of(id_), retry_in_s, is_expected
+                    self._model, id_, sizes, loads.get(id_), service_s, self._slo_of(id_), retry_in_s, is_expected
                 )
         self._models.keep(models)
         if self._known != models.keys():

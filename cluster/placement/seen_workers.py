@@ -31,15 +31,14 @@ class Backoff:
 class Remade(Generic[T]):
     """The last value of each name, made anew only when its inputs differ."""
 
-    def __init__(self, make: Callable[..., T]) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._last: dict[str, tuple[tuple[Any, ...], T]] = {}
 
-    def value(self, name: str, *inputs: Any) -> T:
+    def value(self, make: Callable[..., T], name: str, *inputs: Any) -> T:
         """Return `make(name, *inputs)`."""
         last = self._last.get(name)
         if last is None or last[0] != inputs:
-            last = self._last[name] = inputs, self._make(name, *inputs)
+            last = self._last[name] = inputs, make(name, *inputs)
         return last[1]
 
     def keep(self, names: Collection[str]) -> None:
@@ -57,7 +56,7 @@ class DescribedModels:
         self.revision = 0  # of the models' needs
         self._by_part: dict[str, dict[str, None]] = {}  # models
         self._part_of: dict[str, str] = {}
-        self.ready = Remade(self._ready_models)  # by worker
+        self._ready = Remade[tuple[str, ...]]()  # by worker
 
     def note_need(self, model: str, need: ModelNeed, components: Components) -> None:
         """Note the needs of a version of a model."""
@@ -80,8 +79,15 @@ class DescribedModels:
             if not self._by_part[part]:
                 del self._by_part[part]
 
-    def _ready_models(self, name: str, ready: Mapping[str, int], revision: int) -> tuple[str, ...]:
+    def ready_models(self, name: str, ready: Mapping[str, int]) -> tuple[str, ...]:
         """Return the models all of whose components are ready on a worker."""
+        return self._ready.value(self._found_ready, name, ready, self.revision)
+
+    def keep_workers(self, names: Collection[str]) -> None:
+        """Forget the models of other workers, once there are many of them."""
+        self._ready.keep(names)
+
+    def _found_ready(self, name: str, ready: Mapping[str, int], revision: int) -> tuple[str, ...]:
         found = [model for part in ready for model in self._by_part.get(part, ())]
         return tuple(sorted(model for model in found if self.needs[model].sizes.keys() <= ready.keys()))
 
@@ -95,7 +101,7 @@ class SeenWorkers:
         self._seen_s: dict[str, float] = {}  # the last sign of life
         self._begun: dict[str, tuple[str, float]] = {}  # the model that a request switches to, and when it is ready
         self._resident: dict[str, Components] = {}
-        self._states = Remade(self._state)
+        self._states = Remade[WorkerState]()
         self.described = DescribedModels()
         self.odd: dict[str, tuple[str, ...]] = {}  # by worker: sentences about impossible figures of its report
 
@@ -121,7 +127,7 @@ class SeenWorkers:
             del self.reports[name], self._reported_s[name], self._seen_s[name], self._resident[name]
             self._begun.pop(name, None)
             self.odd.pop(name, None)
-        self.described.ready.keep(self.reports)
+        self.described.keep_workers(self.reports)
         self._states.keep(self.reports)
 
     @property
@@ -188,9 +194,10 @@ class SeenWorkers:
             del self._begun[name]
         age_s = now_s - self._seen_s[name]
         return self._states.value(
+            self._state,
             name,
             report,
-            self.described.ready.value(name, report.ready, self.described.revision),
+            self.described.ready_models(name, report.ready),
             running,
             known,
             self.described.revision,
