@@ -9,6 +9,7 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.known import has_own_layers
 from deployments.engines.stock.known import is_stock_class, knows_class
 from deployments.engines.stock.text_parts import text_parts
+from weights.formats.own_draft import DRAFT, PREFIX
 from weights.memory.layer_plan import DecoderSizes, decoder_sizes, layer_of
 from weights.memory.needs import Needs
 from weights.records.manifest import Manifest, ModelKind
@@ -50,7 +51,8 @@ def needs_of(kind: ModelKind, class_name: str, parts: Mapping[str, PartSizes]) -
             continue
         services[section][name] = sum(part.tensors.values())
     is_decoder = kind == "llm" and has_own_layers(class_name) and "model" in parts
-    decoder = _layers_of(parts["model"].tensors) if is_decoder else None
+    of_draft = {f"{PREFIX}{name}": nbytes for name, nbytes in parts[DRAFT].tensors.items()} if DRAFT in parts else {}
+    decoder = _layers_of({**parts["model"].tensors, **of_draft}) if is_decoder else None
     return Needs(services, tuple(sorted(_DENOISERS & parts.keys())), decoder)
 
 
