@@ -332,6 +332,8 @@ def _rank_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> 
     for keys, entry in _entries(config):
         if entry.id not in sources or sources[entry.id].record.kind != "llm" or not isinstance(entry.path, Path):
             continue
+        if isinstance(entry, ModelConfig) and entry.draft is not None:
+            yield (*keys, "draft"), f"worker.ranks: tensor is {ranks.tensor}, expected 1 for a model with a draft"
         folder = entry.path if entry.path.is_dir() or entry.path.suffix == ".gguf" else entry.path.parent
         try:
             if folder.exists():

@@ -10,6 +10,7 @@ from deployments.engines.llm.models.known import has_own_layers
 from deployments.engines.llm.models.stock_classes import PAGED
 from deployments.engines.stock.known import is_stock_class, knows_class
 from deployments.engines.stock.text_parts import text_parts
+from weights.formats.own_draft import DRAFT, PREFIX
 from weights.memory.layer_plan import DecoderSizes, decoder_sizes, layer_of
 from weights.memory.needs import Needs
 from weights.records.manifest import Manifest, ModelKind
@@ -52,8 +53,9 @@ def needs_of(kind: ModelKind, class_name: str, parts: Mapping[str, PartSizes]) -
         services[section][name] = sum(part.tensors.values())
     decoder = divided = None
     if kind == "llm" and "model" in parts:
+        of_draft = {f"{PREFIX}{name}": size for name, size in parts[DRAFT].tensors.items()} if DRAFT in parts else {}
         has_layers = has_own_layers(class_name)
-        divided = _layers_of(parts["model"].tensors) if has_layers or class_name in PAGED else None
+        divided = _layers_of({**parts["model"].tensors, **of_draft}) if has_layers or class_name in PAGED else None
         decoder = divided if has_layers else None
     return Needs(services, tuple(sorted(_DENOISERS & parts.keys())), decoder, divided)
 

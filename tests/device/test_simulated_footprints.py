@@ -392,6 +392,17 @@ def test_steps_of_a_language_model(device: torch.device, tmp_path: Path, context
         assert twin.step_bytes() >= measured
 
 
+def test_steps_of_a_draft_model_count(device: torch.device, tmp_path: Path) -> None:
+    forms = {}
+    for folder, prefix, width in ((tmp_path, "", 64), (tmp_path / "draft", "draft.", 256)):
+        module = small("LlamaForCausalLM", width)
+        module.save_pretrained(folder)
+        forms |= {f"{prefix}{name}": (tensor.dtype, tensor.shape) for name, tensor in module.state_dict().items()}
+    own = {name: form for name, form in forms.items() if not name.startswith("draft.")}
+    config = LLMEngineConfig(device=device, max_num_seqs=7, max_num_batched_tokens=96, max_model_len=64)
+    assert StepTwin(tmp_path, forms, config).step_bytes() > 1.5 * StepTwin(tmp_path, own, config).step_bytes() > 0
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize(("name", "most"), [("Qwen3_5ForCausalLM", 1.01), ("GptOssForCausalLM", 1.5)])
 def test_steps_of_a_stock_language_model(device: torch.device, tmp_path: Path, name: str, most: float) -> None:

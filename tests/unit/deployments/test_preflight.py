@@ -15,6 +15,7 @@ import torch
 import yaml
 from kit.programs import Classifier, export_classifier
 from safetensors.torch import load_file, save_file
+from unit.weights.formats.test_own_draft import small_adder
 
 from cluster.registry.importing import import_checkpoint
 from configs.cluster import ClusterConfig
@@ -101,6 +102,18 @@ def test_a_language_model_that_ranks_cannot_divide_is_refused_with_its_numbers(m
     assert found.keys() == {"models.1.path"}
     assert "worker.ranks: 4 query heads cannot be divided among 3 ranks (tensor 3)" in found["models.1.path"]
     assert mistakes(ray={"num_cpus": 9}, worker={"ranks": {"tensor": 2}}, models=[FLUX, ADDER]) == {}
+
+
+def test_a_draft_is_checked_with_its_model_and_refused_beside_ranks(
+    mistakes: Callable[..., Found], tmp_path: Path
+) -> None:
+    small_adder(tmp_path / "small")
+    models = [FLUX, ADDER | {"draft": str(tmp_path / "small")}]
+    assert mistakes(models=models) == {}
+    found = mistakes(ray={"num_cpus": 9}, worker={"ranks": {"tensor": 2}}, models=models)
+    assert found["models.1.draft"] == "worker.ranks: tensor is 2, expected 1 for a model with a draft"
+    (tmp_path / "small" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    assert "a vocabulary of 1 tokens, that of" in mistakes(models=models)["models.1.path"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from kit.drawing import seeds
 from transformers import OPTConfig, OPTForCausalLM
 from unit.deployments.engines.llm.test_llm_loras import save_lora, use
 
+from deployments.engines.llm.draft_model import create_draft
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.sequences.draft_pace import LONGEST_PAUSE, MOST, UNKNOWN, DraftCost, DraftPace, best_length
@@ -231,3 +233,11 @@ def test_a_draft_that_lacks_a_tensor_is_refused(tiny, paired):
     model = tiny("llama", 3)
     with pytest.raises(EngineError, match="missing"):
         paired(model, Draft(model.folder, {"model.norm.weight": torch.ones(32)}))
+
+
+def test_a_model_of_several_ranks_has_none(tiny, paired):
+    model = tiny("llama", 3)
+    engine = paired(model, model)
+    ranked = replace(engine._runner._model, ranks=object())
+    with pytest.raises(EngineError, match="that several ranks compute has no draft model"):
+        create_draft(Path(engine.tokenizer.name_or_path), model.tensors, ranked, LLMEngineConfig())
