@@ -36,7 +36,14 @@ from cluster.admission.records import (
 )
 from cluster.admission.replica_choice import Assignment
 from cluster.admission.replica_slots import Ended
-from cluster.admission.service_times import MAX_MODELS, ArrivalRate, ModelTimes, RequestCounts, ServiceTimes
+from cluster.admission.service_times import (
+    MAX_MODELS,
+    ArrivalRate,
+    BatchLatency,
+    ModelTimes,
+    RequestCounts,
+    ServiceTimes,
+)
 from cluster.admission.slot_parts import SlotParts
 from cluster.admission.starts import Starts
 from configs.admission import AdmissionConfig
@@ -295,7 +302,8 @@ class AdmissionQueue:
     def _start(self, pool: Pool, waiting: Waiting, where: Assignment, now_s: float) -> Started:
         demand = waiting.demand
         pool.lanes.start_request(waiting.ticket, self._forecast.cost_s(demand))
-        pool.slots.start_request(waiting, where, now_s, self._times.times(demand.model) or ModelTimes())
+        times = self._times.times(demand.model)
+        pool.slots.start_request(waiting, where, now_s, times.latency_s(demand.work) if times else BatchLatency())
         counts = self._counts_of(demand)
         counts.started, counts.started_s = counts.started + 1, now_s
         waited_s = max(0.0, now_s - waiting.arrived_s)
