@@ -120,7 +120,7 @@ class Dispatcher:
 
     def num_replicas(self, pool: str) -> int:
         """Return the number of replicas that can be given work."""
-        return self._queue.num_replicas(pool)
+        return len(self._trusted(pool))
 
     def set_placement(self, placement: Placement) -> None:
         """Start requests where `placement` lets them. Its `until_s` is from now."""
@@ -153,9 +153,11 @@ class Dispatcher:
                 self.parts_changed.set()
 
     def _list_replicas(self, pool: str) -> None:
-        names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
-        self._queue.set_replicas(pool, names, self.now_s())
+        self._queue.set_replicas(pool, self._trusted(pool), self.now_s())
         self.changed.set()
+
+    def _trusted(self, pool: str) -> frozenset[str]:
+        return self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
 
     def _trust(self, pool: str, replica: str) -> None:
         self._avoided[pool].discard(replica)  # a second time does nothing

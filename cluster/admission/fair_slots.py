@@ -18,6 +18,7 @@ from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Refusal
 from cluster.admission.shares import Crowd, given_until
 from cluster.records.errors import ClusterError
+from configs.admission import AdmissionConfig
 
 # The holder of a slot hardly pauses: all holders go on between two looks of the event loop at its sockets.
 NUM_READ_SLOTS: Final = 3
@@ -44,7 +45,7 @@ class FairSlots:
         self._num_free = number
         self.max_waiting = max_waiting
         self._lines: OrderedDict[str, dict[asyncio.Future[None], None]] = OrderedDict()  # the next tenant first
-        self._crowd = Crowd(lambda _: 1.0)  # requests are read before anybody knows their cost
+        self._crowd = Crowd(AdmissionConfig())  # all of one weight: nobody knows yet what a request costs
 
     @property
     def num_waiting(self) -> int:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 _MOST_STALE: Final = 64  # entries, beside one for each item
 
 ItemT = TypeVar("ItemT")
+KeyedT = TypeVar("KeyedT", contravariant=True)
+
+
+class Keys(Protocol[KeyedT]):
+    """The present keys of items."""
+
+    def key_of(self, item: KeyedT, /) -> Any:
+        """Return the key of an item, None for one that is gone."""
 
 
 class LazyHeap(Generic[ItemT]):
-    """Items, the least key first. `key_of` gives the key of an item now, None for one that is gone.
+    """Items, those with the least of their `keys` first.
 
     A key may grow at any time; an item whose key is less than before has to be pushed again.
     """
 
-    def __init__(self, key_of: Callable[[ItemT], Any], items: Iterable[ItemT] = ()) -> None:
-        self._key_of = key_of
+    def __init__(self, keys: Keys[ItemT], items: Iterable[ItemT] = ()) -> None:
+        self._key_of = keys.key_of
         self._keys: dict[ItemT, Any] = dict.fromkeys(items)  # of the entries that count
         self.rebuild()
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from cluster.admission.records import TenantKey, TenantLoad
 from cluster.admission.replica_slots import Ended
+from weights.residency.recent import Recent
 
 MAX_KEPT: Final = 10_000
 MAX_TENANT_LOADS: Final = 256
@@ -91,6 +92,12 @@ class EndedLog:
         first = self._num_ended - len(self._kept)
         skipped = max(0, number - first) if number <= self._num_ended else 0
         return EndedRequests(tuple(islice(self._kept, skipped, None)), self._num_ended, now_s)
+
+
+def note_load(loads: Recent[TenantKey, TenantLoad], load: TenantLoad) -> None:
+    """Add a load to the others."""
+    known = loads.get(load.key)
+    loads.note(load.key, known + load if known else load)
 
 
 def added_loads(loads: Iterable[TenantLoad]) -> dict[TenantKey, TenantLoad]:

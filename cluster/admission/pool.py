@@ -37,12 +37,33 @@ _LEAST_SHARE: Final = 0.1
 _DRAINED: Final = 0.5  # of a full queue: those who are refused together come back to room for many of them
 
 
-class _ModelLine:
-    """The requests that wait for one model: how many each tenant has, and those that have a deadline, by it."""
+class ModelLine:
+    """The requests that wait for one model: how many each tenant has, and the deadlines."""
 
-    def __init__(self, weight_of: Callable[[str], float], deadline_of: Callable[[int], float | None]) -> None:
-        self.crowd = Crowd(weight_of)
-        self.deadlines = LazyHeap(deadline_of)
+    def __init__(self, config: AdmissionConfig) -> None:
+        self.crowd = Crowd(config)
+        self._deadlines_s: dict[int, float] = {}  # by ticket, of those that have one
+        self._next = LazyHeap[int](self)
+
+    def key_of(self, ticket: int) -> float | None:
+        """Return the deadline of a request that waits."""
+        return self._deadlines_s.get(ticket)
+
+    def add(self, waiting: Waiting) -> None:
+        """Count a request."""
+        self.crowd.add(waiting.demand.tenant)
+        if waiting.demand.deadline_s < math.inf:
+            self._deadlines_s[waiting.ticket] = waiting.demand.deadline_s
+            self._next.push(waiting.ticket)
+
+    def remove(self, waiting: Waiting) -> None:
+        """Count a request no more."""
+        self.crowd.remove(waiting.demand.tenant)
+        self._deadlines_s.pop(waiting.ticket, None)
+
+    def first_deadline_s(self) -> float | None:
+        """Return the earliest deadline; None without one."""
+        return None if (ticket := self._next.first()) is None else self._deadlines_s[ticket]
 
 
 class Lanes:
@@ -60,8 +81,8 @@ class Lanes:
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
         self._stalled: Collection[str] = frozenset()  # models without a replica
-        self._crowd = Crowd(config.weight_of)
-        self._models: dict[str, _ModelLine] = {}
+        self._crowd = Crowd(config)
+        self.models: dict[str, ModelLine] = {}  # that requests wait for
         self.maybe_open: set[str] = set()
 
     def __len__(self) -> int:
@@ -69,21 +90,6 @@ class Lanes:
 
     def __contains__(self, ticket: int) -> bool:
         return ticket in self._waiting
-
-    def num_of(self, model: str) -> int:
-        """Return the number of waiting requests for the model."""
-        return len(self._models[model].crowd) if model in self._models else 0
-
-    @property
-    def models(self) -> Collection[str]:
-        """The models that requests wait for."""
-        return self._models.keys()
-
-    def first_deadlines(self) -> Iterator[tuple[str, float]]:
-        """Yield the earliest deadline of each model that has one."""
-        for model, line in self._models.items():
-            if (ticket := line.deadlines.first()) is not None:
-                yield model, self._waiting[ticket].demand.deadline_s
 
     @property
     def most_urgent(self) -> float:
@@ -112,19 +118,14 @@ class Lanes:
         self._count(waiting)
 
     def _count(self, waiting: Waiting) -> None:
-        demand = waiting.demand
+        model = waiting.demand.model
         self._waiting[waiting.ticket] = waiting
         self.cost_s += waiting.cost_s
-        self._crowd.add(demand.tenant)
-        if (line := self._models.get(demand.model)) is None:
-            line = self._models[demand.model] = _ModelLine(self.config.weight_of, self._deadline_of)
-        line.crowd.add(demand.tenant)
-        if demand.deadline_s < math.inf:
-            line.deadlines.push(waiting.ticket)
-        self.maybe_open.add(demand.model)
-
-    def _deadline_of(self, ticket: int) -> float | None:
-        return self._waiting[ticket].demand.deadline_s if ticket in self._waiting else None
+        self._crowd.add(waiting.demand.tenant)
+        if model not in self.models:
+            self.models[model] = ModelLine(self.config)
+        self.models[model].add(waiting)
+        self.maybe_open.add(model)
 
     def remove(self, ticket: int) -> Waiting:
         """Take a request out."""
@@ -132,9 +133,9 @@ class Lanes:
         self.cost_s = max(0.0, self.cost_s - waiting.cost_s) if self._waiting else 0.0  # without a rest by rounding
         demand = waiting.demand
         self._crowd.remove(demand.tenant)
-        self._models[demand.model].crowd.remove(demand.tenant)
-        if not self.num_of(demand.model):
-            del self._models[demand.model]
+        self.models[demand.model].remove(waiting)
+        if not self.models[demand.model].crowd:
+            del self.models[demand.model]
         if self._returned.pop(ticket, None) is None:
             if next(iter(self._ages)) == ticket:
                 self._num_overtakes = 0
@@ -190,7 +191,7 @@ class Lanes:
         would have, or else a less urgent one of its own: the newest of the least urgent. Returned with it: whether it
         is another tenant's, and that tenant's length. `model` is the one at its bound, None for the bound of all.
         """
-        crowd = self._crowd if model is None else self._models[model].crowd if model in self._models else None
+        crowd = self._crowd if model is None else self.models[model].crowd if model in self.models else None
         richer = crowd.richer_than(demand.tenant) if crowd else None
         if richer and (found := self._least_urgent(richer[1], model, 0)) is not None:
             return True, richer[0], found
@@ -236,8 +237,8 @@ class Lanes:
         self.config = config
         for turns in self._classes.values():
             turns.reweigh(config)
-        for crowd in (self._crowd, *[line.crowd for line in self._models.values()]):
-            crowd.reweigh(config.weight_of)
+        for crowd in (self._crowd, *[line.crowd for line in self.models.values()]):
+            crowd.reweigh(config)
 
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, if it is less urgent than `priority`."""
@@ -297,7 +298,7 @@ class Pool:
 
     def is_at_hand(self, model: str) -> bool:
         """Return whether a request for the model is here, so that its times will be known soon."""
-        return self.lanes.num_of(model) > 0 or self.slots.num_of(model) > 0
+        return model in self.lanes.models or self.slots.num_of(model) > 0
 
     def look_at_all(self) -> None:
         """Look for room for all waiting models at the next chance."""

@@ -17,9 +17,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from cluster.admission.outcomes import MAX_TENANT_LOADS, EndedLog, added_loads, joined_loads
+from cluster.admission.outcomes import MAX_TENANT_LOADS, EndedLog, added_loads, joined_loads, note_load
 from cluster.admission.places import Places
 from cluster.admission.pool import Forecast, Pool
 from cluster.admission.records import (
@@ -36,7 +36,14 @@ from cluster.admission.records import (
 )
 from cluster.admission.replica_choice import Assignment
 from cluster.admission.replica_slots import Ended
-from cluster.admission.service_times import MAX_MODELS, ArrivalRate, ModelTimes, RequestCounts, ServiceTimes
+from cluster.admission.service_times import (
+    MAX_MODELS,
+    ArrivalRate,
+    BatchLatency,
+    ModelTimes,
+    RequestCounts,
+    ServiceTimes,
+)
 from cluster.admission.slot_parts import SlotParts
 from cluster.admission.starts import Starts
 from configs.admission import AdmissionConfig
@@ -100,7 +107,7 @@ class AdmissionQueue:
         pool.lanes.turns(demand.priority).note_offer(demand.tenant, waiting.cost_s, now_s)
         refusal = self._forecast.why_untimely(pool, demand, now_s) or self._make_room(pool, waiting, now_s)
         if refusal is not None:
-            self._note_refusal(ticket, demand, refusal)
+            self._refuse(pool, waiting, refusal)
             return
         pool.lanes.add(waiting)
         self._pool_of[ticket] = demand.pool
@@ -180,10 +187,6 @@ class AdmissionQueue:
         found.failures.keep_replicas(found.slots.uses().keys() | set(names))
         self.parts.set_part(pool, now_s)
 
-    def num_replicas(self, pool: str) -> int:
-        """Return the number of replicas that can be given work."""
-        return len(self._pool(pool).slots.replicas.names())
-
     def set_placement(self, placement: Placement) -> None:
         """Start requests only where `placement` lets them."""
         self.places.set_placement(placement)
@@ -246,8 +249,9 @@ class AdmissionQueue:
             running += pool.slots.running()
             for model in {*pool.lanes.models, *pool.slots.running()} - known.keys():
                 known[model] = RequestCounts(name)
-            for model, first_s in pool.lanes.first_deadlines():
-                slacks_s[model] = min(first_s - now_s, slacks_s.get(model, math.inf))
+            for model, line in pool.lanes.models.items():
+                if (first_s := line.first_deadline_s()) is not None:
+                    slacks_s[model] = min(first_s - now_s, slacks_s.get(model, math.inf))
         models = []
         for model, counts in known.items():
             times = self._times.times(model) or ModelTimes()
@@ -280,7 +284,8 @@ class AdmissionQueue:
         if not len(pool.lanes) and pool.slots.replicas.has_room(demand.share):
             return None
         config = self.config
-        if pool.lanes.num_of(demand.model) >= self.parts.own_part(config.max_waiting_per_model):
+        line = pool.lanes.models.get(demand.model)
+        if line and len(line.crowd) >= self.parts.own_part(config.max_waiting_per_model):
             refusal, model, crowd = Refusal("model_full", limit=config.max_waiting_per_model), demand.model, [pool]
         elif self.num_waiting >= self.parts.own_part(config.max_waiting):
             refusal, model, crowd = Refusal("queue_full", limit=config.max_waiting), None, [*self._pools.values()]
@@ -297,27 +302,25 @@ class AdmissionQueue:
     def _start(self, pool: Pool, waiting: Waiting, where: Assignment, now_s: float) -> Started:
         demand = waiting.demand
         pool.lanes.start_request(waiting.ticket, self._forecast.cost_s(demand))
-        pool.slots.start_request(waiting, where, now_s, self._times.times(demand.model) or ModelTimes())
+        times = self._times.times(demand.model)
+        pool.slots.start_request(waiting, where, now_s, times.latency_s(demand.work) if times else BatchLatency())
         counts = self._counts_of(demand)
         counts.started, counts.started_s = counts.started + 1, now_s
-        self._note_load(demand, started=1, waited_s=max(0.0, now_s - waiting.arrived_s))
+        waited_s = max(0.0, now_s - waiting.arrived_s)
+        load = TenantLoad(demand.pool, demand.model, demand.tenant, started=1, waited_s=waited_s)
+        note_load(self._tenant_loads, load)
         pool.num_started += 1
         return Started(waiting.ticket, where.replica)
 
     def _refuse(self, pool: Pool, waiting: Waiting, refusal: Refusal) -> None:
-        pool.lanes.remove(waiting.ticket)
-        del self._pool_of[waiting.ticket]
-        self._note_refusal(waiting.ticket, waiting.demand, refusal)
-
-    def _note_refusal(self, ticket: int, demand: Demand, refusal: Refusal) -> None:
+        """Refuse a request, which waits or is new."""
+        if waiting.ticket in pool.lanes:
+            pool.lanes.remove(waiting.ticket)
+            del self._pool_of[waiting.ticket]
+        demand = waiting.demand
         self._counts_of(demand).refused += 1
-        self._note_load(demand, refused=1)
-        self._refused.append(Refused(ticket, refusal))
-
-    def _note_load(self, demand: Demand, **counted: Any) -> None:
-        load = TenantLoad(demand.pool, demand.model, demand.tenant, **counted)
-        known = self._tenant_loads.get(load.key)
-        self._tenant_loads.note(load.key, known + load if known else load)
+        note_load(self._tenant_loads, TenantLoad(demand.pool, demand.model, demand.tenant, refused=1))
+        self._refused.append(Refused(waiting.ticket, refusal))
 
     def _counts_of(self, demand: Demand) -> RequestCounts:
         return self._counts.used(demand.model, lambda: RequestCounts(demand.pool))

@@ -19,7 +19,7 @@ from typing import Final
 from cluster.admission.records import Demand, ReplicaLoad, ReplicaPart, ReplicaUse, Waiting
 from cluster.admission.replica_choice import Assignment
 from cluster.admission.replicas import MAX_RECENT, ROUNDING, Replica, Replicas
-from cluster.admission.service_times import ModelTimes
+from cluster.admission.service_times import BatchLatency
 
 NO_PART: Final = ReplicaPart(0.0)
 PLAYED: Final = 64  # starts of a forecast, and free places that it looks at
@@ -41,17 +41,16 @@ class _RunningRequest:
     replica: str
     started_s: float
     began: float  # the replica's `clock` at the start
-    times: ModelTimes
+    latency: BatchLatency  # expected at the start
 
     def left_s(self, replica: Replica, now_s: float) -> float:
         """Return the estimated seconds left: the past at its own concurrency, the rest at the present one."""
         share, passed_s = self.waiting.demand.share, now_s - self.started_s
         num_sharing = max(1.0, replica.all_used / share)
         busy_s = share * (replica.clock_at(now_s) - self.began)
-        work = self.waiting.demand.work
-        expected_s = self.times.expected_s(work, passed_s / busy_s if busy_s > 0 else num_sharing)
+        expected_s = self.latency.seconds_at(passed_s / busy_s if busy_s > 0 else num_sharing)
         part = passed_s / expected_s if expected_s > 0 else 1.0
-        return max(0.0, 1 - part) * self.times.expected_s(work, num_sharing)
+        return max(0.0, 1 - part) * self.latency.seconds_at(num_sharing)
 
 
 class PlayedStarts:
@@ -150,8 +149,8 @@ class ReplicaSlots:
             found[key] = found.get(key, 0.0) + demand.share
         return found
 
-    def start_request(self, waiting: Waiting, where: Assignment, now_s: float, times: ModelTimes) -> None:
-        """Count a request as running on a replica. `times` are those of its model."""
+    def start_request(self, waiting: Waiting, where: Assignment, now_s: float, latency: BatchLatency) -> None:
+        """Count a request as running on a replica, where it is expected to take `latency`."""
         replica = self.replicas[where.replica]
         model, others = waiting.demand.model, [each for each in replica.recent if each != waiting.demand.model]
         if model not in replica.recent:
@@ -164,7 +163,7 @@ class ReplicaSlots:
         replica.models[model] += 1
         self._num_running[model] += 1
         self.replicas.believe(replica, [*(others if len(others) < MAX_RECENT else others[1:]), model])
-        self._runs[waiting.ticket] = _RunningRequest(waiting, where.replica, now_s, replica.clock, times)
+        self._runs[waiting.ticket] = _RunningRequest(waiting, where.replica, now_s, replica.clock, latency)
         self._ends = self._starts = None
 
     def end(self, ticket: int, now_s: float) -> Ended:

@@ -96,6 +96,17 @@ class Estimate:
         return max(0.0, self._seconds + self._slope * (work - self._work)) if self._num else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLatency:
+    """The seconds from start to end of a request, at each of `BATCH_SIZES`; straight lines lie between them."""
+
+    seconds: tuple[float, ...] = (0.0,) * len(BATCH_SIZES)
+
+    def seconds_at(self, num_sharing: float) -> float:
+        """Return the seconds when so many requests share the replica in the mean, the request itself included."""
+        return _between(self.seconds, num_sharing)
+
+
 @dataclass(slots=True)
 class BatchSlowdown:
     """The factor by which requests take longer in a batch, by its size.
@@ -213,6 +224,10 @@ class ModelTimes:
         """Return the mutual delay per batch-mate of a request of that work, in seconds."""
         least, most = self.slowdown.seen()
         return max(0.0, self.expected_s(work, most) - self.expected_s(work, least)) / (most - least)
+
+    def latency_s(self, work: float) -> BatchLatency:
+        """Return the latency of a request of that work, among any number of batch-mates."""
+        return BatchLatency(tuple(self.latency.seconds_of(work * factor) for factor in self._factors))
 
     def late_s(self, work: float, num_sharing: float) -> float:
         """Return the latency that few requests of that work exceed when `num_sharing` share the replica.

@@ -7,10 +7,11 @@ what each has got by its weight, or all that it wanted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from cluster.admission.lazy_heap import LazyHeap
+from configs.admission import AdmissionConfig
 
 K = TypeVar("K", bound=Hashable)
 
@@ -32,12 +33,12 @@ def given_until(level: float, claims: Iterable[tuple[float, float]]) -> float:
 
 
 class Crowd:
-    """Waiting requests, counted by tenant. Each change costs O(log tenants)."""
+    """Waiting requests, counted by tenant, whose weights `config` has. Each change costs O(log tenants)."""
 
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
-        self._weight_of = weight_of
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
         self._counts: Counter[str] = Counter()
-        self._longest = LazyHeap(self._below)
+        self._longest = LazyHeap[str](self)
         self._num = 0
 
     def __len__(self) -> int:
@@ -66,15 +67,15 @@ class Crowd:
             return None
         return self._length(other), other
 
-    def reweigh(self, weight_of: Callable[[str], float]) -> None:
-        """Use these weights from now on."""
-        self._weight_of = weight_of
+    def reweigh(self, config: AdmissionConfig) -> None:
+        """Use its weights from now on."""
+        self._config = config
         self._longest.rebuild()
 
     def _length(self, tenant: str, num_more: int = 0) -> float:
         """Return the number of the tenant's requests plus `num_more`, divided by its weight."""
-        return (self._counts[tenant] + num_more) / self._weight_of(tenant)
+        return (self._counts[tenant] + num_more) / self._config.weight_of(tenant)
 
-    def _below(self, tenant: str) -> float | None:
-        """Return the key of a line: the longest is the least."""
+    def key_of(self, tenant: str) -> float | None:
+        """Return the key of a line, for the heap: the longest is the least."""
         return -self._length(tenant) if tenant in self._counts else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -56,6 +55,17 @@ class Lane:
         return self.clock_s if self.num_startable else max(self.clock_s, floor_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fronts:
+    """The first requests of a lane for each of the models."""
+
+    lane: Lane
+    models: Collection[str]
+
+    def key_of(self, model: str) -> int | None:
+        return _front(self.lane.models[model]).number if model in self.models and model in self.lane.models else None
+
+
 class OpenModels:
     """The models whose requests may start in this moment. Each lane's requests for them are in a heap by arrival."""
 
@@ -74,13 +84,10 @@ class OpenModels:
             return oldest
         if (fronts := self._fronts.get(lane)) is None:
             less, more = sorted((self.names, lane.models.keys()), key=len)
-            fronts = LazyHeap(partial(self._number_of, lane), [model for model in less if model in more])
+            fronts = LazyHeap(_Fronts(lane, self.names), [model for model in less if model in more])
             self._fronts[lane] = fronts
         model = fronts.first()
         return None if model is None else _front(lane.models[model])
-
-    def _number_of(self, lane: Lane, model: str) -> int | None:
-        return _front(lane.models[model]).number if model in self.names and model in lane.models else None
 
 
 class TenantTurns:
@@ -99,7 +106,7 @@ class TenantTurns:
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._busy: dict[str, Lane] = {}
         self._by_model: dict[str, dict[str, Lane]] = {}  # the lanes that wait for it, by tenant
-        self._turns = LazyHeap(self._turn_of)  # of the busy tenants
+        self._turns = LazyHeap[str](self)  # of the busy tenants
         self._weight = 0.0  # of the busy lanes
         self.cost_s = 0.0
         self.offered = ArrivalRate()  # replica seconds
@@ -262,7 +269,8 @@ class TenantTurns:
             found.update(lanes)
         return found.values()
 
-    def _turn_of(self, tenant: str) -> tuple[float, int] | None:
+    def key_of(self, tenant: str) -> tuple[float, int] | None:
+        """Return the key of a busy tenant's turn."""
         return self._busy[tenant].key() if tenant in self._busy else None
 
 

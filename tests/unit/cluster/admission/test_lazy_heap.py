@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kit.seeding import seeded_random
 from unit.counting import operations
@@ -9,9 +11,14 @@ from unit.counting import operations
 from cluster.admission.lazy_heap import LazyHeap
 
 
+class Numbers(dict[Any, int]):
+    def key_of(self, item: Any) -> int | None:
+        return self.get(item)
+
+
 def test_the_first_is_the_least_of_all_keys_whatever_grew_shrank_came_and_went() -> None:
-    rng, keys = seeded_random(), dict[str, int]()
-    heap = LazyHeap(keys.get)
+    rng, keys = seeded_random(), Numbers()
+    heap = LazyHeap[str](keys)
     for _ in range(3000):
         item, choice = rng.choice("abcdefgh"), rng.random()
         if item not in keys or choice < 0.2:  # it may be less than before
@@ -31,8 +38,8 @@ def test_the_first_is_the_least_of_all_keys_whatever_grew_shrank_came_and_went()
 
 @pytest.mark.parametrize("number", [100, 1000])
 def test_what_came_and_went_unseen_is_forgotten(number: int) -> None:
-    keys = {0: 0}
-    heap = LazyHeap(keys.get, keys)
+    keys = Numbers({0: 0})
+    heap = LazyHeap[int](keys, keys)
     for item in range(1, number):
         keys[item] = item
         heap.push(item)

@@ -14,7 +14,7 @@ from cluster.admission.records import Demand, OnDemandSwitch, Placement, Started
 from cluster.admission.replica_choice import HOLD_TIMES, Options, best_replica
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.replicas import JOIN_DELAYS
-from cluster.admission.service_times import ModelTimes
+from cluster.admission.service_times import BatchLatency
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
@@ -117,7 +117,7 @@ def test_requests_join_a_batch_until_they_delay_each_other_more_than_a_switch_ta
         if where.replica == "w":
             break
         num_joined += 1
-        slots.start_request(Waiting(number, demand, number, 1.0, 1.0), where, 1.0, ModelTimes())
+        slots.start_request(Waiting(number, demand, number, 1.0, 1.0), where, 1.0, BatchLatency())
     assert num_joined * JOIN_DELAYS * joining_s == pytest.approx(switch_s, abs=JOIN_DELAYS * joining_s)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 from kit.drawing import seeds
 
 from cluster.admission.shares import Crowd, fill, given_until
+from configs.admission import AdmissionConfig
 
 
 def test_an_amount_is_filled_by_weight_up_to_what_each_wants() -> None:
@@ -34,11 +36,15 @@ def test_who_wants_more_has_as_much_by_weight_as_all_others_who_do(seed: int) ->
         assert given_until(levels[0], claims.values()) == pytest.approx(amount)
 
 
+def config_of(weights: Mapping[str, float]) -> AdmissionConfig:
+    return AdmissionConfig.model_validate({"tenants": {name: {"weight": one} for name, one in weights.items()}})
+
+
 @seeds(50)
 def test_the_longest_line_by_weight_makes_room(seed: int) -> None:
     rng = random.Random(seed)
     weights = {name: rng.choice([0.5, 1.0, 2.0, 4.0]) for name in "abcdef"}
-    crowd, counts = Crowd(weights.__getitem__), Counter[str]()
+    crowd, counts = Crowd(config_of(weights)), Counter[str]()
     for _ in range(400):
         name = rng.choice("abcde")
         if counts[name] and rng.random() < 0.48:
@@ -49,7 +55,7 @@ def test_the_longest_line_by_weight_makes_room(seed: int) -> None:
             crowd.add(name)
         if rng.random() < 0.02:
             weights.update({name: rng.choice([0.5, 1.0, 2.0, 4.0]) for name in "abcde"})
-            crowd.reweigh(weights.__getitem__)
+            crowd.reweigh(config_of(weights))
         asking = rng.choice("abcdef")
         own = (counts[asking] + 1) / weights[asking]
         longest = max([counts[other] / weights[other] for other in counts], default=0.0)
