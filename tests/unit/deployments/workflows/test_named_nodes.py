@@ -88,7 +88,7 @@ def test_what_cannot_be_named_is_refused_by_its_node(titles: dict[str, str], sai
 
 def test_a_workflow_without_a_named_node_says_what_to_do() -> None:
     nodes = {id_: NODES[id_] for id_ in ("words", "show")}
-    with pytest.raises(WorkflowError, match="give the nodes that are a title of one word"):
+    with pytest.raises(WorkflowError, match="give such a node a title of one word"):
         find_ports(titled(workflow_of(**nodes), words="String (Multiline)"))
     film = ("LoadVideo", {"file": "me.mp4"})
     parts: dict[str, Any] = {"film": film, "parts": ("GetVideoComponents", {"video": ("film", 0)})}
