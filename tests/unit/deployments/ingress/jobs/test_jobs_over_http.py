@@ -21,7 +21,7 @@ from cluster.jobs import file_book
 from cluster.jobs.owner import JobOwner
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
-from deployments.ingress.jobs import desk
+from deployments.ingress.jobs import desk, runner
 from deployments.records.errors import GenerationFailed, QueueFull
 
 OpenHttp = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -516,6 +516,26 @@ async def test_an_ingress_that_ends_gives_its_jobs_back(as_described: Any, owner
     async with ingress_over(replicas, owner, as_described) as next_:
         job = await ended(next_, id_)
         assert (job["status"], job["num_starts"]) == ("done", 2)
+
+
+async def test_heartbeats_tell_of_running_jobs_alone(
+    as_described: Any, owner: JobOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats, beat = list[set[str]](), owner.beat_jobs
+
+    async def noted(name: str, progress: Any) -> list[str]:
+        beats.append(set(progress))
+        return await beat(name, progress)
+
+    monkeypatch.setattr(owner, "beat_jobs", noted)
+    monkeypatch.setattr(runner, "BEAT_S", 0.01)
+    held = Held()
+    async with ingress_over(held, owner, as_described) as http:
+        await ended(http, await begun(http, "/v1/embeddings", EMBEDDING))
+        id_ = await begun(http, IMAGES, IMAGE)
+        await until(lambda: beats and beats[-1] == {id_})
+        held.gate.set()
+        await ended(http, id_)
 
 
 async def test_a_folder_that_cannot_be_used_is_told(as_described: Any, replicas: Replicas, tmp_path: Path) -> None:
