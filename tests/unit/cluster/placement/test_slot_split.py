@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,18 @@ def test_replicas_on_which_only_one_may_start_are_its_own() -> None:
     ).limits
     assert found["one"]["a"] == 1.0
     assert found["other"]["b"] >= SLOT
+
+
+@pytest.mark.parametrize("used", [{}, {"a": SLOT}, {"b": 2 * SLOT}, {"a": SLOT, "b": SLOT}])
+def test_slots_stay_on_the_replicas_where_they_are(used: Mapping[str, float]) -> None:
+    """Also those beside the ones where requests run."""
+    has = {"one": {"a": 0.5, "b": 0.5}, "other": {"a": 0.5, "b": 0.5}}
+    ingresses = {}
+    for name, running in (("one", used), ("other", {})):
+        asked = claims(running, 10 - round(sum(running.values()) / SLOT), ("a", "b"))
+        uses = {replica: replace(use, limit=has[name][replica]) for replica, use in asked.replicas.items()}
+        ingresses[name] = replace(asked, replicas=uses)
+    assert split(**ingresses).limits == has
 
 
 def _random_claims(rng: random.Random, names: list[str]) -> PoolClaims:
