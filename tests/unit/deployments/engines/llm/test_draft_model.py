@@ -20,6 +20,7 @@ from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.sequences.draft_pace import LONGEST_PAUSE, MOST, UNKNOWN, DraftCost, DraftPace, best_length
 from deployments.engines.records.protocol import EngineError, TextRequest
+from weights.formats.own_draft import PREFIX
 from weights.operations.adapters import load_adapter
 
 Pair = Callable[..., LLMEngine]
@@ -40,7 +41,7 @@ def paired(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         folder = tmp_path_factory.mktemp("paired")
         shutil.copytree(model.folder, folder, dirs_exist_ok=True)
         shutil.copytree(draft.folder, folder / "draft")
-        tensors = {**model.tensors, **{f"draft.{name}": tensor for name, tensor in draft.tensors.items()}}
+        tensors = {**model.tensors, **{f"{PREFIX}{name}": tensor for name, tensor in draft.tensors.items()}}
         engine = LLMEngine(folder, tensors, LLMEngineConfig(**options))
         engine._clock = lambda: 0.0
         return engine
@@ -136,7 +137,7 @@ def test_answers_are_the_same_without_a_draft_that_fails(tiny, paired, request_o
     model = tiny("llama", 3)
     requests = [request_of(str(i), prompt_of(20, i), max_tokens=40, ignore_eos=True) for i in range(3)]
     engine, plain = paired(model, model), answers(model.engine(), requests)[0]
-    runner, calls = engine._draft._runner, []
+    runner, calls = engine._draft._proposals._runner, []
 
     def run(chunks: Any) -> torch.Tensor:
         calls.append(len(chunks))
@@ -182,12 +183,12 @@ def test_an_adapter_changes_the_large_model_alone(tiny, paired, request_of, prom
 def test_a_cache_has_room_for_both(tiny, paired, tmp_path):
     model, draft = tiny("llama", 3), tiny("qwen3", 4, num_hidden_layers=1)
     engine = paired(model, draft, kv_cache_bytes=2**20, max_num_seqs=100)
-    caches = [runner._cache for runner in (engine._runner, engine._draft._runner)]
+    caches = [runner._cache for runner in (engine._runner, engine._draft._proposals._runner)]
     tensors = [tensor for cache in caches for half in (cache._keys, cache._values) for tensor in half.tensors]
     taken = sum(tensor.nbytes for tensor in tensors) + sum(4 * head for head in (8 // 2, 16 // 2))
     shutil.copytree(model.folder, tmp_path, dirs_exist_ok=True)
     shutil.copytree(draft.folder, tmp_path / "draft")
-    sizes = {f"draft.{name}": tensor.nbytes for name, tensor in draft.tensors.items()}
+    sizes = {f"{PREFIX}{name}": tensor.nbytes for name, tensor in draft.tensors.items()}
     options: dict[str, Any] = {"kv_cache_bytes": 2**20, "max_num_seqs": 100}
     cpu = torch.device("cpu")
     assert abs(working_bytes(tmp_path, torch.float32, cpu, **options, tensor_bytes=sizes) - taken) < 256
