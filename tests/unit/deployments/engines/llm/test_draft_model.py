@@ -19,6 +19,7 @@ from deployments.engines.llm.draft_model import create_draft
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.sequences.draft_pace import LONGEST_PAUSE, MOST, UNKNOWN, DraftCost, DraftPace, best_length
+from deployments.engines.llm.thought_budget import ThoughtBudget, ThoughtMarks
 from deployments.engines.records.protocol import EngineError, TextRequest
 from weights.formats.own_draft import PREFIX
 from weights.operations.adapters import load_adapter
@@ -91,6 +92,53 @@ def test_answers_are_the_same_in_a_batch_of_all_kinds(tiny, paired, request_of, 
         engine = paired(model, other, **limits)
         assert answers(engine, requests)[0] == expected
         assert answers(engine, requests)[0] == expected, "with prompts found in the cache"
+
+
+def ends(engine: LLMEngine, requests: list[TextRequest]) -> dict[tuple[str, int], list[Any]]:
+    """Return what ended each completion, with its text and tokens, and the tokens that it and its prompt scored."""
+    for request in requests:
+        engine.add_request(request)
+    found: dict[tuple[str, int], list[Any]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            text, tokens, _, scored = found.setdefault((delta.request_id, delta.index), ["", (), None, ()])
+            for one in (*delta.prompt_logprobs, *([delta.logprob] if delta.logprob else [])):
+                scored += tuple((token, pytest.approx(score, abs=1e-3)) for token, score in one.best)
+            end = delta.finish_reason, delta.stopped_by
+            found[delta.request_id, delta.index] = [text + delta.text, tokens + delta.token_ids, end, scored]
+        assert not engine.failures
+    return found
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_answers_of_all_forms_are_the_same(tiny, paired, request_of, prompt_of, monkeypatch, is_equal):
+    model = tiny("llama", random.randrange(50))
+    draft = model if is_equal else tiny("qwen3", 7, num_hidden_layers=1)
+    plain = model.engine()
+    schema = {"type": "array", "items": {"enum": [True, "red", 17]}, "minItems": 2, "maxItems": 5}
+    marks = ThoughtMarks(("<t>",), ("</t>",), plain.encode_text("</t>"), lambda token: plain.tokenizer.decode([token]))
+    grammar = plain.grammars.compile_schema(schema)
+    sampling = request_of("r", (1,), max_tokens=60, ignore_eos=True).sampling
+    requests = []
+    for warmth in (0.0, 0.8):
+        drawn = replace(sampling, temperature=warmth, seed=5)
+        (texts,) = ends(plain, [TextRequest("r", prompt_of(9), drawn)]).values()
+        stops = replace(drawn, stop=(texts[0][20:22], "never"))
+        requests += [
+            TextRequest(f"grammar {warmth}", prompt_of(20), drawn, 2, grammar),
+            TextRequest(f"stop {warmth}", prompt_of(9), stops),
+            TextRequest(f"token {warmth}", prompt_of(9), replace(drawn, stop_token_ids=texts[1][25:26])),
+            TextRequest(f"scores {warmth}", prompt_of(17), replace(drawn, num_logprobs=3), scores_prompt=True),
+            TextRequest(f"budget {warmth}", prompt_of(12), drawn, 2, ThoughtBudget(marks, 7, is_thinking=True)),
+            TextRequest(f"both {warmth}", prompt_of(12), drawn, 1, ThoughtBudget(marks, 7, True, grammar)),
+        ]
+    expected = ends(plain, requests)
+    engine = paired(model, draft)
+    counts = noted(engine, monkeypatch)
+    assert ends(engine, requests) == expected
+    assert counts
+    assert expected["stop 0.0", 0][2] == ("stop", requests[1].sampling.stop[0])
+    assert "</t>" in expected["budget 0.8", 1][0]
 
 
 def test_tokens_are_those_of_transformers_with_the_assistant(tiny, paired, request_of, prompt_of):
@@ -228,6 +276,28 @@ def test_a_dear_draft_pauses_ever_longer_and_goes_on_where_it_pays() -> None:
     assert len(subject.propose(range(10), 3)) == 3
     assert len(DraftPace(13, cost).propose(range(10), 100)) == 2  # one is drawn in any case
     assert DraftPace(11, cost).propose(range(10), 100) == ()
+
+
+def test_a_draft_gets_the_texts_themselves(tiny, paired, request_of, prompt_of, monkeypatch):
+    model = tiny("llama", 3)
+    engine, copied = paired(model, model), []
+    runner = engine._draft._proposals._runner
+
+    def run(chunks: Any) -> torch.Tensor:
+        own = {id(one.sequence.token_ids) for completions in engine._requests.values() for one in completions}
+        copied.extend(id(chunk.sequence.token_ids) not in own for chunk in chunks)
+        return type(runner).run(runner, chunks)
+
+    monkeypatch.setattr(runner, "run", run)
+    answers(engine, [request_of("r", prompt_of(20), max_tokens=20)])
+    assert copied
+    assert not any(copied), "a text of 131,072 tokens would be copied at each step"
+
+
+def test_a_model_may_have_tensors_called_draft(tiny, request_of, prompt_of):
+    model, request = tiny("llama", 3), request_of("r", prompt_of(20), max_tokens=9)
+    named = {**model.tensors, "draft.weight": torch.ones(2)}
+    assert answers(LLMEngine(model.folder, named, LLMEngineConfig()), [request]) == answers(model.engine(), [request])
 
 
 def test_a_draft_that_lacks_a_tensor_is_refused(tiny, paired):
