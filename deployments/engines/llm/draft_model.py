@@ -9,8 +9,10 @@ answer. An assistant has no keys of its own, and reads those of the large one (`
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +25,8 @@ from deployments.engines.llm.models.own_cache import OwnCacheModel
 from deployments.engines.llm.models.registry import AnyModel, LoadedModel, create_any_model, load_config
 from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.models.stock_classes import DRAFTS_FOR
+from deployments.engines.llm.sampling.sampler import SampledToken, sample
+from deployments.engines.llm.sampling.token_picker import TokenPicker
 from deployments.engines.llm.sequences.draft_pace import DraftCost, DraftPace
 from deployments.engines.llm.sequences.kv_cache import CachePlan
 from deployments.engines.llm.sequences.last_states import LastStates
@@ -101,8 +105,8 @@ class Proposals(Protocol):
     def follow(self, chunks: Iterable[Chunk]) -> None:
         """Take in a step that the large model has computed."""
 
-    def propose(self, asked: Collection[Chunk]) -> list[tuple[int, ...]]:
-        """Return tokens for the places that chunks propose, in order; at most as many."""
+    def propose(self, asked: Collection[Chunk], pickers: Items[TokenPicker]) -> list[tuple[int, ...]]:
+        """Return tokens for the places that chunks propose, in order, as their pickers choose; at most as many."""
 
 
 class DraftModel:
@@ -124,10 +128,12 @@ class DraftModel:
         except Exception:  # its blocks then have other contents, as any that it did not compute
             logger.exception("the draft model failed in a step of %d chunks", len(chunks))
 
-    def fill(self, plan: StepPlan) -> StepPlan:
+    def fill(self, plan: StepPlan, picker_of: Callable[[Sequence], TokenPicker]) -> StepPlan:
         """Return a step with tokens in the places of its proposals; without these if the draft fails.
 
-        Blocks are copied first, as the step says.
+        They are drawn with the numbers with which the sequence's own picker draws its next tokens: where both models
+        find the same tokens likely, these draws agree far more often than with the likeliest token. Blocks are copied
+        first, as the step says.
         """
         self._proposals.prepare(plan)
         asked = [chunk for chunk in plan.chunks if chunk.proposed]
@@ -135,7 +141,8 @@ class DraftModel:
             return plan
         try:
             with panics_as_errors():
-                found = {id(chunk): tokens for chunk, tokens in zip(asked, self._proposals.propose(asked), strict=True)}
+                made = self._proposals.propose(asked, [picker_of(chunk.sequence).ahead() for chunk in asked])
+                found = {id(chunk): tokens for chunk, tokens in zip(asked, made, strict=True)}
         except Exception:
             logger.exception("the draft model failed for %d sequences", len(asked))
             found = {}
@@ -174,8 +181,8 @@ class OwnProposals:
                 sequence.num_drafted_tokens = chunk.end
         self._run(parts)
 
-    def propose(self, asked: Collection[Chunk]) -> list[tuple[int, ...]]:
-        """Return the most likely tokens, each behind those before it."""
+    def propose(self, asked: Collection[Chunk], pickers: Items[TokenPicker]) -> list[tuple[int, ...]]:
+        """Return tokens, each behind those before it."""
         found: list[tuple[int, ...]] = [()] * len(asked)
         parts = []
         for chunk in asked:
@@ -184,7 +191,8 @@ class OwnProposals:
         for place in range(max(len(chunk.proposed) for chunk in asked)):
             going = [number for number, chunk in enumerate(asked) if place < len(chunk.proposed)]
             logits = torch.cat(self._run([parts[number] for number in going]))
-            for number, token in zip(going, logits[:, : self._vocab_size].argmax(-1).tolist(), strict=True):
+            drawn = _chosen(logits[:, : self._vocab_size], [pickers[number] for number in going])
+            for number, token in zip(going, drawn, strict=True):
                 found[number] += (token,)
                 end = parts[number].end
                 parts[number] = replace(parts[number], start=end, end=end + 1, proposed=(token,))
@@ -225,8 +233,8 @@ class AssistantProposals:
     def follow(self, chunks: Iterable[Chunk]) -> None:
         """Do nothing: it has no keys of its own."""
 
-    def propose(self, asked: Collection[Chunk]) -> list[tuple[int, ...]]:
-        """Return the most likely tokens of the sequences whose last computed token has a known state."""
+    def propose(self, asked: Collection[Chunk], pickers: Items[TokenPicker]) -> list[tuple[int, ...]]:
+        """Return tokens of the sequences whose last computed token has a known state."""
         states = [_last_state(chunk.sequence) for chunk in asked]
         known = [(chunk.sequence, state) for chunk, state in zip(asked, states, strict=True) if state is not None]
         if not known:
@@ -242,12 +250,19 @@ class AssistantProposals:
             torch.tensor(ends, device=device),
             self._runner.plan_reading(before),
             max(len(chunk.proposed) for chunk in asked),
+            partial(_chosen, pickers=[one for one, state in zip(pickers, states, strict=True) if state is not None]),
         )
         rows = iter(found.tolist())
         return [
             () if state is None else tuple(next(rows)[: len(chunk.proposed)])
             for chunk, state in zip(asked, states, strict=True)
         ]
+
+
+def _chosen(logits_NV: torch.Tensor, pickers: Items[TokenPicker]) -> list[int]:
+    """Return the token of each row that its picker chooses; the first one where the logits are not finite."""
+    outcomes = sample(logits_NV.float().contiguous(), pickers)
+    return [one.token_id if isinstance(one, SampledToken) else 0 for one in outcomes]
 
 
 def _last_state(sequence: Sequence) -> torch.Tensor | None:

@@ -268,7 +268,7 @@ class LLMEngine:
                 self._runner.copy_blocks(plan.copies)
             with self._workspace.lend(STEP_KIND, 1, 1) if plan.chunks else contextlib.nullcontext():
                 if self._draft is not None:
-                    plan = self._draft.fill(plan)
+                    plan = self._draft.fill(plan, lambda one: _completions(self._requests, one)[0].picker)
                 begin_s = self._clock()
                 chunks, tokens = self._run_wanted(plan.chunks)
                 if self._draft is not None:

@@ -9,7 +9,7 @@ Suffixes: G sequences, P proposals of each, C hidden size, H query heads, K key/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,18 @@ class AssistantModel:
 
     @torch.inference_mode()
     def propose(
-        self, token_ids_G: torch.Tensor, states_GC: torch.Tensor, places_G: torch.Tensor, planner: Planner, count: int
+        self,
+        token_ids_G: torch.Tensor,
+        states_GC: torch.Tensor,
+        places_G: torch.Tensor,
+        planner: Planner,
+        count: int,
+        choose: Callable[[torch.Tensor], Sequence[int]],
     ) -> torch.Tensor:
         """Return `count` tokens (G, P) behind the last tokens of sequences, which are in these places.
 
-        `states_GC` are the model's behind the tokens before these, to which the `planner` reads.
+        Each is the one that `choose` takes by its logits (G, V). `states_GC` are the model's behind the tokens before
+        these, to which the `planner` reads.
         """
         embed, module = self.model.module.get_input_embeddings(), self.module
         masks = {
@@ -75,7 +82,8 @@ class AssistantModel:
                     attention_mask=masks,
                     shared_kv_states=dict.fromkeys(masks, (none, none)),
                 )
-                token_ids_G = output.logits[0, :, : self.spec.vocab_size].argmax(-1)
+                chosen = choose(output.logits[0, :, : self.spec.vocab_size])
+                token_ids_G = torch.tensor(chosen, device=token_ids_G.device)
                 states_GC = output.last_hidden_state[0]
                 found.append(token_ids_G)
         return torch.stack(found, 1)

@@ -113,8 +113,8 @@ def test_proposals_and_tokens_are_those_of_transformers(class_name, tmp_path, mo
     engine, _ = paired(tmp_path, model, assistant)
     made, propose = [], AssistantProposals.propose
 
-    def noting(self: AssistantProposals, asked: Any) -> Any:
-        found = propose(self, asked)
+    def noting(self: AssistantProposals, asked: Any, pickers: Any) -> Any:
+        found = propose(self, asked, pickers)
         made.extend((list(chunk.sequence.token_ids), tokens) for chunk, tokens in zip(asked, found, strict=True))
         return found
 
@@ -155,14 +155,14 @@ def test_all_tokens_of_an_assistant_that_knows_them_are_right(tmp_path, monkeypa
     model, assistant = right_pair("Gemma4ForCausalLM")
     engine, _ = paired(tmp_path, model, assistant)
     counts = noted(engine, monkeypatch)
-    (request,) = drawn_requests(1, max_tokens=100)
+    (request,) = drawn_requests(1, max_tokens=80)
     found, num_steps = answers(engine, [request])
     assert all(num_right == num_proposed for num_proposed, num_right in counts[:-1])
     assert max(counts)[0] == MOST
     assert num_steps < 20
     ids = torch.tensor([request.prompt_token_ids])
     expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=100, min_new_tokens=100
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=80, min_new_tokens=80
     )
     assert [token for (token,), *_ in found["0", 0]] == expected[0, ids.shape[1] :].tolist()
 

@@ -150,11 +150,12 @@ def test_tokens_are_those_of_transformers_with_the_assistant(tiny, paired, reque
     assert [token for (token,), *_ in found["r", 0]] == expected
 
 
-def test_all_tokens_of_an_equal_model_are_right(tiny, paired, request_of, prompt_of, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 7}, {"temperature": 2.0, "top_p": 0.9}])
+def test_all_tokens_of_an_equal_model_are_right(tiny, paired, request_of, prompt_of, monkeypatch, options):
     model = tiny("qwen2", 5)
     engine = paired(model, model)
     counts = noted(engine, monkeypatch)
-    _, num_steps = answers(engine, [request_of("r", prompt_of(40), max_tokens=100, ignore_eos=True)])
+    _, num_steps = answers(engine, [request_of("r", prompt_of(40), max_tokens=100, ignore_eos=True, **options)])
     assert all(num_right == num_proposed for num_proposed, num_right in counts[:-1])
     assert max(counts)[0] == MOST
     assert num_steps < 20
