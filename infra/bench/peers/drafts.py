@@ -19,6 +19,7 @@ from infra.bench.peers.texts import OurTexts, StockTexts, TextSide
 from weights.formats.own_draft import DRAFT
 
 _TIMES: Final = 3  # as many layers as the draft has
+_ASKED: Final = ("copy a text", "write freely")
 
 
 def measure_draft(settings: PeersSettings, folder: Path) -> list[dict[str, Any]]:
@@ -30,9 +31,7 @@ def measure_draft(settings: PeersSettings, folder: Path) -> list[dict[str, Any]]
     tokenizer.save_pretrained(folder)
     write_deeper(folder)
     sides = draft_sides(folder)
-    return [
-        row for task, text in TASKS.items() for row in compare_answers(task, chat_ids(tokenizer, text), sides, settings)
-    ]
+    return [row for task in _ASKED for row in compare_answers(task, chat_ids(tokenizer, TASKS[task]), sides, settings)]
 
 
 def write_deeper(folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_answers_are_the_same_in_a_batch_of_all_kinds(tiny, paired, request_of, 
 
 
 def ends(engine: LLMEngine, requests: list[TextRequest]) -> dict[tuple[str, int], list[Any]]:
-    """Return what ended each completion, with its text and tokens, and the tokens that it and its prompt scored."""
+    """Return the text of each completion, its tokens, its end, and the scored tokens of its prompt and its own."""
     for request in requests:
         engine.add_request(request)
     found: dict[tuple[str, int], list[Any]] = {}
