@@ -25,8 +25,8 @@ from deployments.engines.llm.models.decoder_tensors import (
 )
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import check_gguf_tokenizer
-from deployments.engines.llm.models.known import check_config, has_own_layers, named_decoder
-from deployments.engines.llm.models.stock_classes import PAGED, SEEING
+from deployments.engines.llm.models.known import check_config, drafted_classes, has_own_layers, named_decoder
+from deployments.engines.llm.models.stock_classes import DRAFTS_FOR, PAGED, SEEING
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts, is_stock_class, parts_of
 from deployments.engines.text.known import ENCODER_CLASSES, POOLINGS, check_head, encoder_class, read_scoring_rule
@@ -147,42 +147,49 @@ def _method(quantization: object) -> str:
     return str(quantization.get("quant_method")) if isinstance(quantization, Mapping) else "of an unknown method"
 
 
-def _check_language_model(checkpoint: Checkpoint) -> None:
+def _check_language_model(checkpoint: Checkpoint, *, is_draft: bool = False) -> None:
     path = checkpoint.path
     if checkpoint.draft is not None:
-        for one in (checkpoint.draft, checkpoint):
-            _check_drafting(one)
-        _check_language_model(checkpoint.draft)
+        _check_drafting(checkpoint, checkpoint.draft)
+        _check_language_model(checkpoint.draft, is_draft=True)
     if headers := gguf_headers(path):
         check_gguf_decoder(headers)
         check_gguf_tokenizer(headers[0].metadata)
         return
     if path.is_file():
         raise EngineError(f"{path}: has no tokenizer: put it into a folder, beside its config.json and tokenizer.json")
-    class_name = check_config(checkpoint.config, path / "config.json")
+    class_name = check_config(checkpoint.config, path / "config.json", is_draft=is_draft)
     sees = class_name in SEEING
-    check_tokenizer(path)
+    if not is_draft:  # whose tokens are the model's
+        check_tokenizer(path)
     if (path / "generation_config.json").is_file():
         read_config(path / "generation_config.json")
-    _check_decoder_tensors(checkpoint)
+    _check_decoder_tensors(checkpoint, is_draft=is_draft)
     if sees:
         _check_processor(path)
 
 
-def _check_drafting(checkpoint: Checkpoint) -> None:
-    """Raise EngineError for a language model that cannot draft for another one, or have a draft itself."""
-    path = checkpoint.path
-    if gguf_headers(path):  # of our decoders
+def _check_drafting(model: Checkpoint, draft: Checkpoint) -> None:
+    """Raise EngineError for a model that can have no draft model, or not this one."""
+    class_name = named_decoder(draft.config)
+    if class_name in DRAFTS_FOR:
+        own = check_config(model.config, model.path / "config.json")
+        if own not in drafted_classes(class_name):
+            raise EngineError(f"{draft.path}: a {class_name} drafts for a {DRAFTS_FOR[class_name]}, not for a {own}")
         return
-    class_name = check_config(checkpoint.config, path / "config.json")
-    if class_name not in PAGED and not has_own_layers(class_name):
-        raise EngineError(
-            f"{path}: a {class_name} is no draft model and has none: expected a model of text alone whose attention "
-            "runs over the paged cache"
-        )
+    for checkpoint in (draft, model):
+        path = checkpoint.path
+        if gguf_headers(path):  # of our decoders
+            continue
+        own = check_config(checkpoint.config, path / "config.json")
+        if own not in PAGED and not has_own_layers(own):
+            raise EngineError(
+                f"{path}: a {own} is no draft model and has none: expected a model of text alone whose attention "
+                "runs over the paged cache"
+            )
 
 
-def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
+def _check_decoder_tensors(checkpoint: Checkpoint, *, is_draft: bool) -> None:
     """Raise EngineError for a decoder that lacks a tensor, or has one of another shape than its config says."""
     (component, *_) = checkpoint.components
     config, path = checkpoint.config, checkpoint.path
@@ -200,7 +207,7 @@ def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
         elif quantization is None:
             # It needs torch, which others do without: only transformers knows what its classes are made of.
             check_stock = importlib.import_module("deployments.engines.llm.models.registry").check_stock_tensors
-            check_stock(path, {name: shape for name, (_, shape) in given.items()})
+            check_stock(path, {name: shape for name, (_, shape) in given.items()}, is_draft=is_draft)
     except EngineError as error:
         raise error if str(path) in str(error) else EngineError(f"{path}: {error}") from None
 

@@ -237,7 +237,7 @@ _ENCODED: Final = "it writes what an encoder has seen or heard"
 _UNEQUAL: Final = "a tiny model of it was not found equal to its own `generate`"
 REFUSED: Final[Mapping[str, str]] = {
     "GitForCausalLM": _IMAGES,
-    **{name: f"it drafts for a {whole}, whose keys and values it reads" for name, whole in DRAFTS_FOR.items()},
+    **{name: f"it writes nothing alone: it is the draft model of a {whole}" for name, whole in DRAFTS_FOR.items()},
     **dict.fromkeys(("TrOCRForCausalLM", "WhisperForCausalLM"), _ENCODED),
     **dict.fromkeys(("MusicgenForCausalLM", "MusicgenMelodyForCausalLM"), "it writes codes of sound"),
     **dict.fromkeys(("xLSTMForCausalLM", "ReformerModelWithLMHead"), _UNEQUAL),

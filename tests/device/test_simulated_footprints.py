@@ -50,6 +50,7 @@ from deployments.engines.text.forwards import text_kind
 from deployments.engines.text.tokens import TokenizedText
 from deployments.engines.upscaling import build_upscaler, pixel_bytes
 from infra.supported.language_models import save_tiny, tiny_model
+from weights.formats.own_draft import PREFIX
 from weights.memory.device_arena import DeviceArena
 from weights.operations.adapters import LoraPair
 from weights.platform.torch_seam import fake_mode
@@ -394,11 +395,11 @@ def test_steps_of_a_language_model(device: torch.device, tmp_path: Path, context
 
 def test_steps_of_a_draft_model_count(device: torch.device, tmp_path: Path) -> None:
     forms = {}
-    for folder, prefix, width in ((tmp_path, "", 64), (tmp_path / "draft", "draft.", 256)):
+    for folder, prefix, width in ((tmp_path, "", 64), (tmp_path / "draft", PREFIX, 256)):
         module = small("LlamaForCausalLM", width)
         module.save_pretrained(folder)
         forms |= {f"{prefix}{name}": (tensor.dtype, tensor.shape) for name, tensor in module.state_dict().items()}
-    own = {name: form for name, form in forms.items() if not name.startswith("draft.")}
+    own = {name: form for name, form in forms.items() if not name.startswith(PREFIX)}
     config = LLMEngineConfig(device=device, max_num_seqs=7, max_num_batched_tokens=96, max_model_len=64)
     assert StepTwin(tmp_path, forms, config).step_bytes() > 1.5 * StepTwin(tmp_path, own, config).step_bytes() > 0
 

@@ -14,7 +14,8 @@ from weights.formats.untrusted import shown
 from weights.records.errors import FormatError
 
 DRAFT: Final = "draft"  # the component and its folder
-PREFIX: Final = f"{DRAFT}."  # of its tensors among those of the model, where the two are one component
+# Of its tensors among those of the model, where the two are one component; parts of a module's names have no slash.
+PREFIX: Final = f"{DRAFT}/"
 _TOKENIZER: Final = "tokenizer.json"
 
 

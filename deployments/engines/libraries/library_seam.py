@@ -129,6 +129,17 @@ SHIMS: Final = (
         ),
     ),
     Shim(
+        "assistants, whose layers have no keys of their own",
+        "Gemma 4's assistants draft for no model",
+        changed={
+            "transformers:Gemma4TextConfig.kv_sharing_modes": "transformers.models.gemma4.modeling_gemma4",
+            "transformers:Gemma4UnifiedTextConfig.kv_sharing_modes": (
+                "transformers.models.gemma4_unified.modeling_gemma4_unified"
+            ),
+        },
+        is_needed=False,
+    ),
+    Shim(
         "tokens of a denoiser on several ranks",
         "no ranks share the tokens of a denoiser",
         used=("diffusers.models.transformers.transformer_flux:FluxTransformer2DModel._cp_plan",),
@@ -278,6 +289,18 @@ def apply_gate(experts: Any, inner: torch.Tensor) -> torch.Tensor:
     """Apply the gate of a class of experts to gates and values, (N, 2 * inner size), between its two products."""
     gated: torch.Tensor = experts._apply_gate(inner)
     return gated
+
+
+def without_own_keys(config: Any) -> Any:
+    """Return a decoder's config whose layers all take keys and values from elsewhere.
+
+    transformers has classes for these, and since 5.23 an error where they are made.
+    """
+    kind = type(config)
+    modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
+    found = copy.copy(config)
+    found.__class__ = type(kind.__name__, (kind,), {"kv_sharing_modes": modes, "__module__": kind.__module__})
+    return found
 
 
 def process_image(processor: Any, image: Any, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -21,7 +21,7 @@ from deployments.engines.costs.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.chat_reader import ChatReader
 from deployments.engines.llm.completion import Completion, check_request, no_proposer
-from deployments.engines.llm.draft_model import PagedModel, create_draft, divided, open_draft
+from deployments.engines.llm.draft_model import DraftedModel, create_draft, divided, open_draft
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
@@ -135,7 +135,7 @@ class LLMEngine:
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._uses_host = any(place.type == "cpu" for place in (device, *places))
         plan, self._runner = plan_runner(model, config, ranks, draft)
-        self._draft = None if draft is None else open_draft(draft, model.spec.vocab_size, plan, config)
+        self._draft = None if draft is None else open_draft(draft, model, self._runner, plan, config)
         self._config, self._workspace, self._clock = config, workspace, time.perf_counter
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         looks_up = config.prompt_lookup and self._shares_prompts
@@ -268,7 +268,7 @@ class LLMEngine:
                 self._runner.copy_blocks(plan.copies)
             with self._workspace.lend(STEP_KIND, 1, 1) if plan.chunks else contextlib.nullcontext():
                 if self._draft is not None:
-                    plan = self._draft.fill(plan)
+                    plan = self._draft.fill(plan, lambda one: _completions(self._requests, one)[0].picker)
                 begin_s = self._clock()
                 chunks, tokens = self._run_wanted(plan.chunks)
                 if self._draft is not None:
@@ -452,7 +452,7 @@ def _leased_threads(config: LLMEngineConfig, count: int | None) -> AbstractConte
 
 
 def plan_runner(
-    model: AnyModel, config: LLMEngineConfig, ranks: RankChannel | None = None, draft: PagedModel | None = None
+    model: AnyModel, config: LLMEngineConfig, ranks: RankChannel | None = None, draft: DraftedModel | None = None
 ) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
     """Return the plan of a model's cache, and its runner, which leads those of other `ranks`. Raises EngineError.
 
@@ -513,7 +513,10 @@ def working_bytes(
     Raises EngineError as the engine does.
     """
     own, of_draft = divided(tensor_bytes)
-    configs = [(load_config(folder), own), *([(load_config(folder / DRAFT), of_draft)] if of_draft else [])]
+    configs = [
+        (load_config(folder), own),
+        *([(load_config(folder / DRAFT, is_draft=True), of_draft)] if of_draft else []),
+    ]
     if any(is_stock(config) for config, _ in configs):  # the caches of its layers are known only when it runs
         stock = [(config, given) for config, given in configs if is_stock(config)]
         return kv_cache_bytes + sum(converted_bytes(config, decoder_tensors(config, given)) for config, given in stock)
@@ -536,7 +539,7 @@ def layer_caches(
     None for a model of transformers, or a part of one, which has all layers there. A draft model has them there, too.
     Raises EngineError as the engine does.
     """
-    configs = [load_config(one) for one in (folder, *([folder / DRAFT] if has_draft else []))]
+    configs = [load_config(folder), *([load_config(folder / DRAFT, is_draft=True)] if has_draft else [])]
     if any(is_stock(config) or is_text_alone(config) for config in configs):
         return None
     specs = [decoder_spec(config) for config in configs]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deployments.engines.graph.recording import Recorder, Recording, record
-from deployments.engines.llm.draft_model import create_draft, divided
+from deployments.engines.llm.draft_model import create_draft, divided, draft_runner
 from deployments.engines.llm.engine import plan_runner
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.model_runner import ModelRunner, OwnCacheRunner
@@ -42,7 +42,9 @@ class StepTwin:
         draft = create_draft(folder, of_draft, model, config) if of_draft else None
         with self._mode:  # the cache, but not the frequencies, whose values are looked at
             self.plan, self._runner = plan_runner(model, config, draft=draft)
-            self._drafts = [ModelRunner(draft, self.plan.num_blocks, config.kv_dtype)] if draft else []
+            # An assistant has as many rows as a step of completions, and no more than these take.
+            runner = draft_runner(draft, self.plan, config) if draft else None
+            self._drafts = [runner] if runner else []
 
     def step_bytes(self) -> int:
         """Return the bytes of the largest steps: of prompts alone, of completions alone, and of both together.

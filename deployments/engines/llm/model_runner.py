@@ -16,7 +16,7 @@ from deployments.engines.llm.models.stock import StockLanguageModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
 from deployments.engines.llm.sampling.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.sequences.kv_cache import KVCache, KvDtype
-from deployments.engines.llm.sequences.paged_attention import StepAttention, Visible, plan_attention
+from deployments.engines.llm.sequences.paged_attention import Planner, StepAttention, Visible, plan_attention
 from deployments.engines.llm.sequences.sequence import Chunk, SequenceLora, SequenceState
 from deployments.engines.llm.split_layers import SplitLayers, SplitStep
 from deployments.engines.nn.batch_invariant import settled_rows
@@ -53,6 +53,10 @@ class ModelRunner:
         """Stream layers of the host to the device through `stream`, for steps of many tokens."""
         assert self._split is not None
         self._split.stream_layers(stream)
+
+    def plan_reading(self, chunks: Collection[Chunk]) -> Planner:
+        """Return the planner of attention to what the cache has up to each of the chunks' tokens."""
+        return lambda window, visible: plan_attention(chunks, self._cache, self._model.device, window, visible)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
@@ -109,7 +113,7 @@ class ModelRunner:
                 hidden = model.hidden_states(*arguments, rows, seen, self._step_states(model, chunks, check))
             else:
                 hidden = model.hidden_states(*arguments)
-        self._read_prompts(chunks, hidden)
+        self._note_states(chunks, hidden)
         with self._adapted.adding(_row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
@@ -140,7 +144,7 @@ class ModelRunner:
         step = SplitStep(ids_T, positions_T, len(tokens), plan, check, spans, is_adapted)
         with self._adapted.adding(_by_place(_row_adapters(chunks, self._model.device))):
             hidden = self._split.hidden_states(step)
-        self._read_prompts(chunks, hidden)
+        self._note_states(chunks, hidden)
         with self._adapted.adding(_row_adapters(chunks, self._model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
@@ -150,19 +154,24 @@ class ModelRunner:
             return self._run_split(chunks, check, spans)
         rows = _last_rows(chunks)
         hidden, logits = self._decoder.run_step(spans, rows, check)
-        self._read_prompts(chunks, hidden)
+        self._note_states(chunks, hidden)
         if logits is None:
             return self._logits(hidden, rows)
         assert isinstance(self._model, LoadedModel)
         return self._model.whole_logits(logits) if rows else logits.new_empty(0, self._model.spec.vocab_size)
 
-    def _read_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
-        """Note hidden states and log probabilities of prompts that ask for them.
+    def _note_states(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
+        """Note hidden states, and log probabilities of prompts, for sequences that ask for them.
 
         For these, a few rows at a time go through the head.
         """
         first = 0
         for chunk in chunks:
+            if chunk.sequence.last_states is not None and chunk.num_logits:
+                end = first + chunk.num_tokens
+                chunk.sequence.last_states.note_states(
+                    chunk.end - chunk.num_logits, hidden[end - chunk.num_logits : end]
+                )
             if chunk.sequence.pooled is not None:
                 chunk.sequence.pooled.note_states(chunk.start, hidden[first : first + chunk.num_tokens])
             scores = chunk.sequence.prompt_logprobs

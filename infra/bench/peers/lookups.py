@@ -22,7 +22,7 @@ _TEXT: Final = (
     "harbour board replaced it by an electric one. The keeper lived in a small house beside the tower with his family, "
     "and wrote down every ship that passed. His books are in the town's museum today."
 )
-_TASKS: Final[Mapping[str, str]] = {
+TASKS: Final[Mapping[str, str]] = {
     "copy a text": f"Repeat this text word for word:\n\n{_TEXT}",
     "summarise it": f"Summarise this text in three sentences, with its own words:\n\n{_TEXT}",
     "write freely": "Write a story about a child who finds a map in an old library.",
@@ -34,10 +34,10 @@ def measure_lookup(settings: PeersSettings, folder: Path) -> list[dict[str, Any]
     files = sorted((settings.judges / "smollm2").rglob("*.gguf"))
     if not files:
         return []
-    tokenizer = _write_model(files[0], folder)
+    tokenizer = write_smollm2(files[0], folder)
     sides = lookup_sides(folder)
     return [
-        row for task, text in _TASKS.items() for row in compare_answers(task, _ids(tokenizer, text), sides, settings)
+        row for task, text in TASKS.items() for row in compare_answers(task, chat_ids(tokenizer, text), sides, settings)
     ]
 
 
@@ -62,7 +62,7 @@ def compare_answers(
             texts = side.write([[_OTHER + round_, *prompt[1:]]], settings.num_answer)  # no prompt is in a cache
             ids[name] = texts.ids[0]
             times[name] += [texts.took] if round_ else []
-    if ids[OURS] != ids[f"{OURS}, lookup"]:
+    if any(own != ids[OURS] for name, own in ids.items() if name.startswith(f"{OURS},")):
         raise RuntimeError(f"{task}: the tokens are others with proposals")
     rows = rows_of(f"{task}, {settings.num_answer} tokens", times)
     cpu_ms = {row["side"]: row["cpu_ms"] for row in rows}
@@ -74,7 +74,7 @@ def compare_answers(
     return rows
 
 
-def _write_model(file: Path, folder: Path) -> Any:
+def write_smollm2(file: Path, folder: Path) -> Any:
     """Write the model of a GGUF file as a folder in float32, and return its tokenizer."""
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     unpacked = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
@@ -87,6 +87,6 @@ def _write_model(file: Path, folder: Path) -> Any:
     return tokenizer
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def chat_ids(tokenizer: Any, text: str) -> list[int]:
     asked = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     return [int(token) for token in tokenizer(asked)["input_ids"]]

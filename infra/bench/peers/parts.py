@@ -19,6 +19,7 @@ from rich.table import Table
 
 from infra.bench.peers.decoders import DecoderFiles, measure_bfloat16, measure_int8, measure_prefix, measure_streams
 from infra.bench.peers.denoisers import measure_steps, measure_unet
+from infra.bench.peers.drafts import measure_draft
 from infra.bench.peers.encoders import measure_embedding, measure_half
 from infra.bench.peers.lookups import measure_lookup
 from infra.bench.peers.pipelines import measure_image
@@ -35,6 +36,7 @@ PARTS: Final = {
     "prefix": "prompts at once that begin alike, int8 weights: until all have a token",
     "streams": "prompts at once, int8 weights: until all have their tokens",
     "lookup": "SmolLM2-135M: answers with tokens proposed from the text so far",
+    "draft": "SmolLM2-135M as a draft model, of itself with 60 random layers more",
     "unet": "Stable Diffusion 1.5's UNet in bfloat16: a step",
     "image": "a whole image of Stable Diffusion 1.5 in bfloat16",
     "steps": "the demo's Flux: images with extrapolated steps",
@@ -68,6 +70,7 @@ def _measures(settings: PeersSettings, folder: Path, seed: int) -> Mapping[str, 
         "prefix": partial(measure_prefix, settings, files),
         "streams": partial(measure_streams, settings, files),
         "lookup": partial(measure_lookup, settings, folder / "smollm2"),
+        "draft": partial(measure_draft, settings, folder / "deeper"),
         "unet": partial(measure_unet, settings, folder / "unet"),
         "image": partial(measure_image, settings, folder / "image"),
         "steps": partial(measure_steps, settings),

@@ -24,6 +24,7 @@ from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.records.protocol import SamplingParams, TextDelta, TextRequest
 from infra.bench.command.peers import LlamaCpp, OrderedProcess, llama_cpp_python, script_command
 from infra.bench.peers.settings import Took, clocked
+from weights.formats.own_draft import PREFIX
 from weights.loading.views import mapped_tensors
 
 STEP_TOKENS: Final = 2048  # of all sides
@@ -54,11 +55,15 @@ class TextSide(Protocol):
 class OurTexts:
     """Our engine, in this process."""
 
-    def __init__(self, model: Path, *, prompt_lookup: bool = False) -> None:
+    def __init__(self, model: Path, *, prompt_lookup: bool = False, draft: Path | None = None) -> None:
+        """A `draft` is the folder of that name in the model's."""
         config = LLMEngineConfig(
             kv_cache_bytes=_KV_BYTES, max_num_batched_tokens=STEP_TOKENS, prompt_lookup=prompt_lookup
         )
         folder, tensors, _ = mapped_tensors(model)
+        if draft is not None:
+            _, of_draft, _ = mapped_tensors(draft)
+            tensors = {**tensors, **{f"{PREFIX}{name}": tensor for name, tensor in of_draft.items()}}
         self._engine = LLMEngine(folder, tensors, config)
         self._num_texts = 0
 

@@ -28,12 +28,16 @@ from weights.records.dtypes import GROUP_INT8_METHOD
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
 
-def check_config(content: Mapping[str, Any], path: Path) -> str:
+def check_config(content: Mapping[str, Any], path: Path, *, is_draft: bool = False) -> str:
     """Return the decoder's class for a config.json read from `path`; for some models it is that of a part.
 
-    Raises EngineError for an architecture (with the nearest), a quantization or a RoPE scaling that is not supported.
+    Raises EngineError for an architecture (with the nearest), a quantization or a RoPE scaling that is not supported,
+    and for a class that only drafts, unless it `is_draft`.
     """
     class_name = named_decoder(content)
+    if class_name in DRAFTS_FOR and is_draft:
+        _check_stock(class_name, content, path)
+        return class_name
     if class_name in DRAFTS_FOR:
         raise EngineError(
             f"{path}: a {class_name} drafts for a {DRAFTS_FOR[class_name]}, whose keys and values it reads: alone it "
@@ -59,6 +63,12 @@ def named_decoder(content: Mapping[str, Any]) -> str:
     """Return the class that a config.json names first, or that of its model type; "" without either."""
     names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
     return names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
+
+
+def drafted_classes(class_name: str) -> frozenset[str]:
+    """Return the classes that one of `DRAFTS_FOR` drafts for: the one with eyes, and its decoder alone."""
+    whole = DRAFTS_FOR[class_name]
+    return frozenset({whole, whole.replace("ForConditionalGeneration", "ForCausalLM")})
 
 
 def has_own_layers(class_name: str | None) -> bool:

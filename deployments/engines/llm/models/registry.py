@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.building.build import blank_language_model, build_language_model
 from deployments.engines.libraries.config_files import read_config
+from deployments.engines.libraries.library_seam import without_own_keys
 from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.decoder_tensors import renamed_experts
 from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
@@ -41,7 +42,7 @@ from deployments.engines.llm.models.planned_forwards import PlannedForwards
 from deployments.engines.llm.models.planned_share import check_class
 from deployments.engines.llm.models.rank_share import DecoderShare, even_range, gather_columns
 from deployments.engines.llm.models.stock import StockLanguageModel, create_stock_model
-from deployments.engines.llm.models.stock_classes import OWN_CACHE, TEXT_ALONE
+from deployments.engines.llm.models.stock_classes import DRAFTS_FOR, OWN_CACHE, TEXT_ALONE
 from deployments.engines.llm.sequences.paged_attention import LayerAttention, Planner
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8, Arithmetic
@@ -120,16 +121,16 @@ _FEW_LAYERS: Final = 512  # allowed in a config with fewer tensors: a damaged nu
 AnyModel = LoadedModel | StockLanguageModel | OwnCacheModel
 
 
-def load_config(folder: Path) -> PretrainedConfig:
+def load_config(folder: Path, *, is_draft: bool = False) -> PretrainedConfig:
     """Read the transformers config of a model folder, or make it from the metadata of its GGUF model.
 
     Raises:
-        EngineError: no readable config.json, or the architecture is none of `ARCHITECTURES`.
+        EngineError: no readable config.json, or no class is known for it: some only for a model that `is_draft`.
     """
     if headers := gguf_headers(folder):
         return gguf_config(headers)
     content = read_config(folder / "config.json")
-    class_name = check_config(content, folder / "config.json")
+    class_name = check_config(content, folder / "config.json", is_draft=is_draft)
     named = named_decoder(content)
     whole = named if named in TEXT_ALONE else class_name
     try:
@@ -139,7 +140,9 @@ def load_config(folder: Path) -> PretrainedConfig:
             config = _text_config(config, class_name)
     except Exception as error:  # transformers raises many kinds; all mean that this config cannot be used
         raise EngineError(f"{folder / 'config.json'} is not a valid config: {error}") from error
-    config.architectures = [class_name]
+    if class_name in DRAFTS_FOR:
+        config.text_config = without_own_keys(config.text_config)
+    config.architectures, config.name_or_path = [class_name], str(folder)
     if (header := kuiper_header(folder)) is not None:
         config.packed_source = kuiper_source(header, config)
     return config
@@ -183,7 +186,7 @@ def is_stock(config: PretrainedConfig) -> bool:
     return config.architectures[0] not in ARCHITECTURES
 
 
-def check_stock_tensors(folder: Path, given: Mapping[str, Sequence[int]]) -> None:
+def check_stock_tensors(folder: Path, given: Mapping[str, Sequence[int]], *, is_draft: bool = False) -> None:
     """Raise EngineError if tensors of these names and shapes do not fit a class of transformers.
 
     The class is built, without memory for its weights.
@@ -194,7 +197,7 @@ def check_stock_tensors(folder: Path, given: Mapping[str, Sequence[int]]) -> Non
         is_count = "layer" in key and isinstance(value, int)
         if is_count and value > max(len(given), _FEW_LAYERS):  # before transformers makes a list of them
             raise EngineError(f"{folder / 'config.json'} says {key} {value}, and there are {len(given)} tensors")
-    config = load_config(folder)
+    config = load_config(folder, is_draft=is_draft)
     tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in given.items()}
     try:
         build_language_model(config, dict(decoder_tensors(config, tensors)))

@@ -76,11 +76,15 @@ class StockSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _StepMask:
+class StepMask:
     """A mask as the function that would make it, and the length of its window, 0 for all."""
 
     visible: Visible
     window: int
+
+    def __getitem__(self, _: Any) -> StepMask:
+        """Return itself: where layers share keys, Gemma 4 goes on with the rows that get logits, which are all here."""
+        return self
 
 
 @dataclass(slots=True, eq=False)
@@ -89,11 +93,11 @@ class _StockStep:
 
     planner: Planner
     check: Callable[[], None]
-    plans: dict[_StepMask, StepAttention] = field(default_factory=dict)
+    plans: dict[StepMask, StepAttention] = field(default_factory=dict)
     num_calls: int = 0
 
     def attend(
-        self, mask: _StepMask, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scores: Scores
+        self, mask: StepMask, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         self.check()
         if mask not in self.plans:
@@ -109,7 +113,7 @@ class _Probe:
     layers: list[KvHeads] = field(default_factory=list)
 
     def attend(
-        self, mask: _StepMask, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scores: Scores
+        self, mask: StepMask, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         if bool(mask.visible(torch.tensor(0), torch.tensor(1))):
             raise EngineError("its tokens see those behind them, so that none can be added")
@@ -124,10 +128,10 @@ def _register_functions() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, _mask)
 
 
-def _mask(*, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **_: Any) -> _StepMask:
+def _mask(*, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **_: Any) -> StepMask:
     """Return the mask of a step of any sequences; transformers has neither their number nor their lengths."""
     first = torch.tensor(0)  # for batch and heads
-    return _StepMask(lambda queries, keys: mask_function(first, first, queries, keys), local_size or 0)
+    return StepMask(lambda queries, keys: mask_function(first, first, queries, keys), local_size or 0)
 
 
 def _attention(
@@ -145,7 +149,7 @@ def _attention(
     step, name = step_inputs_of(module).attention, type(module).__name__
     if unknown := [one for one in _UNKNOWN if others.get(one) is not None]:
         raise EngineError(f"{name}: attention with {unknown[0]!r} is not supported")
-    if step is None or not isinstance(attention_mask, _StepMask) or others.get("is_causal") is False:
+    if step is None or not isinstance(attention_mask, StepMask) or others.get("is_causal") is False:
         raise EngineError(f"{name}: its attention is not one over a causal mask")
     scores = Scores(scaling, softcap, s_aux)
     q_THD, k_TKD, v_TKD = (one[0].transpose(0, 1) for one in (query, key, value))
@@ -216,7 +220,7 @@ class StockLanguageModel:
         The kernels compute the products of `rows`. If the class counts rows and columns of images, the positions may be
         (3, T). Recurrent layers have `states`.
         """
-        with _turn(self.module, rows=rows if self.has_kernels else None, states=states):
+        with turn(self.module, rows=rows if self.has_kernels else None, states=states):
             return _hidden_states(self.module, token_ids_T, positions_T, _StockStep(planner, check), seen)
 
     @property
@@ -247,13 +251,13 @@ class StockLanguageModel:
         The first `num_rows` count, the rest is padding.
         """
         rows = StepRows((1, len(hidden_NC)), num_rows, self.row_multiple)
-        with _turn(self.module, rows=rows if self.has_kernels else None):
+        with turn(self.module, rows=rows if self.has_kernels else None):
             logits: torch.Tensor = self.head(inputs_embeds=hidden_NC[None], use_cache=False).logits
         return logits[0]
 
 
 @contextlib.contextmanager
-def _turn(module: Any, **given: Any) -> Iterator[None]:
+def turn(module: Any, **given: Any) -> Iterator[None]:
     """Set these fields of all modules' step inputs within the block."""
     inputs = step_inputs_of(module)
     for name, value in given.items():
@@ -281,7 +285,7 @@ def _hidden_states(
     step: _StockStep | _Probe,
     seen: Seen | None = None,
 ) -> torch.Tensor:
-    with _turn(module, attention=step):
+    with turn(module, attention=step):
         output = getattr(module, _base_name(module))(
             input_ids=token_ids_T[None],
             position_ids=positions_T[None] if positions_T.ndim == 1 else positions_T[:, None],
@@ -305,21 +309,15 @@ def create_stock_model(
     Raises:
         EngineError: the tensors do not fit the config, or the class does not compute as expected.
     """
-    _register_functions()
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
     module: Any = (
         build_language_model(config, placed, divided.divide) if divided else build_language_model(config, placed)
     )
     sees = config.architectures[0] in SEEING
     # A tower's tokens are all in the batch, and all see each other.
-    module.set_attn_implementation({"text_config": OURS} if sees else OURS)
+    run_by_steps(module, {"text_config": OURS} if sees else OURS)
     if computes_on_host(device):  # elsewhere transformers' function for all experts at once is faster
         module.set_experts_implementation(OURS)
-    inputs = StepInputs()
-    for part in module.modules():
-        setattr(part, STEP_INPUTS, inputs)
-        if type(part) is nn.Linear:
-            part.__class__ = StepLinear
     mixers = mix_by_steps(module) if config.architectures[0] in RECURRENT else []
     base = _base_name(module)
     head = with_child(module, base, _Given(getattr(module, base)))
@@ -343,6 +341,17 @@ def create_stock_model(
     return replace(model, pads_completions=products.found or not model.has_kernels)
 
 
+def run_by_steps(module: Any, attention: str | dict[str, str] = OURS) -> None:
+    """Let a model's attention and linear layers compute by the inputs of each step (`turn`)."""
+    _register_functions()
+    module.set_attn_implementation(attention)
+    inputs = StepInputs()
+    for part in module.modules():
+        setattr(part, STEP_INPUTS, inputs)
+        if type(part) is nn.Linear:
+            part.__class__ = StepLinear
+
+
 @torch.inference_mode()
 def _probe(
     module: Any, head: Any, device: torch.device
@@ -351,7 +360,7 @@ def _probe(
     probe, states = _Probe(), StateProbe()
     try:
         first = torch.zeros(1, dtype=torch.long, device=device)
-        with _turn(module, states=states):
+        with turn(module, states=states):
             hidden = _hidden_states(module, first, first, probe)
         head(inputs_embeds=hidden[None], use_cache=False)
     except EngineError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,15 @@ class TokenPicker:
         has_penalty = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
         generator = host_generator(seed if index == 0 else _mixed(seed, index))
         return cls(params, generator, constraint, _SeenTokens(prompt_token_ids) if has_penalty else None)
+
+    def ahead(self) -> TokenPicker:
+        """Return a picker that will draw with the numbers of this one's next tokens, for proposals of them.
+
+        It has the temperature and the filters, and no penalty, bias or constraint: these would cost a copy for each
+        proposal.
+        """
+        params = replace(self.params, logit_bias=(), num_logprobs=None)
+        return TokenPicker(params, self.generator.clone_state())
 
     @property
     def is_greedy(self) -> bool:

@@ -107,7 +107,11 @@ class StepAttention:
     ) -> torch.Tensor:
         num_tokens = len(self.slots)
         self.cache.write_slots(layer, self.slots, k_TKD[:num_tokens], v_TKD[:num_tokens])
-        out_THD = q_THD.new_zeros(*q_THD.shape[:2], v_TKD.shape[2])
+        return self.read(layer, q_THD, scores)
+
+    def read(self, layer: int, q_THD: torch.Tensor, scores: Scores = _PLAIN) -> torch.Tensor:
+        """Attend to the layer's stored keys and values."""
+        out_THD = q_THD.new_zeros(*q_THD.shape[:2], self.cache.layer_slots(layer).values.shape[-1])
         for part in self.parts:
             rows = slice(part.first, part.last)
             keys, values = self._read(layer, part.context, part.run, part.position + part.last - part.first)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from deployments.engines.llm.sampling.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, block_key
+from deployments.engines.llm.sequences.last_states import LastStates
 from deployments.engines.llm.sequences.pooled_states import PooledStates
 from deployments.engines.llm.sequences.slot_table import SlotTable
 from deployments.engines.nn.lora import Pairs
@@ -108,6 +109,7 @@ class Sequence:
     next_states: tuple[tuple[int, int], ...] = ()
     proposer: Proposer | None = None
     num_drafted_tokens: int = 0  # first ones that the draft model has computed
+    last_states: LastStates | None = None  # for a draft model that reads them
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -177,7 +179,7 @@ class Chunk:
     @property
     def num_logits(self) -> int:
         """Return the number of its last tokens that have logits."""
-        return (1 + len(self.proposed)) * self.has_logits
+        return min(1 + len(self.proposed), self.num_tokens) * self.has_logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def test_what_it_could_not_draft_with_is_refused_by_name(tmp_path: Path) -> None
         (
             "Gemma4AssistantForCausalLM",
             "gemma4_assistant",
-            "a Gemma4AssistantForCausalLM drafts for a Gemma4ForConditional",
+            "a Gemma4AssistantForCausalLM drafts for a Gemma4ForConditionalGeneration, not for a Llama",
         ),
     ):
         file.write_text(said.replace("LlamaForCausalLM", class_name).replace('"llama"', f'"{kind}"'))

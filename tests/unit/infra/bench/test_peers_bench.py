@@ -23,6 +23,7 @@ from infra.bench.door_load import Outcome
 from infra.bench.llm_files import write_model
 from infra.bench.peers import parts
 from infra.bench.peers.decoders import write_w8a8
+from infra.bench.peers.drafts import draft_sides, write_deeper
 from infra.bench.peers.lookups import compare_answers, lookup_sides
 from infra.bench.peers.parts import PARTS, measure_peers, print_part
 from infra.bench.peers.served import MODEL, cluster_config, served_figures
@@ -76,8 +77,8 @@ def test_a_part_has_rows_of_all_sides(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATELIER_LLAMA_CPP_PYTHON", "none")
-    found = dict(measure_peers(SMALL, seed=0, parts=(name, "lookup")))
-    assert found.pop("lookup") == [], "its model is not installed"
+    found = dict(measure_peers(SMALL, seed=0, parts=(name, "lookup", "draft")))
+    assert found.pop("lookup") == found.pop("draft") == [], "their model is not installed"
     assert [*found] == [name]
     rows = found[name]
     print_part(name, rows)
@@ -187,15 +188,17 @@ def _said(token: int, prompts: object, count: int) -> Texts:
     return Texts(Took(1, 1), [[1, token]])
 
 
-def test_proposals_change_no_token_and_are_rated_by_their_own_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["lookup", "draft"])
+def test_proposals_change_no_token_and_are_rated_by_their_own_side(way: str, tmp_path: Path) -> None:
     write_model(tmp_path / "plain", **TINY)
     prompt = [seeded_random().randrange(2, 300) for _ in range(12)] * 3
-    sides = lookup_sides(tmp_path / "plain")
+    if way == "draft":
+        write_model(tmp_path / "plain" / "draft", **TINY)
+        write_deeper(tmp_path / "plain")
+    sides = (lookup_sides if way == "lookup" else draft_sides)(tmp_path / "plain")
     rows = compare_answers("repeat", prompt, sides, replace(SMALL, num_answer=12))
     assert (
-        [row["side"] for row in rows]
-        == list(sides)
-        == [OURS, f"{OURS}, lookup", "transformers", "transformers, lookup"]
+        [row["side"] for row in rows] == list(sides) == [OURS, f"{OURS}, {way}", "transformers", f"transformers, {way}"]
     )
     for plain, looked_up in (rows[:2], rows[2:]):
         assert plain["beside"] == ""

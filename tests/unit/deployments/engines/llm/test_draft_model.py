@@ -19,7 +19,9 @@ from deployments.engines.llm.draft_model import create_draft
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.sequences.draft_pace import LONGEST_PAUSE, MOST, UNKNOWN, DraftCost, DraftPace, best_length
+from deployments.engines.llm.thought_budget import ThoughtBudget, ThoughtMarks
 from deployments.engines.records.protocol import EngineError, TextRequest
+from weights.formats.own_draft import PREFIX
 from weights.operations.adapters import load_adapter
 
 Pair = Callable[..., LLMEngine]
@@ -40,7 +42,7 @@ def paired(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         folder = tmp_path_factory.mktemp("paired")
         shutil.copytree(model.folder, folder, dirs_exist_ok=True)
         shutil.copytree(draft.folder, folder / "draft")
-        tensors = {**model.tensors, **{f"draft.{name}": tensor for name, tensor in draft.tensors.items()}}
+        tensors = {**model.tensors, **{f"{PREFIX}{name}": tensor for name, tensor in draft.tensors.items()}}
         engine = LLMEngine(folder, tensors, LLMEngineConfig(**options))
         engine._clock = lambda: 0.0
         return engine
@@ -92,6 +94,53 @@ def test_answers_are_the_same_in_a_batch_of_all_kinds(tiny, paired, request_of, 
         assert answers(engine, requests)[0] == expected, "with prompts found in the cache"
 
 
+def ends(engine: LLMEngine, requests: list[TextRequest]) -> dict[tuple[str, int], list[Any]]:
+    """Return the text of each completion, its tokens, its end, and the scored tokens of its prompt and its own."""
+    for request in requests:
+        engine.add_request(request)
+    found: dict[tuple[str, int], list[Any]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            text, tokens, _, scored = found.setdefault((delta.request_id, delta.index), ["", (), None, ()])
+            for one in (*delta.prompt_logprobs, *([delta.logprob] if delta.logprob else [])):
+                scored += tuple((token, pytest.approx(score, abs=1e-3)) for token, score in one.best)
+            end = delta.finish_reason, delta.stopped_by
+            found[delta.request_id, delta.index] = [text + delta.text, tokens + delta.token_ids, end, scored]
+        assert not engine.failures
+    return found
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_answers_of_all_forms_are_the_same(tiny, paired, request_of, prompt_of, monkeypatch, is_equal):
+    model = tiny("llama", random.randrange(50))
+    draft = model if is_equal else tiny("qwen3", 7, num_hidden_layers=1)
+    plain = model.engine()
+    schema = {"type": "array", "items": {"enum": [True, "red", 17]}, "minItems": 2, "maxItems": 5}
+    marks = ThoughtMarks(("<t>",), ("</t>",), plain.encode_text("</t>"), lambda token: plain.tokenizer.decode([token]))
+    grammar = plain.grammars.compile_schema(schema)
+    sampling = request_of("r", (1,), max_tokens=60, ignore_eos=True).sampling
+    requests = []
+    for warmth in (0.0, 0.8):
+        drawn = replace(sampling, temperature=warmth, seed=5)
+        (texts,) = ends(plain, [TextRequest("r", prompt_of(9), drawn)]).values()
+        stops = replace(drawn, stop=(texts[0][20:22], "never"))
+        requests += [
+            TextRequest(f"grammar {warmth}", prompt_of(20), drawn, 2, grammar),
+            TextRequest(f"stop {warmth}", prompt_of(9), stops),
+            TextRequest(f"token {warmth}", prompt_of(9), replace(drawn, stop_token_ids=texts[1][25:26])),
+            TextRequest(f"scores {warmth}", prompt_of(17), replace(drawn, num_logprobs=3), scores_prompt=True),
+            TextRequest(f"budget {warmth}", prompt_of(12), drawn, 2, ThoughtBudget(marks, 7, is_thinking=True)),
+            TextRequest(f"both {warmth}", prompt_of(12), drawn, 1, ThoughtBudget(marks, 7, True, grammar)),
+        ]
+    expected = ends(plain, requests)
+    engine = paired(model, draft)
+    counts = noted(engine, monkeypatch)
+    assert ends(engine, requests) == expected
+    assert counts
+    assert expected["stop 0.0", 0][2] == ("stop", requests[1].sampling.stop[0])
+    assert "</t>" in expected["budget 0.8", 1][0]
+
+
 def test_tokens_are_those_of_transformers_with_the_assistant(tiny, paired, request_of, prompt_of):
     model, draft, prompt = tiny("llama", 3), tiny("llama", 4, num_hidden_layers=1), prompt_of(30)
     ids = torch.tensor([prompt])
@@ -101,11 +150,12 @@ def test_tokens_are_those_of_transformers_with_the_assistant(tiny, paired, reque
     assert [token for (token,), *_ in found["r", 0]] == expected
 
 
-def test_all_tokens_of_an_equal_model_are_right(tiny, paired, request_of, prompt_of, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 7}, {"temperature": 2.0, "top_p": 0.9}])
+def test_all_tokens_of_an_equal_model_are_right(tiny, paired, request_of, prompt_of, monkeypatch, options):
     model = tiny("qwen2", 5)
     engine = paired(model, model)
     counts = noted(engine, monkeypatch)
-    _, num_steps = answers(engine, [request_of("r", prompt_of(40), max_tokens=100, ignore_eos=True)])
+    _, num_steps = answers(engine, [request_of("r", prompt_of(40), max_tokens=100, ignore_eos=True, **options)])
     assert all(num_right == num_proposed for num_proposed, num_right in counts[:-1])
     assert max(counts)[0] == MOST
     assert num_steps < 20
@@ -136,7 +186,7 @@ def test_answers_are_the_same_without_a_draft_that_fails(tiny, paired, request_o
     model = tiny("llama", 3)
     requests = [request_of(str(i), prompt_of(20, i), max_tokens=40, ignore_eos=True) for i in range(3)]
     engine, plain = paired(model, model), answers(model.engine(), requests)[0]
-    runner, calls = engine._draft._runner, []
+    runner, calls = engine._draft._proposals._runner, []
 
     def run(chunks: Any) -> torch.Tensor:
         calls.append(len(chunks))
@@ -182,12 +232,12 @@ def test_an_adapter_changes_the_large_model_alone(tiny, paired, request_of, prom
 def test_a_cache_has_room_for_both(tiny, paired, tmp_path):
     model, draft = tiny("llama", 3), tiny("qwen3", 4, num_hidden_layers=1)
     engine = paired(model, draft, kv_cache_bytes=2**20, max_num_seqs=100)
-    caches = [runner._cache for runner in (engine._runner, engine._draft._runner)]
+    caches = [runner._cache for runner in (engine._runner, engine._draft._proposals._runner)]
     tensors = [tensor for cache in caches for half in (cache._keys, cache._values) for tensor in half.tensors]
     taken = sum(tensor.nbytes for tensor in tensors) + sum(4 * head for head in (8 // 2, 16 // 2))
     shutil.copytree(model.folder, tmp_path, dirs_exist_ok=True)
     shutil.copytree(draft.folder, tmp_path / "draft")
-    sizes = {f"draft.{name}": tensor.nbytes for name, tensor in draft.tensors.items()}
+    sizes = {f"{PREFIX}{name}": tensor.nbytes for name, tensor in draft.tensors.items()}
     options: dict[str, Any] = {"kv_cache_bytes": 2**20, "max_num_seqs": 100}
     cpu = torch.device("cpu")
     assert abs(working_bytes(tmp_path, torch.float32, cpu, **options, tensor_bytes=sizes) - taken) < 256
@@ -227,6 +277,28 @@ def test_a_dear_draft_pauses_ever_longer_and_goes_on_where_it_pays() -> None:
     assert len(subject.propose(range(10), 3)) == 3
     assert len(DraftPace(13, cost).propose(range(10), 100)) == 2  # one is drawn in any case
     assert DraftPace(11, cost).propose(range(10), 100) == ()
+
+
+def test_a_draft_gets_the_texts_themselves(tiny, paired, request_of, prompt_of, monkeypatch):
+    model = tiny("llama", 3)
+    engine, copied = paired(model, model), []
+    runner = engine._draft._proposals._runner
+
+    def run(chunks: Any) -> torch.Tensor:
+        own = {id(one.sequence.token_ids) for completions in engine._requests.values() for one in completions}
+        copied.extend(id(chunk.sequence.token_ids) not in own for chunk in chunks)
+        return type(runner).run(runner, chunks)
+
+    monkeypatch.setattr(runner, "run", run)
+    answers(engine, [request_of("r", prompt_of(20), max_tokens=20)])
+    assert copied
+    assert not any(copied), "a text of 131,072 tokens would be copied at each step"
+
+
+def test_a_model_may_have_tensors_called_draft(tiny, request_of, prompt_of):
+    model, request = tiny("llama", 3), request_of("r", prompt_of(20), max_tokens=9)
+    named = {**model.tensors, "draft.weight": torch.ones(2)}
+    assert answers(LLMEngine(model.folder, named, LLMEngineConfig()), [request]) == answers(model.engine(), [request])
 
 
 def test_a_draft_that_lacks_a_tensor_is_refused(tiny, paired):

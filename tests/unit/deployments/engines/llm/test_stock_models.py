@@ -41,11 +41,15 @@ from weights.formats.language_models import CLASS_NAMES
 from weights.operations.adapters import LoraAdapter, LoraPair
 
 # Windows and soft caps, two kinds of rotation, sinks, keys and values of unlike sizes, chunks, experts, biases, one
-# product for queries, keys and values, heads of unlike sizes, learned positions.
+# product for queries, keys and values, heads of unlike sizes, learned positions, layers that share keys.
 CLASSES = {
     "Gemma2ForCausalLM": {},
     "Gemma3ForCausalLM": {},
-    "Gemma4ForCausalLM": {},
+    "Gemma4ForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+    },
     "Phi3ForCausalLM": {},
     "Cohere2ForCausalLM": {},
     "GptOssForCausalLM": {},
