@@ -15,8 +15,9 @@
 
 namespace {
 
-constexpr int64_t kChunkRows = 256;  // tokens from which on no other text joins a chunk
+constexpr int64_t kChunkRows = 512;  // tokens from which on no other text joins a chunk
 constexpr int64_t kLaneQueries = 64;  // of a text that attend at once: lanes are queries
+constexpr int64_t kFinishedRows = 96;  // of x that meet some rows of W before their sums are taken
 constexpr int kPiecePanels = kPiece / kLanes;
 
 // Of a product [outputs, inputs] and [outputs], or of a norm.
@@ -115,17 +116,17 @@ struct EncoderRows {
 
 // A thread's own memory: of products, or of attention.
 struct EncoderOwn {
-    float *turned, *columns;         // [words of a row of W, kPiece] and [rows, kPiece]
+    float *turned, *columns;         // [words of a row of W, kPiece] and [kFinishedRows, kPiece]
     float *queries, *scores, *sums;  // [size, kLaneQueries], [kKeys, kLaneQueries] and [kLaneQueries, size]
 
     // Returns the bytes, and places everything when there is `memory`.
-    size_t place(char* memory, const Encoder& e, int64_t rows) {
+    size_t place(char* memory, const Encoder& e) {
         const int64_t words = std::max(e.hidden, e.intermediate), size = e.hidden / e.num_heads;
         turned = queries = reinterpret_cast<float*>(memory);
         columns = turned + words * kPiece;
         scores = queries + size * kLaneQueries;
         sums = scores + kKeys * kLaneQueries;
-        return 4 * std::max((words + rows) * kPiece, (2 * size + kKeys) * kLaneQueries);
+        return 4 * std::max((words + kFinishedRows) * kPiece, (2 * size + kKeys) * kLaneQueries);
     }
 };
 
@@ -165,14 +166,14 @@ class EncoderRun {
     void run(const EncoderLayer& layer, const EncoderLayer& after) {
         const Matrix q = square(layer.q), k = square(layer.k), v = square(layer.v), output = square(layer.output);
         const Matrix up = matrix(layer.up, e_.intermediate, e_.hidden), down = matrix(layer.down, e_.hidden, e_.intermediate);
-        const auto becomes = [](const float* sums, int64_t count, float* to) { std::memcpy(to, sums, 4 * count); };
+        const auto becomes = [](const float* sums, int64_t count, float* to) { copy_piece(sums, count, to); };
         const auto adds = [](const float* sums, int64_t count, float* to) {
             for (int64_t i = 0; i < count; ++i) to[i] += sums[i];
         };
-        const auto activates = [](float* sums, int64_t count, Element* to) {
-            for (int64_t i = 0; i < kPiece; ++i) sums[i] = gelu(sums[i]);
-            for (int64_t i = 0; i < count; i += kLanes)
-                store_lanes(to, kElement, i, std::min<int64_t>(kLanes, count - i), load(sums + i));
+        const auto activates = [](const float* sums, int64_t count, Element* to) {
+            Element values[kPiece];
+            for (int64_t i = 0; i < kPiece; ++i) put(values[i], gelu(sums[i]));
+            copy_piece(values, count, to);
         };
         multiply(q, layer.q, k, rows_.of_hidden, rows_.q, e_.hidden, becomes);
         multiply(k, layer.k, v, rows_.of_hidden, rows_.k, e_.hidden, becomes);
@@ -195,6 +196,11 @@ class EncoderRun {
     static constexpr int kElement = sizeof(Element) == 2 ? BFLOAT16 : FLOAT32;
     static constexpr int64_t kGap = EncoderRows<Element>::kGap;
 
+    template <class Value>
+    static void copy_piece(const Value* values, int64_t count, Value* to) {  // a known size is copied without a call
+        count == kPiece ? std::memcpy(to, values, kPiece * sizeof *to) : std::memcpy(to, values, count * sizeof *to);
+    }
+
     static Matrix matrix(const Affine& product, int64_t outputs, int64_t inputs) {
         const int64_t row_bytes = inputs * sizeof(Element);
         return {F32, static_cast<const uint8_t*>(product.weight), nullptr, 0, outputs, row_bytes / 4, row_bytes};
@@ -202,34 +208,30 @@ class EncoderRun {
     Matrix square(const Affine& product) const { return matrix(product, e_.hidden, e_.hidden); }
     Element* hidden(int64_t row) const { return rows_.of_hidden + row * (e_.hidden + kGap); }
 
-    // Rows `first` to `last` of W times all rows of x, in own_.columns. Turning W pays for pairs of bfloat16.
-    void multiply_piece(const Matrix& w, int64_t first, int64_t last, const NextRows& next, const Element* x) {
-        const int64_t x_stride = w.row_bytes / sizeof(Element) + kGap;
-        if constexpr (kElement == FLOAT32) {
-            multiply_dense_rows<float>(w, first, last, x, x_stride, chunk_.rows, own_.columns, kPiece);
-        } else {
-            turn_rows(w, first, kPiecePanels, own_.turned, &next);
-            multiply_turned<kPiecePanels>(x, x_stride, w.columns, own_.turned, nullptr, chunk_.rows, own_.columns, kPiece,
-                                          kPiece);
-        }
-    }
-
-    // `finish` makes some sums what goes to `to`. `after` is the next product: it would begin with memory that nobody
+    // `finish` makes the sums of a row what goes to `to`. `after` is the next product: it would begin with memory that nobody
     // fetched.
     template <class To, class Finish>
     void multiply(const Matrix& w, const Affine& product, const Matrix& after, const Element* x, To* to, int64_t stride,
                   const Finish& finish) {
-        team_.share((w.rows + kPiece - 1) / kPiece, [&](int64_t piece, int64_t next) {
+        const int64_t pieces = (w.rows + kPiece - 1) / kPiece, x_stride = w.row_bytes / sizeof(Element) + kGap;
+        float* const sums = own_.columns;
+        team_.share(pieces, [&](int64_t piece, int64_t next) {
             const int64_t first = piece * kPiece, last = std::min(w.rows, first + kPiece);
-            const bool is_last = next * kPiece >= w.rows;
-            const int64_t then = is_last ? next * kPiece - (w.rows + kPiece - 1) / kPiece * kPiece : next * kPiece;
-            multiply_piece(w, first, last, NextRows{is_last ? &after : &w, then}, x);
+            const NextRows ahead{next < pieces ? &w : &after, (next < pieces ? next : next - pieces) * kPiece};
+            if constexpr (kElement == BFLOAT16) turn_rows(w, first, kPiecePanels, own_.turned, &ahead);
             float offsets[kPiece] = {};
             for (int64_t i = first; i < last; ++i) offsets[i - first] = load_element(product.bias, kElement, i);
-            for (int64_t row = 0; row < chunk_.rows; ++row) {
-                float* const sums = own_.columns + row * kPiece;
-                for (int64_t i = 0; i < kPiece; ++i) sums[i] += offsets[i];
-                finish(sums, last - first, to + row * stride + first);
+            for (int64_t begin = 0; begin < chunk_.rows; begin += kFinishedRows) {
+                const int64_t count = std::min(kFinishedRows, chunk_.rows - begin);
+                const Element* const from = x + begin * x_stride;
+                if constexpr (kElement == BFLOAT16)
+                    multiply_turned<kPiecePanels>(from, x_stride, w.columns, own_.turned, nullptr, count, sums, kPiece, kPiece);
+                else
+                    multiply_dense_rows<float>(w, first, last, from, x_stride, count, sums, kPiece);
+                for (int64_t row = 0; row < count; ++row) {
+                    for (int64_t i = 0; i < kPiece; ++i) sums[row * kPiece + i] += offsets[i];
+                    finish(sums + row * kPiece, last - first, to + (begin + row) * stride + first);
+                }
             }
         });
     }
@@ -302,9 +304,9 @@ int run_encoder(const Encoder& encoder, const Texts& texts, int threads) {
 #pragma omp single
         team = new (place) Team(omp_get_num_threads());
         EncoderOwn own;
-        char* mine = tile_scratch.reserve(own.place(nullptr, encoder, most));
+        char* mine = tile_scratch.reserve(own.place(nullptr, encoder));
         if (mine)
-            own.place(mine, encoder, most);
+            own.place(mine, encoder);
         else
             failed = true;
         team->share(0, [](int64_t, int64_t) {});

@@ -277,9 +277,9 @@ class Kernels:
     def encode(self, encoder: Encoder, x_ND: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the last layer's vectors of the embeddings (N, D) of texts that follow each other.
 
-        `lengths`, int64, has the number of each text's tokens, N together. `x_ND` is of the encoder's dtype, float32, or
-        bfloat16 with `has_half_products`. All are contiguous on the host, and 16 divides the size of a head and the
-        intermediate size. A text's result does not depend on the others, bit for bit. Raises MemoryError.
+        `lengths`, int64, has the number of each text's tokens, N together. `x_ND` is of the encoder's dtype: float32,
+        or bfloat16 with `has_half_products`. All are contiguous on the host, and 16 divides the size of a head and
+        the intermediate size. A text's result does not depend on the others, bit for bit. Raises MemoryError.
         """
         y_ND = torch.empty_like(x_ND)
         texts = Texts(x_ND.data_ptr(), y_ND.data_ptr(), lengths.data_ptr(), len(lengths))
