@@ -22,10 +22,10 @@ constexpr int64_t kQueries = 128;  // of a tile, where several tokens are there
 constexpr int kColumnVectors = kLanes == 16 ? 4 : 2;
 constexpr int kRowsAtOnce = 6;
 
-// C [R, V vectors] += A [R, depth] B [depth, V vectors], each sum in the order of the depth.
+// C [R, V vectors] += A [R, depth] B [depth, V vectors], each sum in the order of the depth. A's elements lie `a_step` apart.
 template <int R, int V>
 void add_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-               int64_t c_stride) {
+               int64_t c_stride, int64_t a_step) {
     Floats sum[R][V];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) sum[r][v] = load(c + r * c_stride + v * kLanes);
@@ -33,7 +33,7 @@ void add_block(const float* a, int64_t a_stride, const float* b, int64_t b_strid
         Floats bs[V];
         for (int v = 0; v < V; ++v) bs[v] = load(b + k * b_stride + v * kLanes);
         for (int r = 0; r < R; ++r) {
-            const Floats as = every_float(a[r * a_stride + k]);
+            const Floats as = every_float(a[r * a_stride + k * a_step]);
             for (int v = 0; v < V; ++v) sum[r][v] = add_product(as, bs[v], sum[r][v]);
         }
     }
@@ -43,21 +43,27 @@ void add_block(const float* a, int64_t a_stride, const float* b, int64_t b_strid
 
 template <int V, int R = kRowsAtOnce>
 void add_rows_of(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_stride, int64_t depth, float* c,
-                 int64_t c_stride) {
+                 int64_t c_stride, int64_t a_step) {
     for (; rows >= R; rows -= R, a += R * a_stride, c += R * c_stride)
-        add_block<R, V>(a, a_stride, b, b_stride, depth, c, c_stride);
+        add_block<R, V>(a, a_stride, b, b_stride, depth, c, c_stride, a_step);
     if constexpr (R > 1)
-        if (rows) add_rows_of<V, R - 1>(a, a_stride, rows, b, b_stride, depth, c, c_stride);
+        if (rows) add_rows_of<V, R - 1>(a, a_stride, rows, b, b_stride, depth, c, c_stride, a_step);
 }
 
-// C [rows, columns] += A [rows, depth] B [depth, columns]; 16 divides the columns, whose number is the stride of B and C.
+// A matrix whose rows lie `stride` elements apart.
+struct Strided {
+    float* at;
+    int64_t stride;
+};
+
+// C [rows, columns] += A [rows, depth] B [depth, columns]; 16 divides the columns.
 template <int V = kColumnVectors>
-void add_matrix(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t columns, int64_t depth, float* c,
-                int64_t first = 0) {
-    for (; first + V * kLanes <= columns; first += V * kLanes)
-        add_rows_of<V>(a, a_stride, rows, b + first, columns, depth, c + first, columns);
+void add_matrix(const float* a, int64_t a_stride, int64_t rows, Strided b, int64_t columns, int64_t depth, Strided c,
+                int64_t a_step = 1) {
+    for (; columns >= V * kLanes; columns -= V * kLanes, b.at += V * kLanes, c.at += V * kLanes)
+        add_rows_of<V>(a, a_stride, rows, b.at, b.stride, depth, c.at, c.stride, a_step);
     if constexpr (V > 1)
-        if (first < columns) add_matrix<V - 1>(a, a_stride, rows, b, columns, depth, c, first);
+        if (columns) add_matrix<V - 1>(a, a_stride, rows, b, columns, depth, c, a_step);
 }
 
 // Keys and values of one layer's cache.
@@ -244,12 +250,12 @@ void attend(const CacheShape& cache, const Slots& slots, const Span& tile, int64
         load_keys(cache, slots, tile, kv_head, begin, count, own);
         float* scores = own.scores + first * kKeys;
         std::memset(scores, 0, 4 * (all - first) * kKeys);
-        add_matrix(own.queries + first * size, size, all - first, own.keys, kKeys, size, scores);
+        add_matrix(own.queries + first * size, size, all - first, {own.keys, kKeys}, kKeys, size, {scores, kKeys});
         for (int64_t i = first; i < all; ++i) {
             const int64_t seen = std::min(count, tile.position + i / group + 1 - begin);
             soften(own.scores + i * kKeys, seen, own.most[i], own.total[i], own.sums + i * size, size);
         }
-        add_matrix(scores, kKeys, all - first, own.values, size, count, own.sums + first * size);
+        add_matrix(scores, kKeys, all - first, {own.values, size}, size, count, {own.sums + first * size, size});
     }
 }
 

@@ -73,18 +73,51 @@ struct Stretch {
 template <class Element>
 constexpr int64_t kStretch = sizeof(Element) == 2 ? 2048 : 768;
 
+#if defined(__AVX512VNNI__)
+// The same of two times four vectors, in fewer steps.
+inline void sum_lanes(const Floats* first, const Floats* second, __m128 (&to)[2]) {
+    __m512 halves[4], pairs[2];
+    for (int i = 0; i < 4; ++i) {
+        const Floats* const two = (i < 2 ? first : second) + i % 2 * 2;
+        halves[i] = _mm512_shuffle_f32x4(two[0], two[1], 0x44) + _mm512_shuffle_f32x4(two[0], two[1], 0xee);
+    }
+    const auto add_neighbours = [](__m512 a, __m512 b) {
+        return _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd);
+    };
+    for (int i = 0; i < 2; ++i) pairs[i] = add_neighbours(halves[2 * i], halves[2 * i + 1]);
+    const __m512 fours = add_neighbours(pairs[0], pairs[1]);
+    const __m512 sums = _mm512_shuffle_f32x4(fours, fours, 0x88) + _mm512_shuffle_f32x4(fours, fours, 0xdd);
+    const __m128 even = _mm512_castps512_ps128(sums), odd = _mm512_extractf32x4_ps(sums, 1);
+    to[0] = _mm_unpacklo_ps(even, odd);
+    to[1] = _mm_unpackhi_ps(even, odd);
+}
+#else
+inline void sum_lanes(const Floats* first, const Floats* second, __m128 (&to)[2]) {
+    to[0] = sum_lanes(first[0], first[1], first[2], first[3]);
+    to[1] = sum_lanes(second[0], second[1], second[2], second[3]);
+}
+#endif
+
 // Fold the sums of R rows of x and 4 Q rows of W into to[r * stride + i], or add them there behind the first stretch.
 template <int R, int Q>
 __attribute__((always_inline)) inline void store_sums(const Floats (&sums)[R][4 * Q], bool is_first, float* to,
                                                       int64_t stride) {
+    const auto put_four = [&](int four, __m128 folded) {
+        float* at = to + four / Q * stride + four % Q * 4;
+        _mm_storeu_ps(at, is_first ? folded : _mm_add_ps(_mm_loadu_ps(at), folded));
+    };
+    const auto four_at = [&](int four) { return sums[four / Q] + four % Q * 4; };
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int i = 0; i < 4 * Q; i += 4) {
-            float* at = to + r * stride + i;
-            const __m128 folded = sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]);
-            _mm_storeu_ps(at, is_first ? folded : _mm_add_ps(_mm_loadu_ps(at), folded));
-        }
+    for (int four = 0; four + 2 <= R * Q; four += 2) {
+        __m128 folded[2];
+        sum_lanes(four_at(four), four_at(four + 1), folded);
+        put_four(four, folded[0]);
+        put_four(four + 1, folded[1]);
+    }
+    if constexpr (R * Q % 2) {
+        const Floats* const last = four_at(R * Q - 1);
+        put_four(R * Q - 1, sum_lanes(last[0], last[1], last[2], last[3]));
+    }
 }
 
 // Fetch a part of the rows of W that follow these, whose columns from `k` on are read, so many of each; `i` counts the rows.

@@ -104,6 +104,37 @@ class FullAttention(ctypes.Structure):
     )
 
 
+class Affine(ctypes.Structure):
+    """`Affine` of encoder.h."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
+class EncoderLayer(ctypes.Structure):
+    """`EncoderLayer` of encoder.h."""
+
+    _fields_ = tuple((name, Affine) for name in ("q", "k", "v", "output", "attention_norm", "up", "down", "norm"))
+
+
+class Encoder(ctypes.Structure):
+    """`Encoder` of encoder.h."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(EncoderLayer)),
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden", "intermediate", "num_heads")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+class Texts(ctypes.Structure):
+    """`Texts` of encoder.h."""
+
+    _fields_ = (
+        *(("x", ctypes.c_void_p), ("y", ctypes.c_void_p)),
+        *(("lengths", ctypes.c_void_p), ("count", ctypes.c_int64)),
+    )
+
+
 class DrawnRow(ctypes.Structure):
     """`DrawnRow` of draws.h: a row of logits, the number in [0, 1) that is drawn for it, and its filters."""
 
@@ -159,6 +190,7 @@ class Kernels:
         self.has_half_products = self.variant == "avx512" and "avx512_bf16" in processor
         self._convolve = getattr(library, f"atelier_convolve_{self.variant}") if self.has_half_products else None
         self._attend = getattr(library, f"atelier_attend_{self.variant}") if self.has_half_products else None
+        self._encode = getattr(library, f"atelier_encode_{self.variant}")
         self.decode = getattr(library, f"atelier_decode_{self.variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -241,6 +273,19 @@ class Kernels:
         if self._attend(ctypes.byref(given), torch.get_num_threads()):
             raise MemoryError(f"no memory for attention of {tuple(query.shape)} to {keys} keys")
         return y
+
+    def encode(self, encoder: Encoder, x_ND: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's vectors of the embeddings (N, D) of texts that follow each other.
+
+        `lengths`, int64, has the number of each text's tokens, N together. `x_ND` is of the encoder's dtype: float32,
+        or bfloat16 with `has_half_products`. All are contiguous on the host, and 16 divides the size of a head and
+        the intermediate size. A text's result does not depend on the others, bit for bit. Raises MemoryError.
+        """
+        y_ND = torch.empty_like(x_ND)
+        texts = Texts(x_ND.data_ptr(), y_ND.data_ptr(), lengths.data_ptr(), len(lengths))
+        if self._encode(ctypes.byref(encoder), ctypes.byref(texts), ELEMENTS[x_ND.dtype], torch.get_num_threads()):
+            raise MemoryError(f"no memory to encode {len(lengths)} texts, of {len(x_ND)} tokens together")
+        return y_ND
 
     def add_pair(
         self, result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, factor: float

@@ -1,73 +1,14 @@
 // What a pair of low rank adds to a product: y += factor (x down^T) up^T, all float32, in one pass over the rows of x. A row
-// of y has the same bits however many rows there are. Rows of a matrix are turned into lanes, P panels of them side by side:
-// of `down`, whose rows are few, a sum in lanes over its columns would be folded too often.
+// of y has the same bits however many rows there are.
 
 #pragma once
 
-#include "activations.h"
-#include "panels.h"
+#include "turned_product.h"
 
 namespace {
 
 constexpr int64_t kPairRows = 96;  // rows of x that a thread takes at a time
 constexpr int kMostPanels = 4;
-template <int P>
-constexpr int kTurnedRows = kLanes == 16 ? (P == 4 ? 6 : 12) : 8 / P;  // rows of x whose sums are in registers
-
-// Rows `first` on of a matrix whose columns 4 divides, in `panels` panels; behind its last row there is that row again.
-inline void turn_rows(const Matrix& matrix, int64_t first, int panels, float* turned) {
-    for (int p = 0; p < panels; ++p) {
-        const PanelRows rows(matrix.data, matrix.row_bytes, first + p * kLanes, matrix.rows);
-        for (int64_t k = 0; k < matrix.columns; k += 4) {
-            Ints four[4];
-            turn_16(rows, 4 * k, four);
-            for (int i = 0; i < 4; ++i) store(turned + ((k + i) * panels + p) * kLanes, as_floats(four[i]));
-        }
-    }
-}
-
-// R rows of x [columns] times P panels. Without a factor, the products become the rows of y; with one, they are added to
-// those of its columns that are there, `count`.
-template <int R, int P>
-inline void multiply_turned_tile(const float* x, int64_t x_stride, int64_t columns, const float* turned, const float* factor,
-                                 float* y, int64_t y_stride, int64_t count) {
-    Floats sums[R][P];
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) sums[r][p] = every_float(0);
-    for (int64_t k = 0; k < columns; ++k) {
-        Floats ws[P];
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) ws[p] = load(turned + (k * P + p) * kLanes);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-            const Floats xs = every_float(x[r * x_stride + k]);
-#pragma GCC unroll 4
-            for (int p = 0; p < P; ++p) sums[r][p] = add_product(xs, ws[p], sums[r][p]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-        float *to = y + r * y_stride, own[P * kLanes] = {};
-        const bool is_whole = count == P * kLanes;
-        if (!is_whole) std::memcpy(own, to, 4 * count);
-        float* at = is_whole ? to : own;
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p)
-            store(at + p * kLanes, factor ? add_product(every_float(*factor), sums[r][p], load(at + p * kLanes)) : sums[r][p]);
-        if (!is_whole) std::memcpy(to, own, 4 * count);
-    }
-}
-
-template <int P, int R = kTurnedRows<P>>
-void multiply_turned(const float* x, int64_t x_stride, int64_t columns, const float* turned, const float* factor, int64_t m,
-                     float* y, int64_t y_stride, int64_t count) {
-    for (; m >= R; m -= R, x += R * x_stride, y += R * y_stride)
-        multiply_turned_tile<R, P>(x, x_stride, columns, turned, factor, y, y_stride, count);
-    if constexpr (R > 1)
-        if (m) multiply_turned<P, R - 1>(x, x_stride, columns, turned, factor, m, y, y_stride, count);
-}
 
 // The pair of a layer, and memory for it: `down` turned, once for all rows of x, kPairRows rows of its products, and a part
 // of `up` turned.

@@ -35,6 +35,7 @@ thread_local Scratch tile_scratch, activation_scratch;
 
 #include "convolution.h"
 #include "decoder.h"
+#include "encoder.h"
 #include "full_attention.h"
 
 namespace {
@@ -189,6 +190,15 @@ extern "C" int JOINED(atelier_decode, ISA)(const Decoder* decoder, const Step* s
     if (first.type == BF16 && has_half_products()) return run_decoder<HalfRows>(*decoder, *step, threads);
 #endif
     return (is_dense(first) ? run_decoder<FloatRows> : run_decoder<Activations>)(*decoder, *step, threads);
+}
+
+// The layers of an encoder, in an Element: bfloat16 where the processor multiplies pairs of them. Returns 0, or 1 when memory
+// ran out.
+extern "C" int JOINED(atelier_encode, ISA)(const Encoder* encoder, const Texts* texts, int element, int threads) {
+#if defined(__AVX512VNNI__)
+    if (element == BFLOAT16) return run_encoder<uint16_t>(*encoder, *texts, threads);
+#endif
+    return run_encoder<float>(*encoder, *texts, threads);
 }
 
 // y [m, rows] = x [m, columns] W^T + bias (or null), all float32, or all bfloat16 where the processor multiplies pairs of

@@ -29,6 +29,7 @@ from deployments.engines.nn.few_rows import multiply_few
 from deployments.engines.records.protocol import LAST, PENULTIMATE, ClipLayer, EngineError
 from deployments.engines.text.forward_plan import ForwardLimits
 from deployments.engines.text.known import PROMPT_READERS
+from deployments.engines.text.native_encoder import encoded
 from deployments.engines.text.sentence_layers import Pooling
 from weights.formats.classifier import SUFFIX
 from weights.platform.torch_seam import is_fake
@@ -132,9 +133,11 @@ def token_vectors(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> t
     Of a short text's forward, transformers' own Python is a tenth to a sixth (5.23): masks, signatures looked up anew,
     a dozen calls of modules that only call others, and a pooler whose result no embedding needs. The parts with weights
     are called as stock calls them, and the results are the same, bit for bit, but for products of few rows
-    (`nn/few_rows.py`).
+    (`nn/few_rows.py`), and where the kernels have all layers (`native_encoder.py`).
     """
     hidden_BLD: torch.Tensor = module.embeddings(input_ids=ids_BL)
+    if (found := encoded(module, hidden_BLD, mask_BL)) is not None:
+        return found
     # The only text of a forward has no padding; for a recorded one this is unknown.
     is_whole = len(mask_BL) == 1 or (not is_fake(mask_BL) and bool(mask_BL.all()))
     attended_B11L = None if is_whole else mask_BL[:, None, None, :].bool()

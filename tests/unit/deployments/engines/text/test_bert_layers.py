@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from deployments.engines.nn import few_rows
+from deployments.engines.text import native_encoder
 from deployments.engines.text.forwards import has_bert_layers, token_vectors
 
 PAD = 1
@@ -38,6 +39,12 @@ MODELS = [
     (XLMRobertaModel, XLMRobertaConfig),
     (CamembertModel, CamembertConfig),
 ]
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    for module in (few_rows, native_encoder):
+        monkeypatch.setattr(module, "load_kernels", lambda: None)
 
 
 def _random_texts(lengths):
@@ -60,8 +67,8 @@ def test_equals_stock(model, config, lengths):
 
 @pytest.mark.parametrize("lengths", [[1], [23], [9, 9, 9], [31, 4, 17]])
 @pytest.mark.parametrize(("model", "config"), MODELS)
-def test_equals_stock_bit_for_bit_without_kernels(model, config, lengths, monkeypatch):
-    monkeypatch.setattr(few_rows, "load_kernels", lambda: None)
+@pytest.mark.usefixtures("without_kernels")
+def test_equals_stock_bit_for_bit_without_kernels(model, config, lengths):
     module = model(config(**SIZES, type_vocab_size=2)).eval()
     ids, mask = _random_texts(lengths)
     with torch.no_grad():
@@ -84,8 +91,8 @@ def test_bfloat16_is_as_near_to_float32_as_stock_s() -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_new"])
-def test_takes_the_config_s_activation(activation, monkeypatch):
-    monkeypatch.setattr(few_rows, "load_kernels", lambda: None)
+@pytest.mark.usefixtures("without_kernels")
+def test_takes_the_config_s_activation(activation):
     module = BertModel(BertConfig(**SIZES, hidden_act=activation)).eval().to(torch.bfloat16)
     ids, mask = _random_texts([12])
     with torch.no_grad():
