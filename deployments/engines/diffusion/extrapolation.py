@@ -63,8 +63,10 @@ class Extrapolation:
     def predict(self, step: int) -> torch.Tensor:
         """Return the predicted output of a step, float32."""
         distance = self._levels[step] - self._levels[self._computed]
-        terms = (factor * (distance**power / math.factorial(power)) for power, factor in enumerate(self._factors))
-        return sum(terms, torch.zeros_like(self._factors[0]))
+        found, *others = self._factors
+        for power, factor in enumerate(others, 1):
+            found = torch.add(found, factor, alpha=distance**power / math.factorial(power))
+        return found
 
     def _adapted(self, step: int, found: torch.Tensor, max_error: float) -> int:
         """Return the distance to the next computed step. An error grows by a power of the distance from the last.

@@ -311,8 +311,8 @@ class DenoisePipeline:
         if not self._blocks:
             check()
         noises: dict[int, torch.Tensor] = {}  # by branch; each belongs to one state
-        with torch.no_grad(), checked_blocks(self._blocks, check):
-            computed = [state for state in states if not state.is_extrapolated]
+        computed = [state for state in states if not state.is_extrapolated]
+        with torch.no_grad(), checked_blocks(self._blocks if computed else (), check):
             for mates in grouped(parts_of(computed), batch_key):
                 noise = self._predict(group := by_adapters(mates))
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}

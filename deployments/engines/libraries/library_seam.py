@@ -56,12 +56,13 @@ QUICK_POSITIONS: Final = {
     "diffusers.models.transformers.transformer_flux:FluxPosEmbed.forward": "86699659bfe2af8b",
     "diffusers.models.embeddings:FluxPosEmbed.forward": "c0bac63d1c2b53c6",
 }
+QUICK_GATES: Final = {"diffusers.models.activations:GEGLU.forward": "28ea6dd13c76df98"}
 QUICK_BERT: Final = _bert_forwards()
 SHIMS: Final = (
     Shim(
-        "quick forwards of attention and positions",
+        "quick forwards of attention, positions and gated features",
         "diffusers' own run, some 5 % slower",
-        sources={**QUICK_ATTENTION, **QUICK_POSITIONS},
+        sources={**QUICK_ATTENTION, **QUICK_POSITIONS, **QUICK_GATES},
         is_needed=False,
     ),
     Shim("quick layers of BERT", "transformers' own run, slower", sources=QUICK_BERT, is_needed=False),

@@ -191,6 +191,7 @@ class Kernels:
         self._convolve = getattr(library, f"atelier_convolve_{self.variant}") if self.has_half_products else None
         self._attend = getattr(library, f"atelier_attend_{self.variant}") if self.has_half_products else None
         self._encode = getattr(library, f"atelier_encode_{self.variant}")
+        self._gate = getattr(library, f"atelier_gate_{self.variant}") if self.has_half_products else None
         self.decode = getattr(library, f"atelier_decode_{self.variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -286,6 +287,18 @@ class Kernels:
         if self._encode(ctypes.byref(encoder), ctypes.byref(texts), ELEMENTS[x_ND.dtype], torch.get_num_threads()):
             raise MemoryError(f"no memory to encode {len(lengths)} texts, of {len(x_ND)} tokens together")
         return y_ND
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the first half of features (..., 2 N), by the GELU of the second.
+
+        With `has_half_products` alone, of contiguous bfloat16 on the host.
+        """
+        assert self._gate is not None
+        size = x.shape[-1] // 2
+        y = x.new_empty(*x.shape[:-1], size)
+        rows, width = ctypes.c_int64(y.numel() // size), ctypes.c_int64(size)
+        self._gate(ctypes.c_void_p(x.data_ptr()), rows, width, ctypes.c_void_p(y.data_ptr()), torch.get_num_threads())
+        return y
 
     def add_pair(
         self, result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, factor: float

@@ -37,8 +37,12 @@ class Operations:
         self._library.define("attend(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
         self._library.impl("attend", self._attend, "CPU")
         self._library.impl("attend", _attended, "Meta")
+        self._library.define("gate(Tensor x) -> Tensor")
+        self._library.impl("gate", self._gate, "CPU")
+        self._library.impl("gate", _gated, "Meta")
         self.attend: Any = torch.ops.atelier.attend.default
         self.conv2d: Any = torch.ops.atelier.conv2d.default
+        self.gate: Any = torch.ops.atelier.gate.default
         self.linear: Any = torch.ops.atelier.linear.default
         self.add_pair: Any = torch.ops.atelier.add_pair.default
         self._products: dict[Any, Callable[..., Product]] = {
@@ -85,6 +89,9 @@ class Operations:
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
         return self._kernels.attend(q, k, v, scale)
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.gate(x.contiguous())
 
     def _add_pair(
         self, result: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, factor: float
@@ -149,6 +156,10 @@ def _convolved(
 
 def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     return attended(query)
+
+
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ thread_local Scratch tile_scratch, activation_scratch;
 #include "decoder.h"
 #include "encoder.h"
 #include "full_attention.h"
+#include "gates.h"
 
 namespace {
 
@@ -86,8 +87,9 @@ int multiply_linear(const Matrix& matrix, const void* bias, const void* x, int64
                 float offsets[kMostColumns] = {};
                 for (int64_t j = first; bias && j < last; ++j) offsets[j - first] = load_element(bias, element, j);
                 for (int64_t r = 0; r < count; ++r)
-                    for (int64_t j = 0; j < last - first; ++j)
-                        store_element(y, element, (row + r) * n + first + j, own[r * piece + j] + offsets[j]);
+                    for (int64_t j = 0; j < last - first; j += kLanes)
+                        store_lanes(y, element, (row + r) * n + first + j, std::min<int64_t>(kLanes, last - first - j),
+                                    load(own + r * piece + j) + load(offsets + j));
             }
         }
     }
@@ -246,6 +248,12 @@ extern "C" int JOINED(atelier_convolve, ISA)(const Convolution* convolution, int
 // Attention without a mask in bfloat16, where the processor multiplies pairs of it. Returns 0, or 1 when memory ran out.
 extern "C" int JOINED(atelier_attend, ISA)(const FullAttention* attention, int threads) {
     return attend_fully(*attention, threads);
+}
+
+// y [m, n] = the gated rows of x [m, 2 n], in bfloat16.
+extern "C" void JOINED(atelier_gate, ISA)(const uint16_t* x, int64_t m, int64_t n, uint16_t* y, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < m; ++row) gate_row(x + row * 2 * n, n, y + row * n);
 }
 #endif
 

@@ -63,15 +63,18 @@ def are_kernels_faster() -> bool:
 
 
 def multiply_any(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Return `F.linear` of float32 by the kernels where they are the faster ones for any number of rows, else None.
+    """Return `F.linear` by the kernels where they are the faster ones for any number of rows, else None.
 
-    A row's result does not depend on the other rows, bit for bit; nor does the choice.
+    Of bfloat16 they are with more outputs than inputs: torch writes the bias first, and adds to it. A row's result does
+    not depend on the other rows, bit for bit; nor does the choice.
     """
-    if weight.numel() < _LEAST_WEIGHT or not are_kernels_faster():
+    if x.dtype not in ELEMENTS or weight.numel() < _LEAST_WEIGHT or not are_kernels_faster():
+        return None
+    if x.dtype == torch.bfloat16 and (bias is None or len(weight) <= weight.shape[1] or not has_half_products()):
         return None
     is_fit = x.numel() > 0 and x.shape[-1] == weight.shape[1] and weight.shape[1] % _VECTOR == 0
     given = (x, weight) if bias is None else (x, weight, bias)
-    is_plain = x.device.type in HOSTS and all(one.dtype == torch.float32 and one.device == x.device for one in given)
+    is_plain = x.device.type in HOSTS and all(one.dtype == x.dtype and one.device == x.device for one in given)
     if not is_fit or not is_plain or not all(one.is_contiguous() for one in given[1:]) or _wants_gradient(x, weight):
         return None
     operations = load_operations()
@@ -129,6 +132,17 @@ def attend_any(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scal
     operations = load_operations()
     assert operations is not None  # of the kernels
     result: torch.Tensor = operations.attend(*given, size**-0.5 if scale is None else scale)
+    return result
+
+
+def gate_any(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the first half of features (..., 2 N) by the GELU of the second, in bfloat16 by the kernels, else None."""
+    is_plain = x.dtype == torch.bfloat16 and x.device.type in HOSTS and x.numel() > 0 and x.shape[-1] % 2 == 0
+    if not is_plain or _wants_gradient(x) or not are_kernels_faster() or not has_half_products():
+        return None
+    operations = load_operations()
+    assert operations is not None  # of the kernels
+    result: torch.Tensor = operations.gate(x)
     return result
 
 

@@ -1,10 +1,10 @@
 """Forwards in place of a module's own: another one for a while, or stock's without what it does again in every call.
 
-Parameters stay where they are, untouched. A quick forward's results are stock's, bit for bit, but for attention in
-bfloat16 that the compiled kernels compute (`few_rows.attend_any`): it has other roundings. A small model's step is a
-thousand such calls, and spends more of its time in Python than in kernels: stock's attention looks up the signature of
-its processor, 20 to 40 us each time, and Flux makes its rotary angles anew at every step, 3 ms of an image of the
-demo's.
+Parameters stay where they are, untouched. A quick forward's results are stock's, bit for bit, but for attention and
+gated features in bfloat16 that the compiled kernels compute (`few_rows.py`): they have other roundings. A small
+model's step is a thousand such calls, and spends more of its time in Python than in kernels: stock's attention looks up
+the signature of its processor, 20 to 40 us each time, and Flux makes its rotary angles anew at every step, 3 ms of an
+image of the demo's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from deployments.engines.libraries.library_seam import QUICK_ATTENTION, QUICK_POSITIONS, has_known_forward
+from deployments.engines.libraries.library_seam import (
+    QUICK_ATTENTION,
+    QUICK_GATES,
+    QUICK_POSITIONS,
+    has_known_forward,
+)
 from deployments.engines.nn.batch_invariant import OwnAttention, make_batch_invariant
-from deployments.engines.nn.few_rows import HOSTS, are_kernels_faster, has_half_products
+from deployments.engines.nn.few_rows import HOSTS, are_kernels_faster, gate_any, has_half_products
 
 
 @contextlib.contextmanager
@@ -65,7 +71,7 @@ def checked_blocks(blocks: Iterable[nn.Module], check: Callable[[], None]) -> It
 
 
 def make_quick(module: nn.Module) -> None:
-    """Let the attention and the positions of a module, weights and hooks as they are, be quick.
+    """Let the attention, the positions and the gated features of a module, weights and hooks as they are, be quick.
 
     Those whose forward is not the one that is known stay as they are.
     """
@@ -75,6 +81,8 @@ def make_quick(module: nn.Module) -> None:
             part.__class__ = _quick_attention(stock)
         elif has_known_forward(stock, QUICK_POSITIONS):
             part.__class__ = _quick_positions(stock)
+        elif has_known_forward(stock, QUICK_GATES):
+            part.__class__ = _quick_gates(stock)
 
 
 def make_half_quick(module: nn.Module) -> None:
@@ -118,6 +126,22 @@ def _quick_positions(stock: Any) -> Any:
         if kept is None or kept[0].dtype != ids.dtype or not torch.equal(kept[0], ids):
             kept = self.__dict__["last_angles"] = ids, stock.forward(self, ids)
         return kept[1]
+
+    return type(f"Quick{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
+
+
+@functools.cache
+def _quick_gates(stock: Any) -> Any:
+    """Return a class of gated features that computes them in one pass where there is a kernel."""
+
+    def forward(self: Any, x: torch.Tensor, *inputs: Any, **options: Any) -> Any:
+        if inputs or options:
+            return stock.forward(self, x, *inputs, **options)  # which warns
+        features = self.proj(x)
+        if (found := gate_any(features)) is not None:
+            return found
+        kept, gate = features.chunk(2, dim=-1)
+        return kept * F.gelu(gate)
 
     return type(f"Quick{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
 

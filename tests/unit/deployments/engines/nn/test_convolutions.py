@@ -29,7 +29,14 @@ def drawn_case(draws: random.Random, dtype: torch.dtype) -> tuple[tuple[int, ...
     kernel = draws.choice([1, 3])
     images, inputs, outputs = draws.randint(1, 4), draws.randint(70, 150), draws.randint(60, 220)
     height, width = draws.randint(3, 30), draws.randint(3, 30)
-    if dtype == torch.float32:
+    if draws.random() < 0.4:  # few pixels, whose weights are read where they lie
+        images, inputs, height, width = (
+            draws.randint(1, 6),
+            32 * draws.randint(2, 4),
+            draws.randint(3, 9),
+            draws.randint(3, 8),
+        )
+    elif dtype == torch.float32:
         width = draws.randint(3, 256 // height)
     elif draws.random() < 0.15:  # a row of pixels that is a block, and more
         height, width = draws.randint(3, 5), draws.randint(500, 600)
