@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from kit.seeding import seeded_rng
 from kit.workflows import FakeBackend, Told, png_file
 from PIL import Image
 
+from deployments.workflows.backend import ModelFacts
 from deployments.workflows.files import read_image
 from deployments.workflows.images import KONTEXT_SIZES
+from deployments.workflows.kinds import choice, growing, integer
 from deployments.workflows.records import Refused
 from deployments.workflows.resizing import resized
+from deployments.workflows.sampling import _clip_skip
 from deployments.workflows.table import KINDS
 from deployments.workflows.values import (
     PENDING,
@@ -23,8 +27,10 @@ from deployments.workflows.values import (
     Latent,
     LoraUse,
     ModelValue,
+    Prompt,
     VaeValue,
 )
+from deployments.workflows.videos import _begun
 
 MODEL, CLIP = ModelValue(("base",)), ClipValue(("base",))
 FOUR = np.arange(4, dtype=np.float32)[:, None, None]
@@ -235,3 +241,93 @@ async def test_a_files_palette_may_be_transparent_and_a_mask_is_one_channel() ->
         (mask,) = await call("LoadImageMask", image="in.png", channel=channel).act(backend, Told())
         values = 1 - pixels[..., 3] / 255 if channel == "alpha" else pixels[..., place] / 255
         np.testing.assert_allclose(mask[0], values, atol=1e-6)
+
+
+def test_inputs_are_declared_as_comfyui_shows_them() -> None:
+    assert integer("seed", 3).has_control
+    assert integer("noise_seed").has_control
+    assert integer("any", seed=True).has_control
+    assert not integer("steps").has_control
+    assert [choice("c", ("a", "b")).default, choice("c", ("a", "b"), "b").default, choice("c", ()).default] == [
+        "a",
+        "b",
+        None,
+    ]
+    grown = growing("images", "IMAGE", ("a", "b", "c"), 2, takes_bytes=True).grows
+    assert [(each.name, each.required, each.takes_bytes) for each in grown] == [
+        ("a", True, True), ("b", True, True), ("c", False, True),
+    ]  # fmt: skip
+    scene = inputs_of("WanImageToVideo")
+    assert scene == {
+        "width": (832, 16, 16_384), "height": (480, 16, 16_384), "length": (81, 1, 16_384), "batch_size": (1, 1, 4096),
+    }  # fmt: skip
+
+
+PROMPT = Prompt(CLIP, "words")
+
+
+def test_a_control_of_no_strength_controls_nothing() -> None:
+    given = {"positive": (PROMPT,), "negative": (PROMPT, PROMPT), "control_net": ControlNetValue("canny")}
+    place = {"image": PENDING, "start_percent": 0.25, "end_percent": 1.0}
+    assert call("ControlNetApplyAdvanced", **given, **place, strength=0.0) == (given["positive"], given["negative"])
+    positive, negative = call("ControlNetApplyAdvanced", **given, **place, strength=2.0)
+    for prompt in (*positive, *negative):
+        (use,) = prompt.controls
+        assert (use.strength, use.start, use.end) == (2.0, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [(None, "None"), ("a", "a"), (3, "3"), (True, "True"), (np.zeros((2, 3)), "ndarray (2, 3)"), (Latent(), "Latent")],
+)
+def test_any_value_is_shown_as_a_text(source: Any, text: str) -> None:
+    found = call("PreviewAny", source=source)
+    assert (found.outputs, found.shown) == ((text,), {"text": [text]})
+
+
+@pytest.mark.parametrize(
+    ("class_name", "layer", "skipped"),
+    [
+        ("StableDiffusionPipeline", None, 0),
+        ("FluxPipeline", None, 0),
+        ("StableDiffusionPipeline", -1, 0),
+        ("StableDiffusionPipeline", -3, 2),
+        ("StableDiffusionXLPipeline", -2, 0),
+        ("StableDiffusionXLPipeline", -5, 3),
+        ("StableDiffusionXLPipeline", -1, "-1 has no counterpart with a StableDiffusionXLPipeline"),
+        ("FluxPipeline", -1, "-1 has no counterpart with a FluxPipeline"),
+    ],
+)
+def test_layers_are_left_out_behind_the_usual_last_one(class_name: str, layer: int | None, skipped: Any) -> None:
+    prompt = replace(PROMPT, clip=replace(CLIP, last_layer=layer))
+    if isinstance(skipped, int):
+        assert _clip_skip(prompt, ModelFacts(class_name)) == skipped
+    else:
+        with pytest.raises(Refused, match=skipped):
+            _clip_skip(prompt, ModelFacts(class_name))
+
+
+async def test_a_preview_shows_the_images_that_there_are() -> None:
+    backend = FakeBackend()
+    image = np.zeros((1, 2, 2, 3), np.float32)
+    for given, sides in (
+        ({}, []),
+        ({"image_a": image}, ["a_images"]),
+        ({"image_b": image, "image_a": image}, ["a_images", "b_images"]),
+    ):
+        found = await call("ImageCompare", **given).act(backend, Told())
+        assert list(found.shown) == sides
+    mask = np.array([[[0.0, 1.0]]], np.float32)
+    await call("MaskPreview", mask=mask).act(backend, Told())
+    assert backend.saved[-1][2].tolist() == [[[0, 0, 0], [255, 255, 255]]]
+
+
+def test_one_frame_begins_no_video_here() -> None:
+    begun = [kind for kind in KINDS.values() if kind.function is _begun]
+    assert begun
+    size = {"width": 64, "height": 64, "length": 5, "batch_size": 1}
+    for kind in begun:
+        (latent,) = kind.function(vae=VaeValue(("base",)), **size)
+        assert (latent.width, latent.height, latent.frames) == (64, 64, 5)
+        with pytest.raises(Refused, match="not from a picture"):
+            kind.function(vae=VaeValue(("base",)), **size, start_image=PENDING)
