@@ -9,6 +9,7 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 
+from deployments.engines.llm.footprints import StepTwin
 from deployments.engines.llm.loras import _interleaved
 from deployments.engines.llm.models import own_cache
 from deployments.engines.llm.models.own_cache import SequenceState, _in_modules
@@ -66,3 +67,11 @@ def test_a_sequences_states_are_in_the_modules_for_as_long_as_it_runs(monkeypatc
     assert (one.in_modules, other.in_modules) == (["one"], ["other"])
     with _in_modules(module.inner, SequenceState()) as _:
         pass
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "spans"),
+    [(0, []), (3, [(7, 10)]), (10, [(0, 10)]), (20, [(0, 10)] * 2), (25, [(0, 10), (0, 10), (5, 10)])],
+)
+def test_planned_prompts_are_the_ends_of_the_longest(num_tokens: int, spans: list[tuple[int, int]]) -> None:
+    assert StepTwin._prompts(num_tokens, 10) == spans
