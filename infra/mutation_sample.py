@@ -57,7 +57,8 @@ def breaks_of(source: str) -> Iterator[Break]:
             changed = line[: node.col_offset] + broken.encode() + line[node.end_col_offset :]
             text = "".join([*lines[: node.lineno - 1], changed.decode(), *lines[node.lineno :]])
             said = f"{ast.get_source_segment(source, node)} -> {broken}"
-            yield Break(range(statement.lineno, node.lineno + 1), said, text)
+            first = min(statement.lineno, node.lineno)  # a decorator stands before its function
+            yield Break(range(first, node.lineno + 1), said, text)
 
 
 def _own_nodes(node: ast.AST) -> Iterator[Any]:

@@ -15,7 +15,10 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from cluster.process.ray_calls import NamedActor, get
+from cluster.process import ray_calls
+from cluster.process.ray_calls import NamedActor, connect_actor, end_control_plane, get
+from cluster.records.actor_names import cluster_key, keeper_name, registry_name
+from configs.cluster import ClusterConfig, PlacementConfig
 from weights.records.errors import BudgetExceeded
 
 
@@ -110,3 +113,32 @@ async def test_an_actor_that_cannot_be_found_is_looked_up_again() -> None:
     with pytest.raises(RuntimeError, match="head is away"):
         await actor.handle()
     assert await actor.handle() is handle
+
+
+def test_an_actor_lives_for_ever_under_its_name_and_takes_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Remote:
+        def options(self, **options: Any) -> Any:
+            made.append(options)
+            return self
+
+        def remote(self, *arguments: Any, **options: Any) -> str:
+            made.append((arguments, options))
+            return "handle"
+
+    monkeypatch.setattr(ray, "remote", lambda class_: Remote())
+    assert connect_actor(View, "view", 7, PlacementConfig(), 1, two=2) == "handle"
+    options, given = made
+    assert given == ((1,), {"two": 2})
+    expected = {"name": "view", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1, "num_cpus": 0}
+    assert options.items() >= (expected | {"max_concurrency": 7}).items()
+
+
+def test_the_registry_ends_behind_all_that_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ClusterConfig.model_validate({"name": "c", "models": [{"id": "m", "path": "/m"}]})
+    registry, keeper = registry_name(config), keeper_name(cluster_key(config), "n1")
+    names, ended = [registry, "another", keeper], list[list[str]]()
+    monkeypatch.setattr(ray_calls, "end_actors", lambda find: ended.append(list(find(names))))
+    end_control_plane(config)
+    assert ended == [[keeper], [registry]]

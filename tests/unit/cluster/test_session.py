@@ -354,3 +354,70 @@ def test_folders_of_other_users_and_no_folder_at_all_are_left_alone(
     _remove_old_sessions(tmp_path, NOW_S)
     _remove_old_sessions(tmp_path / "none", NOW_S)
     assert all(path.exists() for path in both)
+
+
+class FakeRay:
+    """Ray as a session starts, joins and ends it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.calls: list[Any] = []
+        self.address = "127.0.0.1"
+
+        def begin(*given: Any) -> None:
+            self.calls.append(given)
+            if error:
+                raise error
+
+        monkeypatch.setattr(session, "_start_private_ray", lambda config, name: begin("start", name))
+        monkeypatch.setattr(session, "join_ray", lambda address: begin("join", address))
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: self.address)
+        monkeypatch.setattr(ray, "shutdown", lambda: self.calls.append("end"))
+        for variable in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_AUTH_MODE"):
+            monkeypatch.setenv(variable, "")
+            monkeypatch.delenv(variable)
+
+
+@pytest.mark.parametrize(("address", "call"), [(None, ("start", "one")), ("10.0.0.1:6379", ("join", "10.0.0.1:6379"))])
+def test_a_session_starts_or_joins_a_ray_and_ends_with_it(
+    address: str | None, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = FakeRay(monkeypatch)
+    with session.ray_session(config(ray={"address": address})):
+        assert found.calls == [call]
+        assert [os.environ.get(name) for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness")] == ["0", "0"]
+    assert found.calls == [call, "end"]
+
+
+def test_a_private_ray_must_listen_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = FakeRay(monkeypatch)
+    found.address = "10.0.0.9"
+    with pytest.raises(SessionError, match=r"listens on 10\.0\.0\.9 although"), session.ray_session(config()):
+        raise AssertionError("it must not be used")
+    assert found.calls[-1] == "end"
+    with session.ray_session(config(ray={"address": "10.0.0.1:6379"})):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "words"),
+    [
+        (None, "", "^Ray cannot be started: no room$"),
+        ("10.0.0.1:6379", "", r"^Ray cannot be reached: no room; does it ask for a token\? \(RAY_AUTH_MODE=token\)$"),
+        ("10.0.0.1:6379", "token", "^Ray cannot be reached: no room$"),
+    ],
+)
+def test_a_ray_that_cannot_be_had_says_why(
+    address: str | None, mode: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeRay(monkeypatch, ConnectionError("no room"))
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(SessionError, match=words), session.ray_session(config(ray={"address": address})):
+        raise AssertionError("there is none")
+
+
+def test_a_taken_grpc_port_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = config(grpc={"port": server.getsockname()[1]}, ray={"address": "auto"})
+        with pytest.raises(SessionError, match="choose another port with `grpc:"):
+            check_can_start(taken, tmp_path)
+    check_can_start(taken, tmp_path)

@@ -15,6 +15,7 @@ SOURCE = """
 LIMIT = 3
 
 def outer(a, b=1):
+    @kept(2)
     def inner():
         return not a
     if a < b and inner():
@@ -30,13 +31,14 @@ def outer(a, b=1):
 def test_each_place_inside_of_functions_is_broken_once() -> None:
     found = list(breaks_of(SOURCE))
     assert sorted((one.lines[0], one.lines[-1], one.said) for one in found) == [
-        (6, 6, "not a -> a"),
-        (7, 7, "a < b -> (a <= b)"),
-        (7, 7, "a < b and inner() -> (a < b or inner())"),
-        (9, 10, "1 -> 2"),
-        (9, 10, "a + 1 -> (a - 1)"),
-        (12, 12, "close() -> pass"),
-        (13, 13, "a is None -> (a is not None)"),
+        (5, 5, "2 -> 3"),
+        (7, 7, "not a -> a"),
+        (8, 8, "a < b -> (a <= b)"),
+        (8, 8, "a < b and inner() -> (a < b or inner())"),
+        (10, 11, "1 -> 2"),
+        (10, 11, "a + 1 -> (a - 1)"),
+        (13, 13, "close() -> pass"),
+        (14, 14, "a is None -> (a is not None)"),
     ]
     for one in found:
         compile(one.text, "broken.py", "exec")

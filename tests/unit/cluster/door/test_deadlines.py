@@ -48,3 +48,15 @@ async def test_a_websocket_lasts_as_long_as_its_client() -> None:
     for headers in (HEADERS, HEADERS[::2]):
         await HideDeadline(app)({"type": "websocket", "headers": headers, "path": "/"}, None, None)  # type: ignore[arg-type]
         assert parse_request_timeout_header(dict(seen.pop()["headers"]), 300.0) is None
+
+
+async def test_a_scope_without_a_deadline_is_handed_on_itself() -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    bare, timed = {"type": "http", "headers": HEADERS[::2]}, {"type": "http", "headers": HEADERS}
+    for scope in (bare, timed, {"type": "lifespan"}):
+        await HideDeadline(app)(scope, None, None)  # type: ignore[arg-type]
+    assert [seen[0] is bare, seen[1] is timed, seen[2]] == [True, False, {"type": "lifespan"}]

@@ -13,6 +13,7 @@ from deployments.console.progress import (
     MAX_MODELS,
     StartDisplay,
     StartState,
+    _model_line,
     _progress_lines,
     _progress_news,
     usable_line,
@@ -111,3 +112,25 @@ def test_a_step_is_said_before_there_is_anything_to_count() -> None:
     assert _progress_news(begun, begun) == []
     assert _progress_news(begun, HALF) == _progress_news(NOTHING, HALF)
     assert _progress_lines(begun) == ["Ray starts"]
+
+
+@pytest.mark.parametrize(
+    ("done", "rate", "expected"),
+    [
+        (0, 0.0, "╌" * 20 + " 0 bytes of 2.0 kB"),
+        (500, 0.0, "━" * 5 + "╌" * 15 + " 500 bytes of 2.0 kB"),
+        (500, 100.0, "━" * 5 + "╌" * 15 + " 500 bytes of 2.0 kB, 15 s left"),
+        (2000, 100.0, "━" * 20 + " 2.0 kB of 2.0 kB"),
+        (3000, 100.0, "━" * 20 + " 3.0 kB of 2.0 kB"),
+    ],
+)
+def test_an_import_has_a_bar_and_the_time_that_is_left(done: int, rate: float, expected: str) -> None:
+    state = StartState({}, {"m": "registering"}, imports={"m": (done, 2000)})
+    assert _model_line(state, "m", rate) == f"model m: entering the store: {expected}"
+
+
+def test_the_rate_is_that_since_an_import_was_first_seen() -> None:
+    now_s = iter([10.0, 10.0, 14.0, 16.0])
+    display = StartDisplay("", Console(file=io.StringIO()), lambda: next(now_s))
+    found = [display._rate(StartState(imports={"m": (done, 900)})) for done in (100, 300, 700)]
+    assert found == [0.0, 50.0, 100.0]

@@ -145,3 +145,34 @@ async def test_an_answer_that_is_not_as_described_is_noticed(as_described: Any, 
         else:
             with pytest.raises((ValidationError, AssertionError), match=problem):
                 await client.get(path)
+
+
+def bounds_of(schema: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the default, the least and the most of a whole number."""
+    own = next((one for one in schema.get("anyOf", ()) if one["type"] == "integer"), schema)
+    return schema.get("default"), own.get("minimum"), own.get("maximum")
+
+
+def test_numbers_in_addresses_have_their_bounds(page: dict[str, Any]) -> None:
+    """Pages are as long as OpenAI's; further ones are bounded so that no answer is without end."""
+    found = {
+        (path, parameter["name"]): bounds_of(parameter["schema"])
+        for path, methods in page["paths"].items()
+        for method in methods.values()
+        for parameter in method.get("parameters", ())
+        if parameter["in"] == "query" and "integer" in json.dumps(parameter["schema"])
+    }
+    listed = dict.fromkeys(("/v1/jobs", "/v1/batches", "/v1/videos"), (20, 1, 100)) | {"/v1/files": (100, 1, 10_000)}
+    assert found == {
+        **{(path, "limit"): bounds for path, bounds in listed.items()},
+        ("/v1/responses/{response_id}", "starting_after"): (-1, -1, None),
+        ("/history", "max_items"): (200, 1, None),
+        ("/history", "offset"): (-1, -1, 10**6),
+        **{("/admin/cluster", name): (0, 0, 2**31) for name in ("model_offset", "node_offset")},
+        ("/admin/cluster", "max_models"): (1000, 0, 1000),
+        ("/admin/cluster", "max_nodes"): (100, 0, 100),
+        ("/admin/requests", "after"): (None, 0, 2**53),
+        ("/admin/uploads/{upload_id}", "offset"): (None, 0, 2**53),
+        ("/admin/uploads/{upload_id}", "bytes"): (None, 1, 2**53),
+        ("/admin/decisions", "max_decisions"): (50, 0, 500),
+    }

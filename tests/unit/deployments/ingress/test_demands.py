@@ -1,55 +1,35 @@
-"""A request never takes so small a part of a replica that the replica would have to refuse it."""
+"""The time that is left to a request: the least of its own, its caller's, and the queue's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from configs.cluster import ClusterConfig
-from configs.options import Acceleration
-from deployments.ingress.messages.terms import Terms, demand_of
-from deployments.records import ClipRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
-
-SKIPPING = ImageRequest(
-    model="m", prompt="x", width=16, height=8, num_inference_steps=12, acceleration=Acceleration(interval=3)
-)
-REQUESTS = (
-    (ImageRequest(model="m", prompt="x", n=2), 2 / 16),
-    (CompletionRequest(model="m", prompt="x"), 1 / 64),
-    (EmbeddingRequest(model="m", input=["a", "b", "c"]), 3 / 40),
-    (HeadRequest("m", np.zeros((1, 4), np.float32)), 1 / 64),
-)
-
-
-@pytest.mark.parametrize(("request_", "share"), REQUESTS)
-@pytest.mark.parametrize("most", [256, 5, 1])
-def test_as_many_start_at_once_as_serve_lets_in(request_: Any, share: float, most: int) -> None:
-    config = ClusterConfig.model_validate(
-        {
-            "store": {"path": "/s"},
-            "worker": {"max_ongoing_requests": most, "max_running_images": 16, "max_num_seqs": 64},
-            "text_encoder": {"max_ongoing_requests": most, "max_running_inputs": 40},
-            "models": [{"id": "m", "path": "/m"}],
-        }
-    )
-    ask = demand_of(request_, Terms(), 60.0, config)
-    assert ask.share == pytest.approx(max(share, 1 / most))
+from deployments.ingress.messages.terms import Terms
+from deployments.ingress.service.demands import Demands
 
 
 @pytest.mark.parametrize(
-    ("request_", "is_stock", "work"),
+    ("asked", "longest", "usual", "waited", "left"),
     [
-        (ImageRequest(model="m", prompt="x", n=2, width=16, height=8, num_inference_steps=5), False, 16 * 8 * 2 * 5),
-        (ImageRequest(model="m", prompt="x", n=2, width=16, height=8, num_inference_steps=5), True, 2 * 5),
-        (SKIPPING, False, 16 * 8 * 6),  # of its 12 steps: 0, 1, 2, 4, 7, 10
-        (ImageRequest(model="m", prompt="x", n=2, num_inference_steps=5), True, 2 * 5),
-        (ClipRequest(model="m", prompt="x", width=16, height=8, num_inference_steps=5), True, 5),
+        (None, None, None, 0.0, 60.0),
+        (None, None, 20.0, 0.0, 20.0),
+        (5.0, None, 20.0, 0.0, 5.0),
+        (90.0, None, 20.0, 0.0, 60.0),
+        (5.0, None, 20.0, 2.0, 3.0),
+        (None, 300.0, 20.0, 1.0, 299.0),
+        (5.0, 300.0, None, 1.0, 4.0),
+        (400.0, 300.0, None, 0.0, 300.0),
     ],
 )
-def test_work_of_a_stock_pipeline_does_not_depend_on_whether_the_size_is_said(
-    request_: Any, is_stock: bool, work: float
+def test_the_least_of_all_limits_counts(
+    asked: float | None, longest: float | None, usual: float | None, waited: float, left: float
 ) -> None:
-    config = ClusterConfig.model_validate({"store": {"path": "/s"}, "models": [{"id": "m", "path": "/m"}]})
-    assert demand_of(request_, Terms(), 60.0, config, is_stock=is_stock).work == work
+    config: Any = SimpleNamespace(http=SimpleNamespace(request_timeout_s=60.0))
+    queue: Any = SimpleNamespace(config=SimpleNamespace(default_timeout_s=usual))
+    nobody: Any = None
+    terms = replace(Terms(), timeout_s=asked, max_timeout_s=longest, waited_s=waited)
+    assert Demands(config, queue, nobody).timeout_s(terms) == left

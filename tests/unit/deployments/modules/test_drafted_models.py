@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from unit.deployments.modules.test_language_model_memory import replica
@@ -12,6 +14,7 @@ from configs.cluster import WorkerConfig
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.records.protocol import SamplingParams, TextRequest
 from deployments.engines.servable import why_unservable
+from deployments.modules.draft_parts import with_draft_parts
 from deployments.modules.loading import is_denoise_component
 from weights.formats.checkpoint import read_checkpoint
 from weights.operations.externalize import externalize
@@ -76,3 +79,21 @@ def test_what_it_could_not_draft_with_is_refused_by_name(tmp_path: Path) -> None
         found = why_unservable(read_checkpoint(ADDER, parts={"draft": tmp_path / "small"}))
         assert found is not None
         assert words in found, found
+
+
+def record(**fields: Any) -> Any:
+    found = SimpleNamespace(**fields)
+    found.model_copy = lambda update: record(**fields | update)
+    return found
+
+
+def test_a_draft_is_a_part_of_its_model_and_others_stay() -> None:
+    model, draft, vision = (record(tensors={"w": hash_}, config_hash=hash_) for hash_ in "mds")
+    parts = {"model": model, "draft": draft, "vision": vision}
+    found = with_draft_parts(record(kind="llm", components=parts))
+    assert list(found.components) == ["model", "vision"]
+    assert found.components["model"].tensors == {"w": "m", "draft.w": "d"}
+    assert found.components["model"].config_hash == "m+d"
+    for kind, components in (("diffusion", parts), ("llm", {"model": model}), ("llm", {"draft": draft})):
+        other = record(kind=kind, components=components)
+        assert with_draft_parts(other) is other

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from unit.deployments.modules.test_module_cache import manifest
 
+from deployments.modules import manifest_versions
 from deployments.modules.manifest_versions import ManifestVersions
 from weights.records.manifest import Manifest
 
@@ -64,3 +66,28 @@ async def test_a_version_that_was_replaced_keeps_its_places(tmp_path: Path) -> N
     store.fingerprint = "v2"
     store.move(4096)
     assert await versions.locate(first) is first
+
+
+async def test_the_versions_that_were_used_longest_ago_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_versions, "MAX_MANIFESTS", 2)
+    store = Store(tmp_path)
+    versions = ManifestVersions(store.fetch, tmp_path)
+    for fingerprint in ("v1", "v2"):
+        store.fingerprint = fingerprint
+        await versions.find_version("a", fingerprint)
+    await versions.find_version("a", "v1")  # used again
+    store.fingerprint = "v3"
+    await versions.newest("a")
+    assert set(versions._known) == {("a", "v1"), ("a", "v3")}
+    assert versions._latest == {"a": "v3"}
+    store.asked.clear()
+    await versions.find_version("a")
+    assert store.asked == []
+    for fingerprint in ("v4", "v5"):
+        store.fingerprint = fingerprint
+        await versions.find_version("b", fingerprint)
+    assert versions._latest == {"b": "v5"}
+    assert (await versions.find_version("a")).fingerprint == "v5"  # asked for anew
+    assert store.asked[-1] == ("a", None)

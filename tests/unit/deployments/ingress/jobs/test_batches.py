@@ -91,6 +91,7 @@ async def test_a_batch_runs_by_openais_client(http: httpx.AsyncClient, replicas:
     assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
     assert output.expires_at is not None
     assert [one.id async for one in client.batches.list()] == [batch.id]
+    assert not (await client.batches.list(limit=1)).has_more
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ async def test_files_are_kept_listed_read_and_deleted(http: httpx.AsyncClient, m
         assert (await client.files.content(file.id)).content == right
         assert await client.files.retrieve(file.id) == file
     assert [one.id async for one in client.files.list(limit=2)] == [file.id for file in files[::-1]]
+    assert [(await client.files.list(limit=limit)).has_more for limit in (2, 3, 4)] == [True, False, False]
     assert [one.id async for one in client.files.list(order="asc", purpose="batch")] == [file.id for file in files]
     assert [one.id async for one in client.files.list(purpose="batch_output")] == []
     assert (await client.files.delete(files[0].id)).deleted

@@ -259,7 +259,8 @@ async def test_jobs_are_listed_with_filters_and_pages(http: httpx.AsyncClient) -
     assert await listed(status="done", order="asc", limit=2) == ids[:2]
     assert await listed(after=ids[1], order="asc") == [ids[2], bad]
     assert await listed(endpoint="/v1/embeddings") == await listed(status="failed") == [bad]
-    assert (await http.get("/v1/jobs?limit=2")).json()["has_more"]
+    more = [(await http.get("/v1/jobs", params={"limit": limit})).json()["has_more"] for limit in (3, 4, 5)]
+    assert more == [True, False, False]
     assert (await http.get("/v1/jobs", params={"after": "job_no"})).status_code == 404
     for wrong in ({"status": "finished"}, {"limit": 0}, {"order": "up"}):
         assert (await http.get("/v1/jobs", params=wrong)).status_code == 400

@@ -202,6 +202,7 @@ async def test_videos_are_listed_page_by_page_and_deleted(client: openai.AsyncOp
     found = [video.id async for video in client.videos.list(limit=2)]
     assert found == ids[::-1]
     assert [video.id async for video in client.videos.list(order="asc", limit=3)] == ids
+    assert [(await client.videos.list(limit=limit)).has_more for limit in (4, 5, 6)] == [True, False, False]
     deleted = await client.videos.delete(ids[2])
     assert (deleted.id, deleted.deleted, deleted.object) == (ids[2], True, "video.deleted")
     assert [video.id async for video in client.videos.list()] == [one for one in ids[::-1] if one != ids[2]]
