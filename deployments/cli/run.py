@@ -144,7 +144,7 @@ def _fitted(models: Sequence[Named], adapters: Sequence[Named], options: Mapping
         _, read, problems = check_config(draft)
         nbytes |= {id_: one.record.nbytes for id_, one in read.items()}
     if problems:
-        raise OptionError("\n".join(map(_told, problems)))
+        raise OptionError("\n".join(map(_text_of, problems)))
     named = {
         "models": [one.entry(local=False) for one in models],
         "adapters": [one.entry(local=False) for one in adapters],
@@ -152,7 +152,7 @@ def _fitted(models: Sequence[Named], adapters: Sequence[Named], options: Mapping
     return fitted_config(named, nbytes, machine)
 
 
-def _told(problem: Problem) -> str:
+def _text_of(problem: Problem) -> str:
     """Return a problem of the draft without its place there, for nobody wrote that file."""
     section, _, _ = problem.key.partition(".")
     return problem.text if section in ("models", "adapters") else f"{problem.key}: {problem.text}"

@@ -2,7 +2,8 @@
 
     ServiceError
     ├── InvalidRequest       400  a value of the request is out of range, or a combination is not supported
-    │   └── ContextExceeded  400  the prompt has more tokens than the model reads
+    │   ├── ContextExceeded  400  the prompt has more tokens than the model reads
+    │   └── UnknownFile      404  no such file of a workflow; the message has the known names
     ├── NotAuthenticated     401  no API key, or an invalid one
     ├── NotAllowed           403  this key, or the web page that asks, may not do that
     ├── UnknownModel         404  no such model or adapter; the message has the known names
@@ -57,6 +58,10 @@ class InvalidRequest(ServiceError):
 
 class ContextExceeded(InvalidRequest):
     """The prompt has more tokens than the model reads. Agents shorten their history when they are told so."""
+
+
+class UnknownFile(InvalidRequest):
+    """No file of that name is kept for the API key."""
 
 
 class NotAuthenticated(ServiceError):

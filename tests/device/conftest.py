@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.unsynced import keep_folders_in_memory
 from kit.waiting import wait_until
 
 from configs.simulated import SimulatedConfig
@@ -23,6 +24,7 @@ LEARNED = ("steps", "_known", "_texts", "_lock")  # of a book of footprints
 _learned: dict[Any, dict[str, Any]] = {}  # by a book's device and bounds
 _met: dict[str, str] = {}
 gc.disable()  # until all is imported
+keep_folders_in_memory()
 torch.set_num_threads(1)  # on more, models this small are slower: their threads wait for each other
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from kit.process_state import unchanged_process as unchanged_process
+from kit.unsynced import keep_folders_in_memory
 
 _MANY_MODULES = 400
 # What an application over fakes, or a small model, is made of outlives several collections of Python's own pace, which
@@ -17,6 +18,7 @@ _MANY_MODULES = 400
 _MANY_OBJECTS = 50_000
 _SERVERS = ("ray.serve", "uvicorn", "uvicorn.access", "uvicorn.asgi", "uvicorn.error")  # loggers that they set up
 gc.disable()  # until all is imported
+keep_folders_in_memory()
 # Before torch is loaded, and for the processes of tests: models this small are slower on more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before Ray is loaded: a thread that outlives its test would begin one with `ray.get`, whose end ends this process.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from kit import seeding
+from kit import seeding, unsynced
 from kit.nested import Run, plugins, run_pytest
 from kit.waiting import until, wait_until
 
@@ -152,6 +155,19 @@ def test_logs_that_are_not_passed_on_are_captured_too(
     silent_logger.warning("told here alone")
     logging.getLogger("another").warning("told to all")
     assert [record.getMessage() for record in caplog.records] == ["told here alone", "told to all"]
+
+
+@pytest.mark.parametrize(("more_bytes", "expected"), [(0, True), (-1, False)])
+def test_folders_are_kept_in_memory_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more_bytes: int, expected: bool
+) -> None:
+    monkeypatch.setattr(unsynced, "_MEMORY", tmp_path)
+    free_bytes = unsynced._ROOM_BYTES + more_bytes
+    monkeypatch.setattr(shutil, "disk_usage", {tmp_path: SimpleNamespace(free=free_bytes)}.__getitem__)
+    monkeypatch.setenv("PYTEST_DEBUG_TEMPROOT", "")  # so that it is as before behind this test
+    monkeypatch.delenv("PYTEST_DEBUG_TEMPROOT")
+    unsynced.keep_folders_in_memory()
+    assert os.environ.get("PYTEST_DEBUG_TEMPROOT") == (str(tmp_path) if expected else None)
 
 
 def test_a_port_is_of_one_process_alone_while_it_lives() -> None:

@@ -31,7 +31,7 @@ from deployments.records import (
     ImageResult,
     as_record,
 )
-from deployments.records.errors import InvalidRequest
+from deployments.records.errors import UnknownFile
 from deployments.workflows.backend import Array, Folder, Frames, ModelFacts, Report, SavedFile
 from deployments.workflows.records import Workflow
 from weights.records.errors import listed
@@ -80,12 +80,12 @@ class KeyFiles:
     key: str
 
     async def read(self, file: SavedFile) -> bytes:
-        """Return a file. Raises InvalidRequest with the known names where there is none."""
+        """Return a file. Raises UnknownFile with the known names where there is none."""
         data = await asyncio.to_thread(self.files.read, self.key, file)
         if data is None:
             name = f"{file.subfolder}/{file.filename}" if file.subfolder else file.filename
             known = listed(await asyncio.to_thread(self.files.names, self.key, file.type))
-            raise InvalidRequest(f"no {file.type} file {name[:200]!r} is kept for this key (known: {known})", "image")
+            raise UnknownFile(f"no {file.type} file {name[:200]!r} is kept for this key (known: {known})", "image")
         return data
 
 

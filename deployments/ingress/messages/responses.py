@@ -49,6 +49,7 @@ from deployments.records.errors import (
     RequestTooLarge,
     RequestTooSlow,
     ServiceError,
+    UnknownFile,
     UnknownModel,
     Unprocessable,
 )
@@ -69,6 +70,7 @@ _RETRY_AFTER_S: Final = 1.0  # where no better estimate is known
 # error class -> HTTP status, OpenAI type, OpenAI code; the first class that fits wins
 _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
+    (UnknownFile, 404, "invalid_request_error", "file_not_found"),
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
     (NotAuthenticated, 401, "invalid_request_error", "invalid_api_key"),
     (NotAllowed, 403, "permission_error", "not_allowed"),

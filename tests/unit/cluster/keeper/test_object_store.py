@@ -7,7 +7,6 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +29,9 @@ NBYTES = 2**16
 
 
 @pytest.fixture(params=["/dev/shm", None], ids=["memory", "disk"])
-def mapped(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[bool, Any]]:
+def mapped(request: pytest.FixtureRequest) -> Iterator[tuple[bool, Any]]:
     """Bytes of a deleted file, as Ray maps them, and whether it is in memory."""
-    with tempfile.TemporaryFile(dir=request.param or tmp_path) as file:
+    with tempfile.TemporaryFile(dir=request.param) as file:
         file.truncate(NBYTES)
         # Unmapped with the last reference.
         yield request.param is not None, np.frombuffer(mmap.mmap(file.fileno(), NBYTES), np.uint8)

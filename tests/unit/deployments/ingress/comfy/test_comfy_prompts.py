@@ -279,7 +279,7 @@ async def test_a_mask_becomes_the_transparency_of_an_image(comfy: Comfy) -> None
         answer = await comfy.http.post(
             "/upload/mask", files={"image": ("m.png", painted)}, data={"original_ref": reference}
         )
-        refusal(answer)
+        refusal(answer, 404 if "no.png" in reference else 400)
 
 
 async def test_an_image_is_shown_in_parts(comfy: Comfy) -> None:
@@ -294,9 +294,18 @@ async def test_an_image_is_shown_in_parts(comfy: Comfy) -> None:
         assert (shown.format, shown.size) == (format_, (8, 6))
 
 
-@pytest.mark.parametrize("params", [{}, {"filename": "../x"}, {"filename": "no.png"}, {"filename": "a", "type": "x"}])
-async def test_a_file_that_is_not_kept_is_refused(comfy: Comfy, params: dict[str, str]) -> None:
+@pytest.mark.parametrize("params", [{}, {"filename": "../x"}, {"filename": "a", "type": "x"}])
+async def test_what_names_no_file_is_refused(comfy: Comfy, params: dict[str, str]) -> None:
     refusal(await comfy.http.get("/view", params=params))
+
+
+async def test_a_file_that_is_not_kept_is_not_found(comfy: Comfy) -> None:
+    await comfy.http.post("/upload/image", files={"image": ("a.png", png(np.zeros((2, 2, 4), np.uint8)))})
+    error = refusal(await comfy.http.get("/view", params={"filename": "no.png", "type": "input"}), 404)["error"]
+    assert (error["type"], error["message"]) == (
+        "file_not_found",
+        "no input file 'no.png' is kept for this key (known: a.png)",
+    )
 
 
 async def test_the_queue_shows_what_runs_and_what_waits(replicas: Replicas, owner: JobOwner, tmp_path: Path) -> None:
@@ -372,7 +381,7 @@ async def test_prompts_and_files_are_those_of_a_key(replicas: Replicas, owner: J
         entry = await comfy.ended(id_, headers=mine)
         (file,) = entry["outputs"]["2"]["images"]
         assert (await comfy.http.get("/view", params=file, headers=mine)).status_code == 200
-        refusal(await comfy.http.get("/view", params=file, headers=yours))
+        refusal(await comfy.http.get("/view", params=file, headers=yours), 404)
         assert (await comfy.http.get(f"/history/{id_}", headers=yours)).json() == {}
         assert (await comfy.http.get("/history", headers=yours)).json() == {}
         await comfy.http.post("/history", json={"clear": True, "delete": [id_]}, headers=yours)
