@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from deployments.engines.llm.sequences.draft_pace import MOST
 from deployments.engines.llm.sequences.kv_cache import bytes_per_block
 from deployments.engines.records.protocol import EngineError, SamplingParams, TextRequest
 from deployments.engines.servable import why_unservable
+from infra.supported import vision_models
 from infra.supported.language_models import VOCABULARY, save_tiny, tiny_model
 from tests.kit.seeding import seeded_rng
 from weights.formats.checkpoint import read_checkpoint
@@ -185,6 +187,25 @@ def test_answers_are_those_without_it_in_any_batch(tmp_path, monkeypatch):
         engine._clock = lambda: 0.0
         assert answers(engine, requests)[0] == expected
         assert answers(engine, requests)[0] == expected, "with prompts found in the cache"
+    assert counts
+
+
+def test_a_model_that_sees_images_has_one_too(tmp_path, monkeypatch):
+    class_name = "Gemma4ForConditionalGeneration"
+    model = vision_models.tiny_model(class_name)
+    tensors = vision_models.save_tiny(class_name, model, tmp_path)
+    text = SimpleNamespace(config=model.config.text_config)
+    assistant_of(text, KINDS["Gemma4ForCausalLM"]).save_pretrained(tmp_path / "draft")
+    of_draft = load_file(tmp_path / "draft" / "model.safetensors")
+    assert why_unservable(read_checkpoint(tmp_path, parts={"draft": tmp_path / "draft"})) is None
+    both = {**tensors, **{f"{PREFIX}{name}": one for name, one in of_draft.items()}}
+    plain, engine = (LLMEngine(tmp_path, given, LLMEngineConfig()) for given in (tensors, both))
+    engine._clock = lambda: 0.0
+    counts = noted(engine, monkeypatch)
+    chats = [vision_models.drawn_chat(seeded_rng(), num_images) for num_images in (0, 1, 2)]
+    expected = vision_models.our_answers(plain, chats, 20)
+    found = vision_models.our_answers(engine, chats, 20)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert counts
 
 
