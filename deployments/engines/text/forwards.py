@@ -10,8 +10,9 @@ Texts are padded at the end to the longest of the forward. The padding stays out
   that are not padding.
 
 Outputs equal those of each text alone up to rounding (measured: 2e-6 of the largest value in float32, 2 units in the
-last place in bfloat16). Bitwise equality is impossible in a batch, even of equal lengths: torch chooses the
-kernel of a matrix product by its number of rows. Sources: transformers 5.23, `modeling_clip.py`, `modeling_t5.py`,
+last place in bfloat16), and BERT's bit for bit where the kernels compute its layers (`native_encoder.py`). Elsewhere
+bitwise equality is impossible in a batch, even of equal lengths: torch chooses the kernel of a matrix product by its
+number of rows. Sources: transformers 5.23, `modeling_clip.py`, `modeling_t5.py`,
 `modeling_bert.py`, `modeling_roberta.py`.
 """
 

@@ -14,9 +14,11 @@ from kit.drawing import seeds
 from kit.kernels import needs_half_products
 from transformers import BertConfig, BertModel
 
-from deployments.engines.native.library import load_kernels
+from deployments.engines.native.building import VARIANTS, built_library
+from deployments.engines.native.library import Kernels, load_kernels
 from deployments.engines.text import native_encoder
 from deployments.engines.text.native_encoder import encoded
+from weights.platform.private_folder import cache_folder
 from weights.platform.torch_seam import fake_mode
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels for this processor")
@@ -99,6 +101,17 @@ def test_bfloat16_is_nearer_to_the_exact_result_than_stock(seed: int) -> None:
     for row, length in enumerate(lengths):
         alone = encoded(module, hidden[row : row + 1, :length], mask[row : row + 1, :length])
         assert torch.equal(alone[0], together[row, :length])
+
+
+def test_processors_without_avx512(monkeypatch) -> None:
+    kernels = Kernels(built_library(cache_folder() / "native"), VARIANTS["avx2"][1])
+    module = bert(hidden_size=64)
+    ids, hidden, mask = texts_of(module, [70, 9])
+    monkeypatch.setattr(native_encoder, "load_kernels", lambda: kernels)
+    found, stock = encoded(module, hidden, mask), module(ids, attention_mask=mask).last_hidden_state
+    assert torch.allclose(found[mask.bool()], stock[mask.bool()], atol=1e-5 * float(stock.abs().max()))
+    assert torch.equal(encoded(module, hidden[1:, :9], mask[1:, :9])[0], found[1, :9])
+    assert encoded(copy.deepcopy(module).bfloat16(), hidden.bfloat16(), mask) is None
 
 
 def test_tokens_that_are_masked_are_left_out_wherever_they_are() -> None:
