@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request
@@ -164,6 +164,7 @@ async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) ->
     return await validated(class_, fields, sum(map(len, fields.values()))), files
 
 
+@cache  # one for all applications of a process: tests build hundreds
 def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
     """Return the OpenAPI schema of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -276,14 +276,13 @@ def create_videos_router(service: Service, desk: JobDesk, readers: ImageReaders,
 def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsConfig) -> APIRouter:
     """Return the route of audio."""
     router = APIRouter(tags=["audio"])
-    body_schema = _body_schema(AudioBody)
     file: dict[int | str, dict[str, Any]] = {200: {"content": {"audio/wav": {}}, "description": "a WAV file"}}
 
     @router.post(
         "/v1/audio/generations",
         response_class=Response,
         responses=documented(*INFERENCE_ERRORS) | file,
-        openapi_extra=body_schema,
+        openapi_extra=_AUDIO_BODY,
     )
     async def generate(request: Request) -> Response:
         """Music or sounds by a prompt, or from other audio, as a WAV file."""
@@ -387,6 +386,7 @@ def _body_schema(class_: type[_ClipBody]) -> dict[str, Any]:
 
 
 _BODY: Final = _body_schema(VideoBody)
+_AUDIO_BODY: Final = _body_schema(AudioBody)
 
 
 def _facts_of(result: ClipResult) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterator
+from functools import cache
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
 
 from fastapi import APIRouter, Path
@@ -101,6 +102,7 @@ def add_model_route(router: APIRouter, method: str, suffix: str, handler: Handle
     )
 
 
+@cache  # one for all applications of a process: tests build hundreds
 def request_body(class_: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """Return the `openapi_extra` of a route that reads its body itself: the schema with its parts written out."""
     schema = class_.model_json_schema()
