@@ -6,10 +6,10 @@ weight where it lies. MiniLM's forward, one thread of an AVX2 processor, ms with
 and 10.6 for 8 tokens, 17.7 and 16.0 for 22, 20.5 and 19.8 for 32, the same from 40 on. Of 24 shapes from 1 to 4,096
 rows and 256 to 10,240 inputs and outputs, on a Zen 5 their products take 0.47 to 0.58 of MKL's time, from 8 rows on.
 Those of bfloat16 take 0.39 to 0.71 of oneDNN's time up to 16 rows, and from 64 on 0.94 to 1.04, with 384 to 5,632
-columns. Convolutions of bfloat16 take 0.31 to 1.07 of the time of oneDNN, which packs the weights at each call: the
-more weights for a pixel, the less. Those of float32 take 0.3 to 1.1 of it up to 16 x 16 pixels, and from 24 x
-24 on, but for few channels, 1.0 to 1.3. Attention in bfloat16 takes 0.19 to 0.35 of the time of torch's, from 64
-queries on.
+columns; with a bias and more outputs than inputs, 0.7 to 0.99 of torch's. Convolutions of bfloat16 take 0.31 to 1.07 of
+the time of oneDNN, which packs the weights at each call: the more weights for a pixel, the less. Those of float32 take
+0.3 to 1.1 of it up to 16 x 16 pixels, and from 24 x 24 on, but for few channels, 1.0 to 1.3. Attention in bfloat16
+takes 0.19 to 0.35 of the time of torch's, from 64 queries on.
 """
 
 from __future__ import annotations
