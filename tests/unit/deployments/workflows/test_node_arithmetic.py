@@ -62,6 +62,8 @@ def test_levels_are_split_flipped_and_begun(denoise: float, high: Any, low: Any)
     assert one("FlipSigmas", sigmas=sigmas[:2]) == (4.0, 5.0)
     assert one("FlipSigmas", sigmas=()) == ()
     assert one("SetFirstSigma", sigmas=sigmas, sigma=9.0) == (9.0, *sigmas[1:])
+    least = {"steps": 2, "sigma_max": 1.0, "rho": 7.0, "sigma_min": 1e-3}
+    assert one("KarrasScheduler", **least)[0] == pytest.approx(1.0)
     with pytest.raises(Refused, match="a level of 0: expected more than 0"):
         call("KarrasScheduler", steps=2, sigma_max=1.0, sigma_min=0.0, rho=7.0)
 
