@@ -87,3 +87,31 @@ def test_images_to_change_come_under_one_name() -> None:
     assert found.init_image is None
     assert len(found.images["image"]) == 8
     assert found.width is not None
+
+
+STOCK = "KandinskyV22Pipeline"  # diffusers' own code runs it
+
+
+def test_a_class_without_a_family_has_the_configs_defaults() -> None:
+    defaults = GenerationDefaults(width=640, height=512, num_inference_steps=9, strength=0.5)
+    plain = with_image_defaults(request(), defaults, STOCK)
+    assert (plain.width, plain.height, plain.num_inference_steps, plain.strength) == (640, 512, 9, None)
+    for pictures in ({"init_image": PICTURE}, {"images": {"image": (PICTURE,)}}):
+        found = with_image_defaults(request(**pictures), defaults, STOCK)
+        assert (found.width, found.height) == (None, None)
+        assert found.strength == (0.5 if "init_image" in pictures else None)
+    with pytest.raises(InvalidRequest, match=f"latents: a {STOCK}, which diffusers' own code runs, takes no latents"):
+        with_image_defaults(request(latents=LATENTS), NONE, STOCK)
+    with pytest.raises(InvalidRequest, match=f"prompt_2: diffusers' own code runs a {STOCK}, and takes none here"):
+        with_image_defaults(request(prompt_2="more"), NONE, STOCK)
+
+
+@pytest.mark.parametrize(
+    ("own", "is_usual"), [({}, True), ({"num_inference_steps": 4}, False), ({"sigmas": (1.0, 0.5)}, False)]
+)
+def test_a_requests_own_steps_leave_out_those_of_the_config(own: dict[str, Any], is_usual: bool) -> None:
+    defaults = GenerationDefaults(num_inference_steps=9, scheduler="euler")
+    found = with_image_defaults(request(**own), defaults, "StableDiffusionXLPipeline")
+    assert (found.num_inference_steps == 9) is is_usual
+    assert found.num_inference_steps == own.get("num_inference_steps", found.num_inference_steps)
+    assert found.scheduler == "euler"

@@ -52,7 +52,14 @@ def controller_of(monkeypatch: pytest.MonkeyPatch, details: dict[str, Any]) -> N
 def test_an_application_is_as_serves_controller_says(
     status: str, failure: str, is_settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = [("RUNNING", "n"), ("RUNNING", None), ("STARTING", None), ("STARTING", "n"), ("STOPPING", None)]
+    states = [
+        ("RUNNING", "n"),
+        ("RUNNING", None),
+        ("STARTING", None),
+        ("STARTING", "n"),
+        ("STARTING", "n"),
+        ("STOPPING", None),
+    ]
     options: list[Any] = [{"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": None}, {}, None]
     deployments = {
         f"d{place}": {

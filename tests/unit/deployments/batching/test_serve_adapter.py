@@ -21,6 +21,8 @@ class Serve:
     def __init__(self) -> None:
         self.options: dict[str, float] = {}
         self.tasks: list[asyncio.Task[None]] = []
+        self.answers = asyncio.Event()  # it gives the handler's futures to those that called
+        self.answers.set()
 
     def batch(self, **options: float) -> Any:
         self.options = options
@@ -30,8 +32,11 @@ class Serve:
 
             async def pass_on() -> None:
                 calls, waiting[:] = list(waiting), []
-                for (_, future), result in zip(calls, await handler([one for one, _ in calls]), strict=True):
-                    future.set_result(result)
+                results = await handler([one for one, _ in calls])
+                await self.answers.wait()
+                for (_, future), result in zip(calls, results, strict=True):
+                    if not future.done():
+                        future.set_result(result)
 
             async def call(one: Any) -> Any:
                 loop = asyncio.get_running_loop()
@@ -92,11 +97,15 @@ async def test_a_request_that_cannot_be_grouped_fails_alone(batched: Serve) -> N
     assert found[1] == [4]
 
 
-async def test_a_cancelled_caller_leaves_the_queue(batched: Serve) -> None:
+@pytest.mark.parametrize("is_early", [True, False])
+async def test_a_cancelled_caller_leaves_the_queue(is_early: bool, batched: Serve) -> None:
+    """Early: before Serve has handed on the future of its results."""
     model = Doubling()
     adapter = ServeAdapter(model.batcher, 8)
     running = asyncio.ensure_future(adapter.submit([1]))
     await model.begun.wait()
+    if is_early:
+        batched.answers.clear()
     waiting = asyncio.ensure_future(adapter.submit([2]))
     await until(lambda: model.num_waiting() == 1)
     waiting.cancel()
@@ -104,6 +113,7 @@ async def test_a_cancelled_caller_leaves_the_queue(batched: Serve) -> None:
         await waiting
     assert model.num_waiting() == 0
     model.gate.set()
+    batched.answers.set()
     assert await running == [2]
     assert model.batches == [[1]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ def test_levels_are_split_flipped_and_begun(denoise: float, high: Any, low: Any)
     assert one("FlipSigmas", sigmas=sigmas[:2]) == (4.0, 5.0)
     assert one("FlipSigmas", sigmas=()) == ()
     assert one("SetFirstSigma", sigmas=sigmas, sigma=9.0) == (9.0, *sigmas[1:])
+    least = {"steps": 2, "sigma_max": 1.0, "rho": 7.0, "sigma_min": 1e-3}
+    assert one("KarrasScheduler", **least)[0] == pytest.approx(1.0)
     with pytest.raises(Refused, match="a level of 0: expected more than 0"):
         call("KarrasScheduler", steps=2, sigma_max=1.0, sigma_min=0.0, rho=7.0)
 
@@ -69,7 +72,8 @@ def test_a_repeated_batch_draws_the_noise_behind_its_last_place() -> None:
     latent = Latent(np.ones((2, 4, 1, 1), np.float32), 2, 8, 8, noise_mask=FOUR[:2], batch_index=(3, 5))
     found = one("RepeatLatentBatch", samples=latent, amount=3)
     assert (found.batch, found.batch_index) == (6, (3, 5, 6, 8, 9, 11))
-    assert found.noise_mask[:, 0, 0].tolist() == [0, 1, 0, 1, 0, 1]
+    assert found.noise_mask.tolist() == [[[value]] for value in (0, 1, 0, 1, 0, 1)]
+    assert found.samples.shape == (6, 4, 1, 1)
     same = latent.changed(noise_mask=FOUR[1:2])
     assert len(one("RepeatLatentBatch", samples=same, amount=3).noise_mask) == 1
 
@@ -144,6 +148,10 @@ def test_a_file_that_no_model_has_is_told_beside_those_that_there_are() -> None:
         call("LoraLoaderModelOnly", FakeBackend(), model=MODEL, lora_name="gone", strength_model=1.0)
     with pytest.raises(Refused, match=r"has the file 'gone'; model_patches: none\""):
         call("ModelPatchLoader", FakeBackend(), name="gone")
+    backend: Any = SimpleNamespace(models_of=lambda *_: (), files=lambda _: [f"f{number:02}" for number in range(30)])
+    with pytest.raises(Refused) as caught:
+        call("ModelPatchLoader", backend, name="gone")
+    assert caught.value.args[0].endswith("f18, f19")
 
 
 def test_a_patch_reads_by_the_models_vae_and_a_union_has_a_type() -> None:

@@ -33,10 +33,10 @@ def test_patterns_and_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert compiled("a" * 2000, False, False, False)
     with pytest.raises(Refused, match="a pattern of 2001 characters: at most 2000"):
         compiled("a" * 2001, False, False, False)
-    monkeypatch.setattr(patterns, "MAX_TEXT", 12)
+    monkeypatch.setattr(patterns, "MAX_TEXT", 9)
     pattern = compiled("a", False, False, False)
     assert replaced(pattern, "xxxx", "a-a-a", 2) == "xxxx-xxxx-a"
-    with pytest.raises(Refused, match="a text of more than 12 characters"):
+    with pytest.raises(Refused, match="a text of more than 9 characters"):
         replaced(pattern, "xxxx", "a-a-a", 0)
 
     def late(seconds: float) -> None:

@@ -40,6 +40,8 @@ def test_a_schema_is_followed_for_eight_levels(levels: int, types: set[str]) -> 
     for _ in range(levels):
         schema = {"anyOf": [schema]}
     assert types_of(schema, schema) == types
+    root: Any = {str(level): {"$ref": f"#/{level + 1}"} for level in range(levels)} | {str(levels): {"type": "null"}}
+    assert types_of({"$ref": "#/1"}, root) == types
 
 
 @pytest.mark.parametrize(
@@ -75,9 +77,10 @@ def test_a_text_is_read_as_one_of_its_types(text: str, types: str, value: Any) -
 
 @pytest.mark.parametrize(("depth", "is_read"), [(DEEPEST, True), (DEEPEST + 1, False)])
 def test_values_are_nested_so_deep(depth: int, is_read: bool) -> None:
-    text = "[" * depth + "True" + "]" * depth  # Python's, so that JSON does not read it
-    assert isinstance(json.loads(value_of_text(text, frozenset())), list) is is_read
-    assert (python_calls(f"[f(a={text})]") is not None) is is_read
+    for begin, end in ("[]", ("{'a':", "}")):
+        text = begin * depth + "True" + end * depth  # Python's, so that JSON does not read it
+        assert isinstance(json.loads(value_of_text(text, frozenset())), list | dict) is is_read
+        assert (python_calls(f"[f(a={text})]") is not None) is is_read
     tagged = "<item>" * depth + "1" + "</item>" * depth
     if is_read:
         assert json.dumps(nested_value(tagged, "", {}, {})).count("[") == depth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import stat
@@ -31,6 +32,8 @@ def test_a_package_is_compiled_once_and_again_where_its_bytes_have_changed(
     compiled: list[Path] = []
 
     def compile_it(component: Any, folder: Path, target: Path) -> None:
+        with (target.parent / "lock").open() as lock, pytest.raises(BlockingIOError):  # one at a time on a node
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write_package(target)
         os.utime(target, (1e9, 1e9))
         compiled.append(target)
@@ -94,6 +97,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
         return target
 
     return of
+
+
+def test_nothing_is_begun_without_a_compiler(run: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise NotCompiled("no compiler")
+
+    monkeypatch.setattr(compiling, "_check_compiler", fail)
+    with pytest.raises(NotCompiled, match="no compiler"):
+        run('cp "$4" "$6"')
 
 
 def test_what_was_compiled_is_kept_with_its_digest(run: Callable[[str], Path]) -> None:
