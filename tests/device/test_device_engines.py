@@ -22,7 +22,6 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipel
 from deployments.engines.graph.card_graphs import CardGraphs
 from deployments.engines.graph.replay import Replays
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.nn import few_rows
 from deployments.engines.records.protocol import ConditionedRequest, DiffusionRequest, SamplingParams, TextRequest
 from deployments.modules.encoders import TextEncoderBuilder, is_text_encoder
 from deployments.pipelines.edge_types import TOKENS, EdgeType
@@ -230,12 +229,6 @@ async def test_prompts_that_do_not_fit_together_run_in_smaller_forwards(
 async def encoder(store: WeightStore, device: torch.device, model: str, name: str) -> Any:
     lease = await Host(store, str(device), builder=TextEncoderBuilder()).use(model, is_text_encoder)
     return lease.modules[name]
-
-
-@pytest.fixture
-def products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host multiplies few rows as a device does, not in the compiled kernels, which round otherwise."""
-    monkeypatch.setattr(few_rows, "load_kernels", lambda: None)
 
 
 @pytest.mark.drawn(2)

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from deployments.engines.llm import native_decoder, split_layers
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.nn import packed_linear
 from deployments.engines.records.protocol import SamplingParams, TextLora, TextRequest
 from deployments.modules import loading
 from deployments.modules.loading import is_denoise_component
@@ -69,13 +68,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     for name, path in {**made, "packed": root / "packed.gguf", "lora": Path(f"{made['plain']}-lora")}.items():
         import_model(found, name, path)
     return found
-
-
-@pytest.fixture
-def products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host computes as a simulated device does, not in the compiled kernels, which round otherwise."""
-    for module in (native_decoder, packed_linear):
-        monkeypatch.setattr(module, "load_kernels", lambda: None)
 
 
 def rounded(nbytes: int) -> int:
