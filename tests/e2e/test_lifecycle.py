@@ -288,4 +288,4 @@ def ray_processes() -> list[str]:
 
 
 def shared_memory_files() -> set[str]:
-    return {file.name for file in Path("/dev/shm").iterdir()}
+    return {file.name for file in Path("/dev/shm").iterdir() if file.is_file()}  # folders are those of tests

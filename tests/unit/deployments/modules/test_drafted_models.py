@@ -92,7 +92,7 @@ def test_a_draft_is_a_part_of_its_model_and_others_stay() -> None:
     parts = {"model": model, "draft": draft, "vision": vision}
     found = with_draft_parts(record(kind="llm", components=parts))
     assert list(found.components) == ["model", "vision"]
-    assert found.components["model"].tensors == {"w": "m", "draft.w": "d"}
+    assert found.components["model"].tensors == {"w": "m", "draft/w": "d"}
     assert found.components["model"].config_hash == "m+d"
     for kind, components in (("diffusion", parts), ("llm", {"model": model}), ("llm", {"draft": draft})):
         other = record(kind=kind, components=components)
