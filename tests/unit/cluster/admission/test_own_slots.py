@@ -12,6 +12,7 @@ from unit.cluster.admission.simulated_replicas import POOL
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import OnDemandSwitch, Placement, PoolPart, ReplicaPart, Started
+from cluster.admission.service_times import SHORT_S
 from configs.admission import AdmissionConfig
 
 ask = partial(simulated_replicas.ask, share=0.25)
@@ -99,6 +100,9 @@ def test_claims_say_what_runs_and_waits_by_priority_tenant_and_place() -> None:
     assert (waiting[None].share, waiting[None].oldest_age_s, waiting[None].next_share) == (0.75, 4.0, 0.25)
     assert waiting["b",].priority == 1
     assert (claims.least_share, claims.num_started) == (0.25, 1)
+    arrivals = ((0.25, 0.0), (0.25, 1.0), (0.5, 2.0), (0.25, 3.0), (0.25, 3.0))
+    shares = [share * math.exp((at_s - 5.0) / SHORT_S) / SHORT_S for share, at_s in arrivals]
+    assert claims.share_per_s == pytest.approx(sum(shares))
 
 
 def test_a_more_urgent_request_that_waits_is_news_and_another_one_like_it_is_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,22 @@ async def uploaded(files: FileOwner, content: bytes, key: str = "mine") -> str:
     assert await files.append_file(key, begun.id, 0, content) == len(content)
     assert await files.end_file(key, begun.id, "x", "batch", None) is not None
     return begun.id
+
+
+async def test_each_piece_is_on_the_disk_before_it_is_acknowledged(
+    owner: JobOwner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, synced = await owner.files.begin_file("mine", new_file_id()), dict[int, int]()
+
+    def note(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        synced[found.st_ino] = found.st_size
+
+    monkeypatch.setattr(os, "fsync", note)
+    for offset, piece in ((0, b"abc"), (3, b"de")):
+        num_bytes = await owner.files.append_file("mine", begun.id, offset, piece)
+        (file,) = (tmp_path / "jobs" / "c" / FILES).iterdir()
+        assert synced[file.stat().st_ino] == num_bytes == offset + len(piece)
 
 
 async def test_a_file_grows_by_pieces_and_is_read_when_it_is_whole(owner: JobOwner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
@@ -12,14 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.clock import Clock
 from kit.waiting import until
 from ray.exceptions import ActorUnavailableError
 from unit.cluster.placement.reporting import POOL, need, versions, worker
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.admission.records import Demand
+from cluster.admission.records import Demand, PoolPart, ReplicaPart
 from cluster.placement import slot_book
-from cluster.placement.reports import OrderOutcome, Orders, Update, WorkerReport
+from cluster.placement.reports import OrderOutcome, Orders, SlotAnswer, Update, WorkerReport
 from cluster.placement.serving import actor as module
 from cluster.placement.serving import link as link_module
 from cluster.placement.serving.actor import Controller
@@ -442,6 +444,29 @@ async def test_a_controller_that_places_nothing_splits_slots_and_joins_the_queue
     assert (await controller.describe(1))["num_ticks"] == 0
     for link in links:
         link.close()
+
+
+async def test_an_ingress_goes_by_its_last_slots_after_two_failures_in_a_row() -> None:
+    answers, now = [None, SlotAnswer("one", keeps=True), None, None], Clock(1000.0)
+
+    async def report_slots(*_: object) -> SlotAnswer:
+        if answer := answers.pop(0):
+            return answer
+        raise ActorUnavailableError("gone", None)
+
+    actor = SimpleNamespace(report_slots=SimpleNamespace(remote=report_slots))
+    queue = Dispatcher(AdmissionConfig(), now, num_sharing=2)
+    queue.set_replicas(POOL, ["w"])
+    queue.parts.set_parts({POOL: PoolPart({"w": ReplicaPart(1.0)}, 1.0)}, 0.5, now())
+    queue.parts.hold(now())
+    link = SlotLink("q", queue, NamedActor(lambda: actor))
+    for starts in (False, True, False, True):
+        now.now_s += 1000.0  # what an answer allowed has ended
+        ticket = queue.submit(ask("a"))
+        with contextlib.nullcontext() if answers[0] else pytest.raises(ActorUnavailableError):
+            await link._send(await link._report())
+        assert queue.slot(ticket).done() is starts
+        queue.leave(ticket, is_answered=starts)
 
 
 def _counts(controller: Controller) -> tuple[int, int]:

@@ -92,6 +92,13 @@ async def test_shared_extents_go_with_the_last_model_that_has_them(models: Serve
     assert models.extents.of_no_other("unheard-of") == models.extents.of_no_other("broken") == []
 
 
+async def test_a_model_is_known_whether_it_serves_or_not(models: ServedModels) -> None:
+    models.directory.set_loaded("a", False)
+    assert models.extents.is_known("a")
+    assert models.extents.is_known("broken")
+    assert not models.extents.is_known("unheard-of")
+
+
 async def test_an_updated_model_shares_what_its_new_version_has(models: ServedModels, tmp_path: Path) -> None:
     shared, own = models.extents.by_model["a"], models.extents.by_model["own"]
     write_over = seeded_rng().random(50).astype(np.float32)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from kit.seeding import seeded_random
 
 from deployments.engines.llm.sequences import paged_attention
 from deployments.engines.llm.sequences.block_manager import BLOCK_SIZE, blocks_for
-from deployments.engines.llm.sequences.paged_attention import plan_attention
+from deployments.engines.llm.sequences.kv_cache import KVCache, KvHeads
+from deployments.engines.llm.sequences.paged_attention import MAX_PADDED, plan_attention
 from deployments.engines.llm.sequences.sequence import Chunk, Sequence
 from deployments.engines.llm.sequences.slot_table import SlotTable
 
@@ -62,3 +65,25 @@ def test_a_step_makes_tensors_of_new_blocks_alone(
     if on_host:
         assert (plan.long[0].run == 0) is in_a_run
         assert len(plan.long[0].slots) == (0 if in_a_run else length)
+
+
+def test_long_completions_of_one_step_attend_each_to_its_own_keys() -> None:
+    chance, num_blocks = seeded_random(), 2 * blocks_for(2 * MAX_PADDED)
+    spec = SimpleNamespace(kv_layers=[KvHeads(2, 8, 8)])
+    cache = KVCache(spec, num_blocks, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    keys, values = torch.randn(2, num_blocks * BLOCK_SIZE, 2, 8)
+    cache.write_slots(0, torch.arange(len(keys)), keys, values)
+    blocks = chance.sample(range(num_blocks), num_blocks)
+    lengths = [chance.randrange(MAX_PADDED + 1, 2 * MAX_PADDED) for _ in range(2)]
+    chunks, expected = [], []
+    q_THD = torch.randn(2, 4, 8)
+    for row, length in enumerate(lengths):
+        own = blocks[row::2][: blocks_for(length)]
+        chunks.append(Chunk(Sequence(str(row), [5] * length, 10, block_table=own), length - 1, length, True))
+        slots = [block * BLOCK_SIZE + place for block in own for place in range(BLOCK_SIZE)][:length]
+        k_LHD, v_LHD = (one[slots].repeat_interleave(2, 1) for one in (keys, values))
+        weights = torch.einsum("hd,lhd->hl", q_THD[row], k_LHD).div(8**0.5).softmax(-1)
+        expected.append(torch.einsum("hl,lhd->hd", weights, v_LHD))
+    plan = plan_attention(chunks, cache, torch.device("cpu"), 0)
+    assert len(plan.long) == 2
+    torch.testing.assert_close(plan.read(0, q_THD), torch.stack(expected))

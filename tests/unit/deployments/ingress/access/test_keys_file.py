@@ -130,6 +130,16 @@ def test_the_last_good_keys_hold_while_the_file_is_unusable(path: Path, caplog: 
     assert names(file) == []
 
 
+def test_a_file_that_is_too_large_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_key(path, entry("a", "x"))
+    monkeypatch.setattr("deployments.ingress.access.keys._MAX_BYTES", path.stat().st_size)
+    assert read_key_store(path).entries
+    with path.open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(KeysFileError, match="larger than"):
+        read_key_store(path)
+
+
 def test_a_folder_that_others_may_write_is_refused(path: Path) -> None:
     add_key(path, entry("a", "x"))
     path.parent.chmod(0o777)

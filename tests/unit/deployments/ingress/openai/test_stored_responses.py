@@ -161,6 +161,17 @@ def test_a_response_ends_some_time_after_its_last_use(make: Any) -> None:
     assert store.find("", "unused") is None
 
 
+def test_expired_responses_take_no_room(make: Any) -> None:
+    clock = Clock(1000.0)
+    store = make(clock, ttl_s=10, max_bytes=1000)
+    for number in range(9):
+        store.keep("before", response(f"a{number}"))
+    clock.now_s += 11
+    for number in range(9):
+        store.keep("now", response(f"b{number}"))
+    assert all(store.find("now", f"b{number}") for number in range(9))
+
+
 def test_replicas_share_what_is_kept(make: Any, tmp_path: Path) -> None:
     first, second = make(Clock(1000.0)), make(Clock(1000.0))
     threads = [
