@@ -47,7 +47,7 @@ def drawn_case(draws: random.Random, dtype: torch.dtype) -> tuple[tuple[int, ...
 @needs_half_products
 @seeds(50)
 def test_convolutions_of_any_shape(seed: int) -> None:
-    """Rounded once, alike in any company, order of memory and number of threads."""
+    """Rounded once; the same bits in any batch, order of memory and number of threads."""
     draws = random.Random(seed)
     dtype, unit = draws.choice([(torch.float32, 2**-24), (torch.bfloat16, 2**-8)])
     shape, sides, stride, padding = drawn_case(draws, dtype)

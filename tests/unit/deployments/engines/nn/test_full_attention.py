@@ -33,7 +33,7 @@ def heads(images: int, count: int, tokens: int, size: int) -> torch.Tensor:
 @needs_half_products
 @seeds(50)
 def test_attention_of_any_shape(seed: int) -> None:
-    """As exact as torch's, alike in any company, order of memory and number of threads."""
+    """As exact as torch's; the same bits in any batch, order of memory and number of threads."""
     draws = random.Random(seed)
     images, count, size = (
         draws.randint(2, 3),

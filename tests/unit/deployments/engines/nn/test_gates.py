@@ -30,7 +30,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 @needs_half_products
 @seeds(20)
 def test_features_of_any_size(seed: int) -> None:
-    """Rounded once, alike in any company, order of memory and number of threads."""
+    """Rounded once; the same bits in any batch, order of memory and number of threads."""
     draws = random.Random(seed)
     rows, size, spread = draws.randint(2, 9), draws.randint(1, 90), draws.choice([0.1, 1.0, 4.0])
     x = (torch.randn(2, rows, 2 * size) * spread).bfloat16()

@@ -69,7 +69,7 @@ def drawn_lengths(draws: random.Random) -> list[int]:
 
 @seeds(50)
 def test_layers_of_any_shape(seed: int) -> None:
-    """As exact as stock's, alike in any company and with any number of threads."""
+    """As exact as stock's; the same bits in any batch and with any number of threads."""
     draws = random.Random(seed)
     module, lengths = drawn_bert(draws), drawn_lengths(draws)
     ids, hidden, mask = texts_of(module, lengths)
