@@ -108,9 +108,9 @@ def _shortened(name: str, width: int) -> str:
     """Return the name with its middle left out, at most `width` cells wide."""
     if cell_len(name) <= width:
         return name
-    keep = max(width - 1, 1)
+    room = keep = max(width - 1, 0)
     tail = keep // 2
-    while cell_len(name[: keep - tail]) + cell_len(name[len(name) - tail :]) > keep and keep > 1:
+    while cell_len(name[: keep - tail]) + cell_len(name[len(name) - tail :]) > room:
         keep -= 1
         tail = keep // 2
     return f"{name[: keep - tail]}…{name[len(name) - tail :]}"

@@ -22,10 +22,11 @@ def test_a_name_keeps_its_ends() -> None:
             assert found == name
         else:
             first, last = found.split("…")
-            assert cell_len(found) <= max(width, 3)  # a wide character and the dots
+            assert cell_len(found) <= width
             assert name.startswith(first)
             assert name.endswith(last)
     assert [_shortened("abcdefgh", width) for width in (8, 7, 4, 3, 2)] == ["abcdefgh", "abc…fgh", "ab…h", "a…h", "a…"]
+    assert [_shortened("漢字漢字", width) for width in (8, 7, 5, 3, 2, 1)] == ["漢字漢字", "漢字…字", "漢…字", "漢…", "…", "…"]
 
 
 @pytest.mark.parametrize(
