@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator, Iterator
 
 import pytest
+from kit.wide_fixtures import around_wide_fixtures
 
 
 @contextlib.contextmanager
@@ -37,11 +38,4 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
-) -> Generator[None, object, object]:
-    if fixturedef.scope == "function":
-        return (yield)
-    with _context(request.node.nodeid):
-        return (yield)
+pytest_fixture_setup = around_wide_fixtures(lambda _, request: _context(request.node.nodeid))

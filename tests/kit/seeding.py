@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kit.wide_fixtures import around_wide_fixtures
 
 VARIABLE = "ATELIER_TEST_SEED"
 FOLDERS = ("cluster", "configs", "deployments", "infra", "tests", "weights")
@@ -100,14 +101,11 @@ def pytest_make_collect_report(
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
-) -> Generator[None, object, object]:
-    if fixturedef.scope == "function":
-        return (yield)
-    with _seeded_apart(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', '')}"):
-        return (yield)
+pytest_fixture_setup = around_wide_fixtures(
+    lambda fixture, request: _seeded_apart(
+        f"{request.node.nodeid} {fixture.argname} {getattr(request, 'param_index', '')}"
+    )
+)
 
 
 @pytest.hookimpl(tryfirst=True)
