@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 from cluster.jobs.records import BATCHES, Job, JobFilter, Order, Status
 from configs.http import FILE_PATHS, INFERENCE_PATHS
 from deployments.ingress.jobs.desk import JobDesk
-from deployments.ingress.messages.bodies import ClientPart, JsonRoute, body_bytes
+from deployments.ingress.messages.bodies import ClientPart, JsonRoute, body_bytes, warning_header
 from deployments.ingress.messages.responses import (
     Answer,
     EventStream,
@@ -131,7 +131,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
             facts={name: value for name in _FACTS if isinstance(value := body.body.get(name), str)}
             | ({STREAM: True} if body.body.get("stream") is True else {}),
         )
-        return job_response(job)
+        return begun_response(job, body.warnings())
 
     @router.get(PATH, response_model=JobsAnswer, responses=documented(400, 404, **_AWAY))
     async def page(
@@ -154,7 +154,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     async def retrieve(job_id: str) -> Response:
         """A job's progress, and its result or error."""
         job = await desk.find(job_id)
-        return _not_found(job_id) if job is None else job_response(job, 200)
+        return _not_found(job_id) if job is None else json_response(_answer_of(job))
 
     @router.get(
         PATH + "/{job_id}/result",
@@ -199,7 +199,7 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     async def cancel(job_id: str) -> Response:
         """End an unfinished job; its result is lost."""
         job = await desk.cancel(job_id)
-        return _not_found(job_id) if job is None else job_response(job, 200)
+        return _not_found(job_id) if job is None else json_response(_answer_of(job))
 
     @router.delete(PATH + "/{job_id}", response_model=JobDeleted, responses=documented(**_GONE, **_AWAY))
     async def delete(job_id: str) -> Response:
@@ -211,9 +211,9 @@ def create_jobs_router(desk: JobDesk) -> APIRouter:
     return router
 
 
-def job_response(job: Job, status: int = 202) -> Response:
-    """Return a job as JSON."""
-    return json_response(_answer_of(job), status, {"Location": f"{PATH}/{job.id}"} if status == 202 else None)
+def begun_response(job: Job, warnings: Sequence[str] = ()) -> Response:
+    """Return a job that has begun, with the warnings of its request."""
+    return json_response(_answer_of(job), 202, {"Location": f"{PATH}/{job.id}"} | warning_header(warnings))
 
 
 async def result_response(desk: JobDesk, job: Job, request: Request) -> Response:

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from configs.cluster import LimitsConfig
 from deployments.ingress.jobs.desk import JobDesk, is_for_later
-from deployments.ingress.jobs.routes import BEGUN, job_response
+from deployments.ingress.jobs.routes import BEGUN, begun_response
 from deployments.ingress.messages.bodies import JsonRoute, warning_header
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -94,7 +94,7 @@ def create_images_router(
 
     async def respond(body: ImagesBody, record: ImageRequest, request: Request, task: Task) -> Response:
         if is_for_later(body.background, is_stream=bool(body.stream)):
-            return job_response(await desk.begin(request, {"model": body.model}))
+            return begun_response(await desk.begin(request, {"model": body.model}), body.warnings())
         if body.stream:
             pieces, image_events = service.generate_stream(record), ImageEvents(task, body, record)
             if body.resumable:

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, StageConfig, is_optional, plain_type
 from deployments.ingress.jobs.desk import JobDesk, is_for_later
-from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, job_response
+from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, begun_response
 from deployments.ingress.messages.bodies import JsonRoute
 from deployments.ingress.messages.responses import (
     INFERENCE_ERRORS,
@@ -130,7 +130,7 @@ def create_pipelines_router(service: Service, readers: ImageReaders, limits: Lim
         has_images = any(_is_image(specs[name]) for name in body.inputs.keys() & specs.keys())
         tensors = await (readers.read(read) if has_images else asyncio.to_thread(read))
         if is_for_later(body.background):
-            return job_response(await desk.begin(request, {"model": pipeline}))
+            return begun_response(await desk.begin(request, {"model": pipeline}))
         record = PipelineRequest(pipeline, tensors)
 
         async def produce(pieces: _Pieces) -> None:

@@ -24,7 +24,7 @@ from deployments.engines.llm.chat import (
     ToolChoice,
 )
 from deployments.ingress.jobs.desk import JobDesk, is_for_later
-from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, job_response
+from deployments.ingress.jobs.routes import BACKGROUND, BEGUN, begun_response
 from deployments.ingress.messages.bodies import (
     ClientPart,
     JsonRoute,
@@ -469,7 +469,7 @@ def create_text_router(service: Service, images: ChatImages, desk: JobDesk) -> A
         """The next turn of a chat."""
         record = await images.record_of(body.to_fields())
         if is_for_later(body.background, is_stream=bool(body.stream)):
-            return job_response(await desk.begin(request, {"model": body.model}))
+            return begun_response(await desk.begin(request, {"model": body.model}), body.warnings())
         form = ChatForm(body.model, body.calls, shows_reasoning=body.shows_reasoning, echo=body.echoed)
         return await _respond(service, body, record, form)
 
@@ -478,7 +478,7 @@ def create_text_router(service: Service, images: ChatImages, desk: JobDesk) -> A
         """The continuation of a text."""
         record = body.to_record()
         if is_for_later(body.background, is_stream=bool(body.stream)):
-            return job_response(await desk.begin(request, {"model": body.model}))
+            return begun_response(await desk.begin(request, {"model": body.model}), body.warnings())
         return await _respond(service, body, record, CompletionForm(body.model))
 
     return router

@@ -291,6 +291,15 @@ async def test_a_request_in_the_background_is_a_job(http: httpx.AsyncClient, end
     assert (result.status_code, result.json().keys()) == (200, direct.json().keys())
     again = await http.post(endpoint, json=body | {"background": True}, headers={"Idempotency-Key": "k"})
     assert again.json()["id"] == job["id"]
+    for one in (direct, begun):
+        assert "x-atelier-warning" not in one.headers
+    direct, begun = [await http.post(endpoint, json=body | {"odd": 1, "background": later}) for later in (False, True)]
+    assert begun.headers["x-atelier-warning"] == direct.headers["x-atelier-warning"] != ""
+
+
+async def test_an_unknown_field_beside_a_request_is_named(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/jobs", json={"endpoint": CHATS, "body": CHAT, "when": "tonight"})
+    assert (answer.status_code, answer.headers["x-atelier-warning"]) == (202, "unknown fields were ignored: 'when'")
 
 
 @pytest.mark.parametrize(
