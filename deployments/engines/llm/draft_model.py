@@ -102,9 +102,6 @@ class Proposals(Protocol):
     def prepare(self, plan: StepPlan) -> None:
         """Make ready for a step, before its blocks are used."""
 
-    def follow(self, chunks: Iterable[Chunk]) -> None:
-        """Take in a step that the large model has computed."""
-
     def propose(self, asked: Collection[Chunk], pickers: Items[TokenPicker]) -> list[tuple[int, ...]]:
         """Return tokens for the places that chunks propose, in order, as their pickers choose; at most as many."""
 
@@ -121,7 +118,9 @@ class DraftModel:
         return DraftPace(min(limit, self._max_positions), self.cost)
 
     def follow(self, chunks: Collection[Chunk]) -> None:
-        """Take in a step that was computed, so that proposals can go on from there."""
+        """Let a cache of its own keep up with a step that was computed."""
+        if not isinstance(self._proposals, OwnProposals):
+            return
         try:
             with panics_as_errors():
                 self._proposals.follow(chunks)
@@ -171,7 +170,7 @@ class OwnProposals:
             self._runner.copy_blocks(plan.copies)
 
     def follow(self, chunks: Iterable[Chunk]) -> None:
-        """Compute the prompts' parts of a step."""
+        """Compute the prompts' parts of a step that the large model has computed."""
         parts = []
         for chunk in chunks:
             sequence = chunk.sequence
@@ -229,9 +228,6 @@ class AssistantProposals:
         for chunk in plan.chunks:
             if chunk.sequence.last_states is None and isinstance(chunk.sequence.proposer, DraftPace):
                 chunk.sequence.last_states = LastStates()
-
-    def follow(self, chunks: Iterable[Chunk]) -> None:
-        """Do nothing: it has no keys of its own."""
 
     def propose(self, asked: Collection[Chunk], pickers: Items[TokenPicker]) -> list[tuple[int, ...]]:
         """Return tokens of the sequences whose last computed token has a known state."""
