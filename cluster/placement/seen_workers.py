@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from cluster.placement.checking import mended
 from cluster.placement.reports import ModelNeed, WorkerReport
@@ -45,6 +45,25 @@ class Remade(Generic[T]):
         """Forget all other names, once there are many of them."""
         if len(self._last) > 2 * len(names) + MAX_LEFT:
             self._last = {name: self._last[name] for name in names if name in self._last}
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a worker's state. `ready` are models, `unable` ones that it failed to load just now."""
+
+    report: WorkerReport
+    ready: tuple[str, ...]
+    running: Mapping[str, int]
+    known: frozenset[str]
+    revision: int  # of the models' needs
+    switching_to: str | None
+    ready_in_s: float
+    reserved_for: str | None
+    unable: frozenset[str]
+    pins: frozenset[str]
+    is_draining: bool
+    is_frozen: bool
+    idle_s: float
+    age_s: float
 
 
 class DescribedModels:
@@ -193,46 +212,28 @@ class SeenWorkers:
         if not report.coming and name in self._begun:
             del self._begun[name]
         age_s = now_s - self._seen_s[name]
-        return self._states.value(
-            self._state,
-            name,
-            report,
-            self.described.ready_models(name, report.ready),
-            running,
-            known,
-            self.described.revision,
-            switching_to,
-            ready_in_s,
-            reserved_for if reserved_for in known else None,
-            frozenset([model for model, one in failed.items() if one.retry_in_s > 0]) if failed else frozenset(),
-            overrides.pins.get(name, frozenset()),
-            name in overrides.draining,
-            name in overrides.frozen,
-            0.0 if running or now_s <= busy_s else _coarse(now_s - busy_s),
-            age_s if age_s > STALE_S else 0.0,
+        inputs = _Inputs(
+            report=report,
+            ready=self.described.ready_models(name, report.ready),
+            running=running,
+            known=known,
+            revision=self.described.revision,
+            switching_to=switching_to,
+            ready_in_s=ready_in_s,
+            reserved_for=reserved_for if reserved_for in known else None,
+            unable=frozenset([model for model, one in failed.items() if one.retry_in_s > 0] if failed else ()),
+            pins=overrides.pins.get(name, frozenset()),
+            is_draining=name in overrides.draining,
+            is_frozen=name in overrides.frozen,
+            idle_s=0.0 if running or now_s <= busy_s else _coarse(now_s - busy_s),
+            age_s=age_s if age_s > STALE_S else 0.0,
         )
+        return self._states.value(self._state, name, inputs)
 
-    def _state(
-        self,
-        name: str,
-        report: WorkerReport,
-        ready: tuple[str, ...],
-        running: Mapping[str, int],
-        known: frozenset[str],
-        revision: int,
-        switching_to: str | None,
-        ready_in_s: float,
-        reserved_for: str | None,
-        unable: frozenset[str],
-        pins: frozenset[str],
-        is_draining: bool,
-        is_frozen: bool,
-        idle_s: float,
-        age_s: float,
-    ) -> WorkerState:
-        needs = self.described.needs
-        models = tuple(model for model in ready if model in known)
-        ends_soon = {key for model in running if model in known for key in needs[model].sizes}
+    def _state(self, name: str, inputs: _Inputs) -> WorkerState:
+        report, known, needs = inputs.report, inputs.known, self.described.needs
+        models = tuple(model for model in inputs.ready if model in known)
+        ends_soon = {key for model in inputs.running if model in known for key in needs[model].sizes}
         kept = (model for model in models if not report.pinned.isdisjoint(needs[model].sizes))
         return WorkerState(
             name,
@@ -240,18 +241,18 @@ class SeenWorkers:
             report.budget_bytes,
             self._resident[name],
             models,
-            {model: count for model, count in running.items() if model in known},
+            {model: count for model, count in inputs.running.items() if model in known},
             report.slots,
             leased=report.leased - ends_soon,  # the end of running requests is known
-            switching_to=switching_to,
-            ready_in_s=ready_in_s,
-            reserved_for=reserved_for,
-            pinned=pins.intersection(known).union(kept),
-            unable=unable,
-            is_draining=is_draining,
-            is_frozen=is_frozen,
-            idle_s=idle_s,
-            age_s=age_s,
+            switching_to=inputs.switching_to,
+            ready_in_s=inputs.ready_in_s,
+            reserved_for=inputs.reserved_for,
+            pinned=inputs.pins.intersection(known).union(kept),
+            unable=inputs.unable,
+            is_draining=inputs.is_draining,
+            is_frozen=inputs.is_frozen,
+            idle_s=inputs.idle_s,
+            age_s=inputs.age_s,
             fixed_switch_s=report.fixed_switch_s,
             attach_bytes_per_s=report.attach_bytes_per_s,
             load_bytes_per_s=report.load_bytes_per_s,
