@@ -72,7 +72,7 @@ class DescribedModels:
     def __init__(self) -> None:
         self.needs: dict[str, ModelNeed] = {}
         self.components: dict[str, Components] = {}
-        self.revision = 0  # of the models' needs
+        self.revision = 0  # of the models' needs, forgotten ones included
         self._by_part: dict[str, dict[str, None]] = {}  # models
         self._part_of: dict[str, str] = {}
         self._ready = Remade[tuple[str, ...]]()  # by worker
@@ -91,8 +91,10 @@ class DescribedModels:
 
     def forget(self, model: str) -> None:
         """Forget the needs of a model."""
-        self.needs.pop(model, None)
-        self.components.pop(model, None)
+        if self.needs.pop(model, None) is None:
+            return
+        del self.components[model]
+        self.revision += 1
         if (part := self._part_of.pop(model, None)) is not None:
             del self._by_part[part][model]
             if not self._by_part[part]:
