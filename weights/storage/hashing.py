@@ -22,7 +22,7 @@ from weights.records.errors import FormatError
 
 HASH_THREADS: Final = 4  # hashlib lets go of the interpreter lock; memory is bounded by this many tensors
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-KEEP_BYTES: Final = 64 * 2**20  # a smaller checkpoint stays in memory between hashing and writing
+KEEP_BYTES: Final = 64 * 2**20  # a checkpoint of at most so many stays in memory between hashing and writing
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,15 @@ def test_an_adapter_keeps_its_metadata(store: WeightStore, tmp_path: Path) -> No
     assert (manifest.kind, manifest.components["lora"].metadata) == ("adapter", {"rank": "2"})
 
 
+def test_a_checkpoint_stays_in_memory_up_to_a_bound(write_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = read_header(write_model("m", {"w": torch.rand(100)}) / "model.safetensors").tensors
+    for keep_bytes, is_kept in ((400, True), (399, False)):
+        monkeypatch.setattr("weights.storage.hashing.KEEP_BYTES", keep_bytes)
+        hashed = hash_tensors({"model": tensors})["model"]["w"]
+        assert (hashed.data is not None) is is_kept
+        assert bytes(hashed.read()) == bytes(tensors["w"].read())
+
+
 @pytest.mark.parametrize("keep_bytes", [0, 2**20])
 def test_a_source_that_changes_between_hashing_and_writing_is_refused(
     store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, keep_bytes: int
