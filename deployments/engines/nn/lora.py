@@ -3,30 +3,26 @@
 As a side path, y = base(x) + strength * scale * up(down(x)), through forward hooks: any adapters in one batch. Merged,
 y = (W + strength * scale * up down) x with a private copy of each layer that it changes: the steps of the base, for
 the memory of those layers, and a batch of its own. The two are equal up to rounding.
-
-A DoRA is a LoRA whose rows have lengths of their own, W' = m (W + f BA) / |W + f BA|, without a copy of W. The norms of
-all strengths f follow from three products of the rows of W and BA, which are computed once. Magnitudes are by output,
-as PEFT's, or by input, as LyCORIS had them at first. Source: peft 0.21, `tuners/lora/dora.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import is_
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from deployments.engines.nn.batch_invariant import add_product, conv2d, is_batch_invariant, linear
+from deployments.engines.nn.dora import CONVOLUTIONS, add_dora, keep_products, known_products, row_scales, scaled_inputs
 from deployments.engines.nn.feature_maps import MappedPair
 from deployments.engines.nn.few_rows import add_pair
 from deployments.engines.nn.tensor_fields import form_of, tensors_of, with_tensors
@@ -36,9 +32,6 @@ from weights.platform.torch_seam import forward_hooks_of, keyword_hooks_of
 
 Pairs = Mapping[str, LoraPair]
 Hook = Callable[..., torch.Tensor]  # of a layer, its arguments, those by keyword if asked for, and its output
-_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TILE_BYTES: Final = 8 * 2**20  # of wide rows of W
-_products: weakref.WeakKeyDictionary[LoraPair, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
 class FittedPairs(dict[nn.Module, LoraPair]):
@@ -53,7 +46,7 @@ class FittedPairs(dict[nn.Module, LoraPair]):
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors of all pairs, those of a DoRA with the products of its rows; always the same objects."""
-        return tuple(one for layer, pair in self.items() for one in (*tensors_of(pair), *_known_products(layer, pair)))
+        return tuple(one for layer, pair in self.items() for one in (*tensors_of(pair), *known_products(layer, pair)))
 
     def with_tensors(self, tensors: Iterator[torch.Tensor]) -> FittedPairs:
         """Return the pairs with others in the place of their `tensors`, taken in that order."""
@@ -64,7 +57,7 @@ class FittedPairs(dict[nn.Module, LoraPair]):
         for layer, pair in self.items():
             found[layer] = own = with_tensors(pair, left)
             if pair.magnitude is not None:
-                _products[own] = next(left)
+                keep_products(own, next(left))
         return found
 
 
@@ -202,7 +195,7 @@ def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torc
     delta = pair.up.float().flatten(1) @ pair.down.float().flatten(1)  # a convolution's `up` is 1 x 1
     wide = torch.add(own.float(), delta.view(own.shape), alpha=factor)
     if pair.magnitude is not None:
-        scales = _row_scales(layer, pair, factor)
+        scales = row_scales(layer, pair, factor)
         wide *= scales.view(1, -1, *[1] * (own.ndim - 2)) if pair.by_input else scales.view(-1, *[1] * (own.ndim - 1))
     weight, added = wide.to(own.dtype), None if pair.bias is None else pair.bias.to(own.dtype) * factor
 
@@ -289,7 +282,7 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
     if is_norm(target) and not pair.down.shape[1]:
         _check_norm(path, target, pair)
         return
-    if isinstance(target, _CONVOLUTIONS) and target.groups == 1:
+    if isinstance(target, CONVOLUTIONS) and target.groups == 1:
         ones = (1,) * len(target.kernel_size)
         wanted, found = 2 + len(ones), (target.in_channels, *target.kernel_size, target.out_channels, *ones)
     elif hasattr(target, "in_features") and hasattr(target, "out_features"):
@@ -344,7 +337,7 @@ def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, resul
     if not pair.down.shape[1]:
         result += _norm_delta(layer, x, pair, factor).to(result.dtype)
         return
-    if pair.magnitude is None and not isinstance(layer, _CONVOLUTIONS) and x.dtype == result.dtype:
+    if pair.magnitude is None and not isinstance(layer, CONVOLUTIONS) and x.dtype == result.dtype:
         down, up = pair.down.to(x.dtype), pair.up.to(x.dtype)
         if not add_pair(result, x, down, up, factor):
             add_product(result, linear(x, down), up, factor)
@@ -354,12 +347,12 @@ def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, resul
     if pair.magnitude is None:
         result += _delta(layer, x, pair, factor)
         return
-    scales = _row_scales(layer, pair, factor)
+    scales = row_scales(layer, pair, factor)
     if pair.by_input:
-        result += _product_without_bias(layer, _scaled_inputs(layer, x, scales - 1))
-        result += _delta(layer, _scaled_inputs(layer, x, scales), pair, factor)
+        result += _product_without_bias(layer, scaled_inputs(layer, x, scales - 1))
+        result += _delta(layer, scaled_inputs(layer, x, scales), pair, factor)
     else:
-        _add_dora(layer, result, _delta(layer, x, pair, factor), scales)
+        add_dora(layer, result, _delta(layer, x, pair, factor), scales)
 
 
 def _turns_outputs(pair: LoraPair | None) -> bool:
@@ -371,7 +364,7 @@ def _add_mapped(
 ) -> None:
     """Add to what a layer made of x, in place, what a map of features adds; `own` is what the layer itself made."""
     assert pair.features is not None
-    is_convolution = isinstance(layer, _CONVOLUTIONS)
+    is_convolution = isinstance(layer, CONVOLUTIONS)
     axis = 1 if is_convolution else -1
     if pair.features.of_inputs:
         mapped = pair.features.delta(x.movedim(axis, -1), strength * pair.scale).movedim(-1, axis)
@@ -431,92 +424,17 @@ def _add_to_rows(
         own_TN.index_add_(0, rows, delta)
         return
     own = own_TN[rows]  # a copy
-    _add_dora(layer, own, delta, _row_scales(layer, pair, pair.scale * use.strength))
+    add_dora(layer, own, delta, row_scales(layer, pair, pair.scale * use.strength))
     own_TN[rows] = own
-
-
-# DoRA
-
-
-def _row_scales(layer: Any, pair: LoraPair, factor: float) -> torch.Tensor:
-    """Return m / |W + f BA| of each output, or input (N,) of a pair that was fitted to this layer, in float32.
-
-    The layer's weights are read the first time only. A row of zeros keeps its zeros.
-    """
-    assert pair.magnitude is not None
-    ((own, cross, added),) = _known_products(layer, pair)
-    norms = (own + 2 * factor * cross + factor**2 * added).clamp(min=0).sqrt()
-    scales = torch.where(norms > 0, pair.magnitude.double() / norms, 1.0)
-    return scales.float()
-
-
-def _add_dora(layer: Any, output: torch.Tensor, delta: torch.Tensor, scales: torch.Tensor) -> None:
-    """Turn the output of a layer into that with DoRA, by output; `delta` is f BA x. All have the features last, or
-    those of a convolution second.
-    """
-    bias = layer.bias
-    if isinstance(layer, _CONVOLUTIONS):
-        ones = (1,) * len(layer.kernel_size)
-        scales, bias = scales.view(-1, *ones), None if bias is None else bias.view(-1, *ones)
-    scales = scales.to(output.dtype)
-    base = output if bias is None else output - bias.to(output.dtype)
-    output += base * (scales - 1) + delta * scales
-
-
-def _scaled_inputs(layer: Any, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return x with its features times `scales` (N,)."""
-    shape = (-1, *(1,) * len(layer.kernel_size)) if isinstance(layer, _CONVOLUTIONS) else (-1,)
-    return x * scales.view(shape).to(x.dtype)
 
 
 def _product_without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the product of x and the layer's own weights, whatever replaces its forward now."""
     if not is_batch_invariant(layer):
         output: torch.Tensor = type(layer).forward(layer, x)
-        ones = (1,) * len(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else ()
+        ones = (1,) * len(layer.kernel_size) if isinstance(layer, CONVOLUTIONS) else ()
         return output if layer.bias is None else output - layer.bias.view(-1, *ones)
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)  # diffusers gives numbers
         return conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
     return linear(x, layer.weight)
-
-
-def _known_products(layer: nn.Module, pair: LoraPair) -> tuple[torch.Tensor, ...]:
-    """Return the products of the rows of a DoRA, computed the first time; none of another pair."""
-    if pair.magnitude is None:
-        return ()
-    if (products := _products.get(pair)) is None:
-        products = _products[pair] = _row_products(layer, pair)
-    return (products,)
-
-
-def _row_products(layer: Any, pair: LoraPair) -> torch.Tensor:
-    """Return |W|^2, <W, BA> and |BA|^2 of each output or input, (3, N) in float64."""
-    down, up = pair.down.float().flatten(1), pair.up.float().flatten(1)  # a convolution's `up` is 1 x 1
-    num_inputs = pair.down.shape[1]
-    assert pair.magnitude is not None
-    found = torch.zeros(3, len(pair.magnitude), dtype=torch.float64, device=pair.magnitude.device)
-    start = 0
-    with torch.no_grad():
-        for tile in _weight_tiles(layer):
-            stop = start + len(tile)
-            added = up[start:stop] @ down
-            for place, (a, b) in enumerate(((tile, tile), (tile, added), (added, added))):
-                product = a * b
-                if pair.by_input:
-                    found[place] += product.view(len(tile), num_inputs, -1).sum((0, 2), dtype=torch.float64)
-                else:
-                    found[place, start:stop] = product.sum(1, dtype=torch.float64)
-            start = stop
-    return found
-
-
-def _weight_tiles(layer: Any) -> Iterator[torch.Tensor]:
-    """Yield the rows of a layer's weights in order, some at a time, flat and in float32."""
-    if hasattr(layer, "weight_tiles"):  # weights that are not wide
-        yield from layer.weight_tiles()
-        return
-    rows = layer.weight.flatten(1)
-    size = max(1, _TILE_BYTES // (4 * rows.shape[1]))
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size].float()
