@@ -46,17 +46,9 @@ from deployments.records.errors import as_service_errors
 from deployments.records.tasks import in_thread
 from deployments.services.model_replica import ModelReplica
 from deployments.text.cache import Encoding, EncodingCache
-from deployments.text.encode import (
-    CachedEncoders,
-    Text,
-    TextJob,
-    cut_warnings,
-    embedding_items,
-    embedding_of,
-    encode_batch,
-    tokenize_items,
-)
+from deployments.text.encode import CachedEncoders, TextJob, embedding_of, encode_batch
 from deployments.text.requests import Conditioning, ConditioningRequest
+from deployments.text.tokenizing import Text, cut_warnings, embedding_items, tokenize_items
 from weights.records.manifest import Manifest, ModelKind
 
 _RunRows = Callable[[Sequence[ProgramJob], int, float | None], Coroutine[Any, Any, list[dict[str, torch.Tensor]]]]

@@ -17,7 +17,8 @@ from deployments.modules.encoders import KeyedEncoder, TextEncoderBuilder
 from deployments.records.errors import DeadlineExceeded
 from deployments.text import encode
 from deployments.text.cache import Encoding, EncodingCache
-from deployments.text.encode import CachedEncoders, EncodeJob, TextItem, embedding_of, encode_batch
+from deployments.text.encode import CachedEncoders, EncodeJob, embedding_of, encode_batch
+from deployments.text.tokenizing import TextItem
 
 LONG = "a handwritten seven and a handwritten eight " * 4  # 36 tokens; CLIP of the demo has places for 14
 
