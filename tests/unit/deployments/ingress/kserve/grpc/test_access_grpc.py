@@ -25,6 +25,7 @@ from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import GrpcServer, start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
+from deployments.ingress.messages.terms import PRIORITY, TIMEOUT, current_terms
 
 SERVICE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
 TIMEOUT_S = 5.0
@@ -53,11 +54,12 @@ async def server(service: Any, limits: LimitsConfig, keys: Path, clock: Clock) -
         return None
 
     service.operations = SimpleNamespace(evict_model=nothing)
-    service.tenants = []
+    service.tenants, service.terms = [], []
     embed_as_before = service.embed
 
     async def embed(request: Any) -> Any:
         service.tenants.append(current_tenant.get())
+        service.terms.append(current_terms.get())
         return await embed_as_before(request)
 
     service.embed = embed
@@ -143,6 +145,17 @@ async def test_without_a_key_that_holds_only_health_is_told(
         told.add(await code(reflected.read()))
         assert told <= {"UNAUTHENTICATED", "INTERNAL"}
     assert not service.requests
+
+
+async def test_terms_are_those_of_the_metadata_within_the_deadline(channel: grpc.aio.Channel, service: Any) -> None:
+    metadata = (*USER, (PRIORITY, "3"), (TIMEOUT, "1e6"))
+    assert await code(call(channel, "ModelInfer", metadata, **embedding())) == "OK"
+    asked = stream(channel, metadata)
+    await asked.write(messages.ModelInferRequest(**embedding()))
+    assert not (await asked.read()).error_message
+    await asked.done_writing()
+    assert [(terms.priority, terms.tenant) for terms in service.terms] == [(3, "team")] * 2
+    assert all(0 < terms.timeout_s < TIMEOUT_S + 1 for terms in service.terms)  # gRPC rounds it up
 
 
 async def test_rights_and_tenants(channel: grpc.aio.Channel, service: Any) -> None:
