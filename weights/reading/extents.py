@@ -164,12 +164,12 @@ def _placed_once(place: Place) -> Iterator[Place]:
 
 def reading_order(extents: Sequence[ExtentRef], strategy: ReadStrategy) -> list[ExtentRef]:
     """Sort by place in the files, but the largest first: one of them last would be read with nothing beside it."""
-    giant_bytes = 2 * strategy.block_bytes
-    giants = sorted((extent for extent in extents if extent.nbytes > giant_bytes), key=lambda giant: -giant.nbytes)
-    others = sorted(
-        (extent for extent in extents if extent.nbytes <= giant_bytes), key=lambda found: (found.pack, found.offset)
-    )
-    return [*giants, *others]
+
+    def turn(extent: ExtentRef) -> tuple[int, str, int]:
+        is_giant = extent.nbytes > 2 * strategy.block_bytes
+        return -extent.nbytes * is_giant, extent.pack, extent.offset
+
+    return sorted(extents, key=turn)
 
 
 def read_extent(packs: Path, extent: ExtentRef) -> ByteArray:

@@ -341,7 +341,7 @@ def test_a_read_error_in_the_middle_of_an_extent_gives_the_buffer_back(
 
 
 def test_giants_come_first_and_others_in_the_order_of_the_files() -> None:
-    sizes = [10, 5000, 20, 9000, 30]
+    sizes = [4096, 5000, 20, 9000, 30]
     parts = [extent(0, size, f"e{number}") for number, size in enumerate(sizes)]
     parts = [part.model_copy(update={"offset": 4096 + 10 - number}) for number, part in enumerate(parts)]
     ordered = reading_order(parts, ReadStrategy(True, 4, 2048))
