@@ -58,11 +58,11 @@ class Input:
         """Return whether an output of this type fits."""
         if "*" in (self.type, given):
             return True
-        mine, theirs = set(self.type.split(",")), set(given.split(","))
         # A choice is a text to ComfyUI, and whoever links one has the text.
-        return (
-            bool(mine & theirs) or ("COMBO" in mine and "STRING" in theirs) or ("STRING" in mine and "COMBO" in theirs)
+        mine, theirs = (
+            {"STRING" if one == "COMBO" else one for one in types.split(",")} for types in (self.type, given)
         )
+        return not mine.isdisjoint(theirs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from PIL import Image
 from deployments.workflows.backend import ModelFacts
 from deployments.workflows.files import read_image
 from deployments.workflows.images import KONTEXT_SIZES
-from deployments.workflows.kinds import choice, growing, integer
+from deployments.workflows.kinds import Input, choice, growing, integer
 from deployments.workflows.records import Refused
 from deployments.workflows.resizing import resized
 from deployments.workflows.sampling import _clip_skip
@@ -130,6 +130,28 @@ def test_numbers_have_the_bounds_that_comfyui_shows() -> None:
         "QuadrupleCLIPLoader": [f"clip_name{place}" for place in (1, 2, 3, 4)],
     }.items():
         assert [each.name for each in KINDS[kind].inputs if each.folder] == names
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "fits"),
+    [
+        ("IMAGE", "IMAGE", True),
+        ("IMAGE", "MASK", False),
+        ("IMAGE,MASK", "MASK", True),
+        ("IMAGE", "MASK,IMAGE", True),
+        ("*", "MASK", True),
+        ("MASK", "*", True),
+        ("STRING", "COMBO", True),
+        ("COMBO", "STRING", True),
+        ("COMBO", "COMBO", True),
+        ("STRING", "IMAGE", False),
+        ("IMAGE", "COMBO", False),
+        ("COMBO", "IMAGE", False),
+        ("IMAGE", "STRING", False),
+    ],
+)
+def test_an_output_fits_inputs_of_its_types(wanted: str, given: str, fits: bool) -> None:
+    assert Input("x", wanted).takes(given) is fits
 
 
 def test_adapters_of_no_strength_are_left_out() -> None:
