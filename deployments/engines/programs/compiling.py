@@ -44,6 +44,7 @@ from weights.programs.signature import ProgramSignature, signature_of
 from weights.records.manifest import Component
 
 COMPILE_TIMEOUT_S: Final = 1800
+NICENESS: Final = 19  # of the compiling process: requests come first
 MAX_PACKAGES: Final = 64  # of a node, a few MB each
 _MODULE: Final = __name__
 _COMPILERS: Final = ("g++", "c++", "clang++")
@@ -154,7 +155,7 @@ def _run_compiler(component: Component, folder: Path, target: Path) -> None:
             "TORCHINDUCTOR_CACHE_DIR": scratch,  # its own is one that others could have made
             "TMPDIR": scratch,
         }
-        arguments = str(described), str(folder), str(made), str(torch.get_num_threads())
+        arguments = str(described), str(folder), str(made), str(torch.get_num_threads()), str(NICENESS)
         with (
             errors.open("wb") as stderr,
             subprocess.Popen(
@@ -311,10 +312,10 @@ def _end_with_stdin() -> None:
         os._exit(1)
 
 
-def _main(described: str, folder: str, made: str, num_threads: str) -> None:
+def _main(described: str, folder: str, made: str, num_threads: str, niceness: str) -> None:
     """Compile the component that is described in a file; why it cannot be is the last line of stderr."""
     _end_with_stdin()
-    os.nice(19)
+    os.nice(int(niceness))
     torch.set_num_threads(int(num_threads))
     try:
         _compile_here(Component.model_validate_json(Path(described).read_text()), Path(folder), Path(made))

@@ -142,7 +142,7 @@ def test_the_compiling_process_ends_with_its_last_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "set_num_threads", lambda number: calls.append(f"{number} threads"))
     monkeypatch.setattr(compiling.Component, "model_validate_json", lambda text: text)
     (tmp_path / "described").write_text("component")
-    given = str(tmp_path / "described"), "folder", "made", "3"
+    given = str(tmp_path / "described"), "folder", "made", "3", "19"
     monkeypatch.setattr(compiling, "_compile_here", lambda *arguments: calls.append(arguments))
     compiling._main(*given)
     assert calls == ["watch", 19, "3 threads", ("component", Path("folder"), Path("made"))]
