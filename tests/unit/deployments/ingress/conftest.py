@@ -104,7 +104,7 @@ class Dependants:
 
 
 class Annotations:
-    """The annotations of answers that FastAPI reads, kept for endpoints that another application makes of equal code."""
+    """The annotations of answers that FastAPI reads, kept for endpoints that others make of equal code."""
 
     def __init__(self, read: Callable[..., Any]) -> None:
         self._read = read
