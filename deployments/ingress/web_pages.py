@@ -146,7 +146,12 @@ def imports_of(script: str, sources: Mapping[str, bytes]) -> Iterator[str]:
     found = [script]
     for name in found:
         yield name
-        found += [one for one in _IMPORTED.findall(sources[name].decode()) if one not in found]
+        found += [one for one in _imported(sources[name]) if one not in found]
+
+
+@functools.cache  # most files belong to several pages
+def _imported(source: bytes) -> list[str]:
+    return _IMPORTED.findall(source.decode())
 
 
 def create_docs_router(title: str) -> APIRouter:

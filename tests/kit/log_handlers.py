@@ -28,7 +28,11 @@ class _Silent:
 
 
 class _Catching(of_pytest.catching_logs):  # type: ignore[type-arg]
-    """A handler at the root and at loggers that pass nothing on to it."""
+    """A handler at the root and at loggers that pass nothing on to it.
+
+    These are some fifty: `addHandler` and `removeHandler`, which lock what a list does at once, were a fifth of the
+    time of an empty test.
+    """
 
     def __enter__(self) -> Any:
         root = logging.getLogger()
@@ -38,8 +42,16 @@ class _Catching(of_pytest.catching_logs):  # type: ignore[type-arg]
             self.orig_level = root.level
             root.setLevel(min(self.orig_level, self.level))
         for logger in self.attached_loggers:
-            logger.addHandler(self.handler)
+            if self.handler not in logger.handlers:
+                logger.handlers.append(self.handler)
         return self.handler
+
+    def __exit__(self, *exception: object) -> None:
+        if self.level is not None:
+            logging.getLogger().setLevel(self.orig_level)
+        for logger in self.attached_loggers:
+            if self.handler in logger.handlers:
+                logger.handlers.remove(self.handler)
 
 
 def pytest_configure() -> None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from _pytest.logging import catching_logs
 from kit import seeding, unsynced
 from kit.nested import Run, plugins, run_pytest
 from kit.waiting import until, wait_until
@@ -155,6 +156,11 @@ def test_logs_that_are_not_passed_on_are_captured_too(
     silent_logger.warning("told here alone")
     logging.getLogger("another").warning("told to all")
     assert [record.getMessage() for record in caplog.records] == ["told here alone", "told to all"]
+    with catching_logs(logging.NullHandler(), logging.DEBUG) as handler:
+        assert handler in silent_logger.handlers
+        assert logging.root.level == logging.DEBUG
+    assert handler not in [*silent_logger.handlers, *logging.root.handlers]
+    assert logging.root.level != logging.DEBUG
 
 
 @pytest.mark.parametrize(("more_bytes", "expected"), [(0, True), (-1, False)])

@@ -45,6 +45,8 @@ ERRORS = (ErrorAnswer, ProtocolError, MessageError, OllamaError, WebuiError, Com
 Check = Callable[[httpx.Response], Awaitable[None]]
 GENERATORS = {"_is_gen_callable": inspect.CO_GENERATOR, "_is_async_gen_callable": inspect.CO_ASYNC_GENERATOR}
 
+compiled_path = functools.cache(fastapi.routing.compile_path)  # nobody writes into its convertors
+
 
 @pytest.fixture(scope="session")
 def as_described() -> Callable[[FastAPI], dict[str, list[Check]]]:
@@ -101,6 +103,21 @@ class Dependants:
         return dataclasses.replace(known, call=call, dependencies=[])
 
 
+class Annotations:
+    """The annotations of answers that FastAPI reads, kept for endpoints that others make of equal code."""
+
+    def __init__(self, read: Callable[..., Any]) -> None:
+        self._read = read
+        self._known: dict[types.CodeType, Any] = {}
+
+    def __call__(self, call: Callable[..., Any]) -> Any:
+        if not isinstance(call, types.FunctionType) or not isinstance(call.__annotations__.get("return", ""), str):
+            return self._read(call)
+        if call.__code__ not in self._known:
+            self._known[call.__code__] = self._read(call)
+        return self._known[call.__code__]
+
+
 class Fields:
     """The fields of answers that FastAPI makes of their classes, kept for other applications."""
 
@@ -126,7 +143,7 @@ def is_generator(is_one: Callable[[Any], bool], flag: int) -> Callable[[Any], bo
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_applications(dependants: Dependants, answer_fields: Fields) -> Iterator[None]:
+def quick_applications(dependants: Dependants, answers: Annotations, answer_fields: Fields) -> Iterator[None]:
     """An application, which nearly every test has of its own, is made in less than half the time."""
     plain = BaseModel.model_json_schema.__func__  # type: ignore[attr-defined]
     schema_of = functools.cache(lambda class_, options: plain(class_, **dict(options)))
@@ -137,7 +154,9 @@ def quick_applications(dependants: Dependants, answer_fields: Fields) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastapi._compat.v2.TypeAdapter", LazyAdapter)
         patch.setattr("fastapi.routing.get_dependant", dependants)
+        patch.setattr("fastapi.routing.get_typed_return_annotation", answers)
         patch.setattr("fastapi.routing.create_model_field", answer_fields)
+        patch.setattr("fastapi.routing.compile_path", compiled_path)
         for name, flag in (
             ("_is_gen_callable", inspect.CO_GENERATOR),
             ("_is_async_gen_callable", inspect.CO_ASYNC_GENERATOR),
@@ -150,6 +169,11 @@ def quick_applications(dependants: Dependants, answer_fields: Fields) -> Iterato
 @pytest.fixture(scope="session")
 def dependants() -> Dependants:
     return Dependants(fastapi.routing.get_dependant)
+
+
+@pytest.fixture(scope="session")
+def answers() -> Annotations:
+    return Annotations(fastapi.routing.get_typed_return_annotation)
 
 
 @pytest.fixture(scope="session")
