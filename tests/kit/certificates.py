@@ -1,4 +1,4 @@
-"""The certificates that clients trust are read once in a process: to read them takes each client 18 ms of the processor.
+"""The certificates that clients trust are read once in a process: to read them takes each client 18 ms.
 
 A pytest plugin. A test that waits for a server's answer makes a client for each look at it. Only the contexts of
 httpx's defaults are shared; a test of certificates has a file of its own.
