@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.keeper.object_store import SHARED_MEMORY
+from cluster.ray_seam.ray_files import SHARED_MEMORY
 from cluster.records.errors import ModelUnservable
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
 from cluster.registry.importing import base_of, base_of_control, bases_of, dtype_of, like_of, owned_program, parts_of

@@ -10,6 +10,7 @@ _KIT = (
     "seeding",
     "browser",
     "unsynced",
+    "certificates",
     "drawing",
     "times",
     "shares",

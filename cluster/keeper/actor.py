@@ -22,10 +22,11 @@ from typing import Any, Final
 
 import ray
 
+from cluster.keeper.budgets import budget_within_store
 from cluster.keeper.extent_book import ExtentBook
 from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Peers
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
-from cluster.keeper.object_store import ObjectStore, budget_within_store, let_go
+from cluster.keeper.object_store import ObjectStore, let_go
 from cluster.keeper.records import (
     Greeting,
     HeldOffer,

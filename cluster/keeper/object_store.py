@@ -25,13 +25,10 @@ import numpy as np
 import ray
 
 from cluster.keeper.records import StoreFull
+from cluster.ray_seam.ray_files import SHARED_MEMORY
 from cluster.ray_seam.unfilled_objects import is_unfilled_possible, put_unfilled
 from weights.memory.host_pool import PAGE_BYTES, ByteArray, allocate_pages
 
-# Ray spills from 80 % of its store on; other objects, and holes between objects, need room as well.
-MAX_SHARE: Final = 0.75
-DEFAULT_SHARE: Final = 0.7
-SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  where Ray's store is
 MAPS: Final = Path("/proc/self/maps")
 PREALLOCATE: Final = "RAY_preallocate_plasma_memory"
 PROBE_BYTES: Final = 2**20
@@ -133,28 +130,6 @@ def _capacity_bytes(node_id: str) -> int:
     """Return the bytes of the object store of a node; 0 when Ray does not know the node."""
     sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["NodeID"] == node_id]
     return int(sizes[0]) if sizes else 0
-
-
-def max_budget_bytes(capacity_bytes: int) -> int:
-    """Return the largest budget of a keeper whose object store has this capacity."""
-    return int(capacity_bytes * MAX_SHARE)
-
-
-def budget_within_store(budget_bytes: int | None, capacity_bytes: int, node_id: str) -> int:
-    """Return the wanted budget, cut to the store's limit; None asks for the usual share."""
-    if budget_bytes is None:
-        return int(capacity_bytes * DEFAULT_SHARE)
-    largest_bytes = max_budget_bytes(capacity_bytes)
-    if budget_bytes > largest_bytes > 0:
-        logger.warning(
-            "node %s keeps at most %d bytes, %.0f %% of its object store; %d were asked for",
-            node_id,
-            largest_bytes,
-            MAX_SHARE * 100,
-            budget_bytes,
-        )
-        return largest_bytes
-    return budget_bytes
 
 
 @dataclass(frozen=True, slots=True)

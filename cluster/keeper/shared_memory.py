@@ -22,9 +22,10 @@ import ray
 import xxhash
 from xxhash import xxh3_128
 
+from cluster.keeper.budgets import MAX_SHARE, max_budget_bytes
 from cluster.keeper.extent_loading import Writing
 from cluster.keeper.held_extents import HeldExtents
-from cluster.keeper.object_store import MAX_SHARE, NewObject, max_budget_bytes
+from cluster.keeper.object_store import NewObject
 from cluster.keeper.records import HeldExtent, HeldOffer, StoreFull, copy_name
 from cluster.keeper.residents import Residents
 from cluster.process.ray_calls import get

@@ -1,4 +1,7 @@
-"""The places of the scripts of Ray's workers, and the modules that its processes import. Ray is not imported."""
+"""The places of Ray's objects and of the scripts of its workers, and the modules that its processes import.
+
+Ray is not imported.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.util
 import os
 from typing import Final
 
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  where its object store is
 SERVE_MODULES: Final = tuple(f"ray.serve._private.{part}" for part in ("controller", "haproxy", "proxy", "replica"))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.keeper.object_store import budget_within_store
+from cluster.keeper.budgets import budget_within_store
 from configs.cluster import ClusterConfig, ModelReplicaConfig, WorkerConfig
 from weights.memory.layer_plan import AUTO, DecoderSizes, GpuLayers, plan_layers
 from weights.memory.needs import Needs

@@ -13,8 +13,8 @@ import psutil
 import typer
 
 from cluster.ray_seam import shims
+from cluster.ray_seam.ray_files import SHARED_MEMORY
 from cluster.records.errors import SessionError
-from cluster.start.node_checks import Wanted, node_problems, why_no_haproxy
 from deployments.console.output import Column, Json, print_json, print_line, print_table, size
 from weights.platform.private_names import Shim, problems
 
@@ -35,7 +35,7 @@ def doctor(
     Exits with 1 when something that serving needs is missing.
     """
     report = examine()
-    report["nodes"] = _nodes(address, Wanted(needs_haproxy=not report["haproxy"])) if address else []
+    report["nodes"] = _nodes(address, needs_haproxy=not report["haproxy"]) if address else []
     if as_json:
         print_json(report)
     else:
@@ -50,7 +50,7 @@ def doctor(
 
 def examine() -> dict[str, Any]:
     """Return the report: libraries' versions, each shim with its problems, HAProxy, memory. Imports the libraries."""
-    from cluster.keeper.object_store import SHARED_MEMORY
+    from cluster.start.node_checks import why_no_haproxy
 
     return {
         "python": platform.python_version(),
@@ -74,15 +74,16 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _nodes(address: str, wanted: Wanted) -> list[str]:
+def _nodes(address: str, *, needs_haproxy: bool) -> list[str]:
     """Return the differences of that Ray's nodes from this machine. Raises SessionError."""
+    from cluster.start.node_checks import Wanted, node_problems
     from cluster.start.session import join_ray
 
     try:
         join_ray(address)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise SessionError(f"no Ray answers at {address} ({str(error).strip().partition(chr(10))[0]})") from None
-    return node_problems(wanted)
+    return node_problems(Wanted(needs_haproxy=needs_haproxy))
 
 
 def _all_shims() -> Iterator[tuple[str, Shim]]:

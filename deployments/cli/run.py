@@ -162,7 +162,7 @@ def _machine() -> Machine:
     import psutil
     import torch
 
-    from cluster.keeper.object_store import SHARED_MEMORY
+    from cluster.ray_seam.ray_files import SHARED_MEMORY
 
     memory_bytes = psutil.virtual_memory().total
     shared_bytes = psutil.disk_usage(SHARED_MEMORY).total if os.path.isdir(SHARED_MEMORY) else memory_bytes

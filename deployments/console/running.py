@@ -238,7 +238,7 @@ def _http_door(config: ClusterConfig, num_nodes: int = 1) -> Iterator[DoorPlan |
             door.remove_files()
 
 
-def _start_state(config: ClusterConfig, url: str) -> StartState:
+def _start_state(config: ClusterConfig, door: httpx.Client) -> StartState:
     """Ask Serve for replicas, the registry for models and the cluster for its health; silent parts are left out.
 
     Raises SessionError when Serve says that the application cannot start.
@@ -257,7 +257,7 @@ def _start_state(config: ClusterConfig, url: str) -> StartState:
         {record.id: record.error for record in records if record.error},
         _imports(config),
         unplaced_lines(config, app),
-        _health(url),
+        _health(door),
     )
 
 
@@ -289,10 +289,19 @@ def _imports(config: ClusterConfig) -> dict[str, tuple[int, int]]:
     return {}
 
 
-def _health(url: str) -> str:
+def _door_client(url: str) -> httpx.Client:
+    """Return a client of the cluster's address. The address is asked directly, and by a new connection each time: an
+    old one would lead to a HAProxy that has been replaced.
+    """
+    return httpx.Client(
+        base_url=url, timeout=_HEALTH_TIMEOUT_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+    )
+
+
+def _health(door: httpx.Client) -> str:
     """Return the status of /healthz, "" without an answer."""
     with contextlib.suppress(httpx.HTTPError, ValueError, AttributeError):
-        return str(httpx.get(f"{url}/healthz", timeout=_HEALTH_TIMEOUT_S, trust_env=False).json().get("status", ""))
+        return str(door.get("/healthz").json().get("status", ""))
     return ""
 
 
@@ -379,17 +388,18 @@ def _wait_ready(
     Raises SessionError when the start fails, or `stop` is set before it is over.
     """
     last = StartState()
-    while True:
-        state, now_s = _start_state(config, url), time.monotonic()
-        state = watch.look(state, now_s)
-        if show and state != last:
-            show(state)
-        last = state
-        if watch.is_over(state, now_s):
-            return state
-        if stop and stop.is_set():
-            raise SessionError("stopped before it was ready")
-        time.sleep(_POLL_S)
+    with _door_client(url) as door:  # one for all looks: a client reads the machine's certificates when it is made
+        while True:
+            state, now_s = _start_state(config, door), time.monotonic()
+            state = watch.look(state, now_s)
+            if show and state != last:
+                show(state)
+            last = state
+            if watch.is_over(state, now_s):
+                return state
+            if stop and stop.is_set():
+                raise SessionError("stopped before it was ready")
+            time.sleep(_POLL_S)
 
 
 def stop_on_signals(stop: threading.Event, *, says: bool = False) -> None:

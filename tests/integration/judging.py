@@ -5,6 +5,7 @@ An environment is a folder of `.judges`: a virtual environment of Python's, or t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -80,8 +81,9 @@ def _run(
     return Observed(json.loads((folder / f"{script.stem}.json").read_text()), folder)
 
 
+@functools.cache
 def digit_judge() -> Any:
-    """The classifier of the demo that reads generated digits: trained on real ones, now."""
+    """The classifier of the demo that reads generated digits: trained on real ones, for all tests."""
     demo = demo_module("digits")
     return demo.Judge(demo.load_split()[0])
 

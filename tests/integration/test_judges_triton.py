@@ -175,12 +175,14 @@ def test_an_image_as_json_is_the_same(observed: Observed) -> None:
     np.testing.assert_array_equal(binary, json)
 
 
-def test_sum_to_digit_draws_the_sum(observed: Observed, transport: str, asked: dict[str, Any]) -> None:
-    answers = observed[f"{transport}.pipeline_images"]["answers"]
+def test_sum_to_digit_draws_the_sum_the_same_over_both_transports(observed: Observed, asked: dict[str, Any]) -> None:
+    answers, some = (observed[f"{transport}.pipeline_images"]["answers"] for transport in TRANSPORTS)
     assert answers == [f"{digit}." for digit in asked["digits"]]
-    images = observed.array(f"{transport}.pipeline_images", f"{transport}_digits")
+    images, same = (observed.array(f"{transport}.pipeline_images", f"{transport}_digits") for transport in TRANSPORTS)
     read = digit_judge().read(list(images))
     assert (read == np.array(asked["digits"])).mean() >= 0.95, read
+    assert (len(some), some) == (10, answers[:10])
+    np.testing.assert_array_equal(same, images[:10])
 
 
 def test_text_classifier_tells_the_kinds_of_texts(observed: Observed, transport: str) -> None:

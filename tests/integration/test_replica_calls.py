@@ -24,9 +24,11 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from cluster.ray_seam.handles import BY_GRPC, watch_replicas
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
 from cluster.ray_seam.serve_control import ServeReplicas
+from cluster.start.process_starts import template_environment
 from deployments.records.errors import DeadlineExceeded, InvalidRequest, NoReplica
 from deployments.records.tasks import Deadline, shared_task
 from deployments.replicas.replica_calls import ReplicaCalls, ReplicaStates
+from deployments.services.replica_classes import TEMPLATE
 from deployments.text.cache import EncodingCache, EncodingKey
 from deployments.text.client import TextEncoderClient
 from deployments.text.requests import ConditioningRequest
@@ -338,7 +340,8 @@ def encoder_app(cluster: Cluster) -> Iterator[tuple[Any, Any]]:
     computations = Computations.remote()
     deployment = serve.deployment(Encoding).options(
         num_replicas=2,
-        ray_actor_options={"num_cpus": 0},
+        # As replicas that run models: copies of a process that has imported torch.
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": template_environment(TEMPLATE)}},
         health_check_period_s=0.5,
         graceful_shutdown_wait_loop_s=0.1,
         max_ongoing_requests=2048,

@@ -8,12 +8,14 @@ import os
 import random
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -161,6 +163,13 @@ def test_logs_that_are_not_passed_on_are_captured_too(
         assert logging.root.level == logging.DEBUG
     assert handler not in [*silent_logger.handlers, *logging.root.handlers]
     assert logging.root.level != logging.DEBUG
+
+
+def test_clients_share_the_usual_certificates_and_no_others() -> None:
+    assert httpx.create_ssl_context() is httpx.create_ssl_context()
+    assert ssl.create_default_context() is not ssl.create_default_context()
+    none, usual = httpx.create_ssl_context(verify=False), httpx.create_ssl_context()
+    assert (none.verify_mode, usual.verify_mode) == (ssl.CERT_NONE, ssl.CERT_REQUIRED)
 
 
 @pytest.mark.parametrize(("more_bytes", "expected"), [(0, True), (-1, False)])

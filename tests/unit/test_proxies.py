@@ -14,7 +14,7 @@ import pytest
 from cluster.process.telemetry import Exporter
 from cluster.ray_seam import handles
 from deployments.console.client import Client
-from deployments.console.running import _health
+from deployments.console.running import _door_client, _health
 from deployments.ingress.admin.metrics import NodeMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,13 @@ def test_the_command_line_asks_a_cluster_directly(url: str) -> None:
 
 
 def test_the_start_of_a_cluster_asks_for_its_health_directly(url: str) -> None:
-    assert _health(url) == "ready"
+    with _door_client(url) as door:
+        assert [_health(door) for _ in range(2)] == ["ready"] * 2
+
+
+def test_a_start_that_gets_no_answer_yet_has_no_health() -> None:
+    with _door_client(f"http://{DEAD}") as door:
+        assert _health(door) == ""
 
 
 async def test_the_pages_of_nodes_are_fetched_directly(url: str) -> None:

@@ -59,7 +59,7 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPat
 def test_nodes_of_a_ray_that_lack_something_are_named_and_are_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ["node 10.0.0.3 has Atelier 1 (a), and this cluster Atelier 2 (b): install the same there"]
     monkeypatch.setattr("cluster.start.session.join_ray", lambda address: None)
-    monkeypatch.setattr(doctor, "node_problems", lambda wanted: found)
+    monkeypatch.setattr("cluster.start.node_checks.node_problems", lambda wanted: found)
     result = CliRunner().invoke(_app, ["doctor", "--address", "10.0.0.1:6379"], env={"COLUMNS": "200"})
     assert (result.exit_code, found[0] in result.stdout) == (1, True)
     found.clear()
