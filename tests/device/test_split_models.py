@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from device.test_device_engines import generated
+from device.test_device_engines import generated as generated_at_length
 from device.test_device_hosts import settles
 from kit.hosting import DEMO, Host
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -43,6 +43,10 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 QUESTIONS = [f"What is {n} + {random.randrange(100)}?" for n in random.sample(range(100), 5)]
+
+
+def generated(engine: LLMEngine, questions: list[str], temperature: float) -> dict[str, tuple[int, ...]]:
+    return generated_at_length(engine, questions, temperature, num_tokens=8)
 
 
 def make_model(folder: Path, config: Any, dtype: torch.dtype) -> Path:
@@ -258,10 +262,13 @@ async def test_a_lora_changes_layers_wherever_they_are(store: WeightStore, devic
 
 
 @pytest.mark.usefixtures("products_of_torch")
-async def test_layers_leave_the_device_when_its_budget_shrinks(store: WeightStore, device: torch.device) -> None:
+async def test_layers_leave_the_device_when_its_budget_shrinks(
+    store: WeightStore, on_host: OnHost, device: torch.device
+) -> None:
     whole = whole_bytes(store, "plain") + CACHE
     host = host_of(store, device, 2 * whole)
-    _, rows = logged(await engine_of(host, "plain"))
+    await engine_of(host, "plain")
+    _, rows = await on_host("plain")
     counts = []
     for share in (0.9, 0.6, 0.3):
         host.evict("plain")
