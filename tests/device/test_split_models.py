@@ -123,7 +123,7 @@ OnHost = Callable[[str], Awaitable[tuple[Any, Logits]]]
 
 @pytest.fixture(scope="module")
 def on_host(store: WeightStore) -> OnHost:
-    """Return what gives `logged` of a model whose layers are all on the host, with the kernels that are there."""
+    """Return a function that gives `logged` of a model on the host, computed once for the kernels that are there."""
     known: dict[tuple[str, bool], tuple[Any, Logits]] = {}
 
     async def compute(model: str) -> tuple[Any, Logits]:
