@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.collector import collect_seldom
+from kit.collector import frozen_imports as frozen_imports
 from kit.unsynced import keep_folders_in_memory
 from kit.waiting import wait_until
 
@@ -51,10 +53,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Leave out of later collections what is there for good: tests collect often, to see that memory is given back."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    collect_seldom()
 
 
 @pytest.fixture
@@ -89,13 +88,23 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture
 def learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record the memory of forwards once: it is the same for all hosts on a device."""
+    _share_books(monkeypatch, _learned)
+
+
+@pytest.fixture
+def learned_once_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, for the hosts of this test alone: steps of a language model depend on their limits."""
+    _share_books(monkeypatch, {})
+
+
+def _share_books(monkeypatch: pytest.MonkeyPatch, learned: dict[Any, dict[str, Any]]) -> None:
     from deployments.modules.footprints import FootprintBook
 
     plain = FootprintBook.__init__
 
     def init(book: Any, *settings: Any) -> None:
         plain(book, *settings)
-        vars(book).update(_learned.setdefault(settings, {name: vars(book)[name] for name in LEARNED}))
+        vars(book).update(learned.setdefault(settings, {name: vars(book)[name] for name in LEARNED}))
 
     monkeypatch.setattr(FootprintBook, "__init__", init)
 

@@ -178,11 +178,13 @@ async def test_a_module_of_another_device_is_found_out(
 # text
 
 
-def generated(engine: LLMEngine, questions: list[str], temperature: float = 0.8) -> dict[str, tuple[int, ...]]:
+def generated(
+    engine: LLMEngine, questions: list[str], temperature: float = 0.8, num_tokens: int = 12
+) -> dict[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for number, question in enumerate(questions):
         prompt = engine.chats.encode([{"role": "user", "content": question}])
-        engine.add_request(TextRequest(question, prompt, SamplingParams(12, temperature, seed=number)))
+        engine.add_request(TextRequest(question, prompt, SamplingParams(num_tokens, temperature, seed=number)))
     while engine.has_work:
         for delta in engine.step():
             tokens[delta.request_id] = (*tokens.get(delta.request_id, ()), *delta.token_ids)

@@ -24,7 +24,7 @@ from weights.records.manifest import Component
 from weights.storage.store import WeightStore
 
 NAMES = ("digits-flux", "digits-flux-inverted", "digits-sdxl", "adder")
-NUM_SWITCHES = 120
+NUM_SWITCHES = 60
 SMALL_CACHE = 256 * 1024
 ROTARY_BYTES = 64  # the frequencies that the adder's engine computes itself
 
@@ -90,7 +90,7 @@ async def test_the_book_is_the_devices_count_through_switches_and_failures(
     num_failed = 0
     for _ in range(NUM_SWITCHES):
         kind, model = random.random(), random.choice(NAMES)
-        if kind < 0.1:
+        if kind < 0.2:
             host.provider.failure = WeightsError("the disk is gone")
         try:
             if kind < 0.75:

@@ -123,6 +123,7 @@ def test_admission_counts_a_forward(store: WeightStore, device: torch.device, ba
     assert not host.can_hold(manifest, is_denoise_component, {})
 
 
+@pytest.mark.usefixtures("learned_once_here")
 async def test_two_rows_of_room_are_two_rows_at_once(
     store: WeightStore, device: torch.device, model: str, halvings: list[int], ballast: list[torch.Tensor]
 ) -> None:
@@ -207,6 +208,7 @@ async def test_a_cache_that_takes_all_there_is_leaves_room_for_a_step(
     assert engine.stats().num_blocks > 0
 
 
+@pytest.mark.usefixtures("learned_once_here")
 async def test_steps_of_a_language_model_and_a_denoiser_have_one_workspace(
     tmp_path: Path,
     device: torch.device,

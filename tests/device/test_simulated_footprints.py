@@ -379,6 +379,7 @@ def test_steps_of_a_language_model(device: torch.device, tmp_path: Path, context
     forms = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
     twin = StepTwin(tmp_path, forms, config)
     runner = plan_runner(create_any_model(load_config(tmp_path), weights, device), config)[1]
+    largest = twin.step_bytes()
     last = context - 1, context
     for step in ([(0, 48)], [(context - 60, context)], [last] * 7, [(9, 10)] * 3 + [(context - 40, context)]):
         chunks = []
@@ -390,7 +391,7 @@ def test_steps_of_a_language_model(device: torch.device, tmp_path: Path, context
         predicted = twin.record(step).eager_peak()
         most = 1.01 if step[0] != last else 1.02  # the kernel for completions may spare a copy of what it gives
         assert 1.0 <= predicted / measured <= most, (step, predicted, measured)
-        assert twin.step_bytes() >= measured
+        assert largest >= measured
 
 
 def test_steps_of_a_draft_model_count(device: torch.device, tmp_path: Path) -> None:
@@ -417,6 +418,7 @@ def test_steps_of_a_stock_language_model(device: torch.device, tmp_path: Path, n
     forms = {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
     twin = StepTwin(tmp_path, forms, config)
     runner = plan_runner(create_any_model(load_config(tmp_path), weights, device), config)[1]
+    largest = twin.step_bytes()
     for step in ([(0, 100)], [(64, 160)], [(159, 160)] * 7, [(9, 10)] * 3 + [(0, 90)]):
         chunks = []
         for start, end in step:
@@ -426,7 +428,7 @@ def test_steps_of_a_stock_language_model(device: torch.device, tmp_path: Path, n
         measured = peak_of(device, lambda chunks=chunks: runner.run(chunks))
         predicted = twin.record(step).eager_peak()
         assert 1.0 <= predicted / measured <= most, (step, predicted, measured)
-        assert twin.step_bytes() >= measured
+        assert largest >= measured
 
 
 # encoders and decoders of transformers, as they come

@@ -33,7 +33,7 @@ from weights.operations.externalize import externalize
 from weights.storage.store import WeightStore
 
 # Each test takes another kind of request through a device that is too small for it.
-pytestmark = [pytest.mark.usefixtures("learned_once"), pytest.mark.drawn(4, of="file")]
+pytestmark = [pytest.mark.usefixtures("learned_once"), pytest.mark.drawn(3, of="file")]
 REQUEST = ImageRequest(
     model="digits-sdxl",
     prompt="a handwritten seven",

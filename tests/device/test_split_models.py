@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from device.test_device_engines import generated
+from device.test_device_engines import generated as generated_at_length
 from device.test_device_hosts import settles
 from kit.hosting import DEMO, Host
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -43,6 +43,10 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 QUESTIONS = [f"What is {n} + {random.randrange(100)}?" for n in random.sample(range(100), 5)]
+
+
+def generated(engine: LLMEngine, questions: list[str], temperature: float) -> dict[str, tuple[int, ...]]:
+    return generated_at_length(engine, questions, temperature, num_tokens=8)
 
 
 def make_model(folder: Path, config: Any, dtype: torch.dtype) -> Path:
@@ -114,6 +118,23 @@ def logged(engine: LLMEngine, run: Any = generated) -> tuple[Any, Logits]:
         del engine._runner.run
 
 
+OnHost = Callable[[str], Awaitable[tuple[Any, Logits]]]
+
+
+@pytest.fixture(scope="module")
+def on_host(store: WeightStore) -> OnHost:
+    """Return a function that gives `logged` of a model on the host, computed once for the kernels that are there."""
+    known: dict[tuple[str, bool], tuple[Any, Logits]] = {}
+
+    async def compute(model: str) -> tuple[Any, Logits]:
+        key = model, native_decoder.load_kernels() is None
+        if key not in known:
+            known[key] = logged(await engine_of(host_of(store, "cpu"), model))
+        return known[key]
+
+    return compute
+
+
 def assert_same(found: Logits, expected: Logits, device: torch.device) -> None:
     first = min(expected, key=lambda key: key[1])
     for key in expected if device.type == "sim" else [first]:  # on a card, another token may follow a near tie
@@ -127,9 +148,9 @@ def assert_same(found: Logits, expected: Logits, device: torch.device) -> None:
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize("model", ["plain", "tied", "packed"])
 async def test_a_model_at_half_of_its_device_writes_what_the_host_writes(
-    store: WeightStore, device: torch.device, module: Any, model: str
+    store: WeightStore, on_host: OnHost, device: torch.device, module: Any, model: str
 ) -> None:
-    expected, rows = logged(await engine_of(host_of(store, "cpu"), model))
+    expected, rows = await on_host(model)
     budget = (whole_bytes(store, model) + CACHE) // 2
     host = host_of(store, device, budget)
     before = module.memory_allocated(device)
@@ -153,8 +174,10 @@ async def test_a_model_at_half_of_its_device_writes_what_the_host_writes(
 @pytest.mark.drawn
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize("wanted", [0, 2, NUM_LAYERS, r"layers\.[14]"])
-async def test_each_choice_of_layers_computes_the_same(store: WeightStore, device: torch.device, wanted: Any) -> None:
-    _, rows = logged(await engine_of(host_of(store, "cpu"), "plain"))
+async def test_each_choice_of_layers_computes_the_same(
+    store: WeightStore, on_host: OnHost, device: torch.device, wanted: Any
+) -> None:
+    _, rows = await on_host("plain")
     engine = await engine_of(host_of(store, device, plain=wanted), "plain")
     chosen = {1, 4} if isinstance(wanted, str) else set(range(NUM_LAYERS - wanted, NUM_LAYERS))
     assert [kind != "cpu" for kind in places(engine)] == [layer in chosen for layer in range(NUM_LAYERS)]
@@ -164,7 +187,7 @@ async def test_each_choice_of_layers_computes_the_same(store: WeightStore, devic
 @pytest.mark.drawn
 @pytest.mark.parametrize("model", ["plain", "tied", "packed"])
 async def test_the_hosts_kernels_compute_its_layers_and_a_text_is_the_same_in_any_company(
-    store: WeightStore, device: torch.device, model: str
+    store: WeightStore, on_host: OnHost, device: torch.device, model: str
 ) -> None:
     """Kernels and torch round otherwise, so the host's logits are near, and those of the split model its own."""
     engine = await engine_of(host_of(store, device, **{model: 3}), model)
@@ -176,7 +199,7 @@ async def test_the_hosts_kernels_compute_its_layers_and_a_text_is_the_same_in_an
         alone |= generated(engine, [question], 0.0)
     if device.type == "sim":
         assert alone == together
-    expected = logged(await engine_of(host_of(store, "cpu"), model))[1]
+    expected = (await on_host(model))[1]
     for question in QUESTIONS:  # behind the prompt: later tokens may follow others, where two are near
         first = min(key for key in expected if key[0] == question)
         tolerance = 1e-3 if model == "plain" else 0.1
@@ -239,10 +262,13 @@ async def test_a_lora_changes_layers_wherever_they_are(store: WeightStore, devic
 
 
 @pytest.mark.usefixtures("products_of_torch")
-async def test_layers_leave_the_device_when_its_budget_shrinks(store: WeightStore, device: torch.device) -> None:
+async def test_layers_leave_the_device_when_its_budget_shrinks(
+    store: WeightStore, on_host: OnHost, device: torch.device
+) -> None:
     whole = whole_bytes(store, "plain") + CACHE
     host = host_of(store, device, 2 * whole)
-    _, rows = logged(await engine_of(host, "plain"))
+    await engine_of(host, "plain")
+    _, rows = await on_host("plain")
     counts = []
     for share in (0.9, 0.6, 0.3):
         host.evict("plain")
@@ -322,10 +348,16 @@ def used_by(host: Host) -> list[int]:
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize(("model", "share"), [("plain", 0.7), ("tied", 0.7), ("packed", 0.7), ("plain", 0.4)])
 async def test_layers_on_two_devices_are_each_within_its_budget_and_write_the_same(
-    store: WeightStore, device: torch.device, second_device: torch.device, module: Any, model: str, share: float
+    store: WeightStore,
+    on_host: OnHost,
+    device: torch.device,
+    second_device: torch.device,
+    module: Any,
+    model: str,
+    share: float,
 ) -> None:
     """With 0.4 of the model's bytes each, the first layers are the host's."""
-    expected, rows = logged(await engine_of(host_of(store, "cpu"), model))
+    expected, rows = await on_host(model)
     devices = (device, second_device)
     host = spread_over(store, (*devices, "cpu"), int(share * (whole_bytes(store, model) + CACHE)))
     before = [module.memory_allocated(one) for one in devices]
@@ -351,7 +383,7 @@ async def test_layers_on_two_devices_are_each_within_its_budget_and_write_the_sa
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize("model", ["plain", "packed"])
 async def test_a_cache_that_takes_what_there_is_takes_it_of_each_device_for_the_layers_there(
-    store: WeightStore, device: torch.device, second_device: torch.device, monkeypatch: Any, model: str
+    store: WeightStore, on_host: OnHost, device: torch.device, second_device: torch.device, monkeypatch: Any, model: str
 ) -> None:
     """The first device alone has no room for the model, and so none for a cache."""
     least = 2**16
@@ -371,7 +403,7 @@ async def test_a_cache_that_takes_what_there_is_takes_it_of_each_device_for_the_
     assert 0.95 * room <= max(used_by(host)) <= room
     small = Host(store, names[0], budget, devices=names, **auto | {"kv_cache_bytes": least})
     assert small.builder.working_memory(component, skeleton) < cache / 3
-    _, rows = logged(await engine_of(host_of(store, "cpu"), model))
+    _, rows = await on_host(model)
     assert_same(logged(engine)[1], rows, device)
 
 
@@ -411,12 +443,12 @@ async def test_a_token_crosses_from_one_device_to_the_other_once(
 
 @pytest.mark.usefixtures("products_of_torch")
 async def test_models_on_two_devices_take_turns_there(
-    store: WeightStore, device: torch.device, second_device: torch.device
+    store: WeightStore, on_host: OnHost, device: torch.device, second_device: torch.device
 ) -> None:
     budget = int(0.7 * (whole_bytes(store, "plain") + CACHE))
     host = spread_over(store, (device, second_device), budget)
     for model in ("plain", "packed", "tied", "plain"):
-        _, rows = logged(await engine_of(host_of(store, "cpu"), model))
+        _, rows = await on_host(model)
         assert_same(logged(await engine_of(host, model))[1], rows, device)
         assert (min(used_by(host)) > 0) == (model == "plain")  # the others fit the first one
     host.set_budget(budget * 2)
@@ -530,9 +562,15 @@ def counted_steps(engine: LLMEngine, link: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("bytes_per_s", "streams_from"), [(1.0, 10**9), (2.5e5, 9), (1e9, 1)])
 @pytest.mark.usefixtures("products_of_torch")
 async def test_layers_of_the_host_come_to_the_device_for_steps_of_many_tokens(
-    store: WeightStore, device: torch.device, module: Any, monkeypatch: Any, bytes_per_s: float, streams_from: int
+    store: WeightStore,
+    on_host: OnHost,
+    device: torch.device,
+    module: Any,
+    monkeypatch: Any,
+    bytes_per_s: float,
+    streams_from: int,
 ) -> None:
-    expected, rows = logged(await engine_of(host_of(store, "cpu"), "plain"))
+    expected, rows = await on_host("plain")
     link_is(monkeypatch, bytes_per_s)
     budget = whole_bytes(store, "plain") * 9 // 10
     host = host_of(store, device, budget)

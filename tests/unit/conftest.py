@@ -9,13 +9,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from kit.collector import collect_seldom
+from kit.collector import frozen_imports as frozen_imports
 from kit.process_state import unchanged_process as unchanged_process
 from kit.unsynced import keep_folders_in_memory
 
-_MANY_MODULES = 400
-# What an application over fakes, or a small model, is made of outlives several collections of Python's own pace, which
-# were a third of the time of such tests. Whoever looks for what was left behind collects before that.
-_MANY_OBJECTS = 50_000
 _SERVERS = ("ray.serve", "uvicorn", "uvicorn.access", "uvicorn.asgi", "uvicorn.error")  # loggers that they set up
 gc.disable()  # until all is imported
 keep_folders_in_memory()
@@ -25,29 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
-class _Imported:
-    """The number of modules whose objects are frozen."""
-
-    num_modules = 0
-
-
-def _freeze_imported() -> None:
-    """Freeze what is alive. Objects of tests are not: whoever calls is between modules of tests."""
-    if len(sys.modules) > _Imported.num_modules + _MANY_MODULES:
-        gc.collect()
-        gc.freeze()
-        _Imported.num_modules = len(sys.modules)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze what collecting the tests has imported.
-
-    torch, diffusers, transformers, Ray and FastAPI are a million objects that live as long as the process. A
-    collection would visit all of them, for most of a second, and tests that look for leaks ask for many collections.
-    """
-    _freeze_imported()
-    gc.set_threshold(_MANY_OBJECTS)
-    gc.enable()
+def pytest_collection_finish() -> None:
+    collect_seldom()
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +52,3 @@ def no_ray_of_its_own() -> Iterator[None]:
     if ray is not None and ray.is_initialized():
         ray.shutdown()
         pytest.fail("the test began a Ray of its own")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_imports() -> Iterator[None]:
-    """Freeze what the tests of a module have imported: both libraries of models load their parts when asked."""
-    yield
-    _freeze_imported()

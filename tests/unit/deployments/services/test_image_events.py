@@ -184,7 +184,7 @@ def outcome_of(client: Client) -> str:
     return client.sickness
 
 
-@pytest.mark.parametrize("num_events", [2_500, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_events", [1_200, pytest.param(10_000, marks=pytest.mark.long)])
 async def test_random_events_leave_no_slot_memory_or_lease(studio: Studio, num_events: int) -> None:
     chance, ends, running, leaving = random.Random(17), Counter[str](), list[Client](), list[Client]()
     await asyncio.wait_for(Client(studio, random.Random(1), 0).task, 60)  # builds the model

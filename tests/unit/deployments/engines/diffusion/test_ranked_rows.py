@@ -95,7 +95,7 @@ def images_of(pipeline: DenoisePipeline, jobs: list[ConditionedRequest]) -> dict
     return {name: (latents[name], torch.from_numpy(image)) for name, image in images.items()}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

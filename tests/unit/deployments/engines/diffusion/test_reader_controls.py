@@ -134,7 +134,7 @@ def z_controlnet(pair: ReaderPair, seed: int = 1, more_channels: int = 0, **more
     return stirred(ZImageControlNetModel(**{key: config[key] for key in Z_KEYS}, **options), seed)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", list(Z_KINDS))
 def test_a_controlnet_of_z_image_equals_stock(z_image: ReaderPair, kind: str) -> None:
     net, image = z_controlnet(z_image, more_channels=3 * (kind != "first"), **Z_KINDS[kind]), picture()

@@ -241,7 +241,9 @@ def test_footprints_are_those_of_a_request_for_an_image_of_the_sides_of_its_refe
     request = request_of(drawn(64, 64), size=(128, 128))
     conditioning = pair.conditioning(request, "x", None)
     (part,) = parts_of([pair.ours.start_request(request, conditioning)])
-    found = twin.footprints(128, 128, conditioning["prompt_embeds"].shape[1], BatchBounds())
+    found = twin.footprints(
+        128, 128, conditioning["prompt_embeds"].shape[1], BatchBounds(max_rows=2, max_decode_pixels=128 * 128)
+    )
     assert memory_kind(part) in found
     alone = twin.record_denoise(128, 128, part.branch.prompt.shape[1], 1).eager_peak()
     assert 0 < alone <= found[memory_kind(part)].bytes_of(1)

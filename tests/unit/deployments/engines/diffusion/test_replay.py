@@ -85,7 +85,7 @@ def check_bits(pair, ours, requests, known, text):
         assert torch.equal(found.latents, expected.latents)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("merges", [False, True])
 def test_loras_are_replayed_and_those_of_equal_shapes_share_a_recording(pair, make_request, merges, monkeypatch):
     ours, replays = replaying(pair)
@@ -140,7 +140,7 @@ def test_images_as_prompts_are_replayed_whatever_they_show(sdxl, make_request, t
     assert not any(one.is_refused for one in replays._known.values())
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", ["controlnet", "union", "t2i"])
 def test_controlnets_are_replayed_until_they_are_gone(sdxl, make_request, kind, monkeypatch):
     ours, replays = replaying(sdxl)

@@ -178,7 +178,7 @@ def test_answers_are_those_without_it_in_any_batch(tmp_path, monkeypatch):
     plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
     requests = [
         TextRequest(one.request_id, one.prompt_token_ids, one.sampling, n=1 + place % 2)
-        for place, one in enumerate(drawn_requests(4, temperature=0.7, seed=3, num_logprobs=0))
+        for place, one in enumerate(drawn_requests(4, max_tokens=20, temperature=0.7, seed=3, num_logprobs=0))
     ]
     block_bytes = bytes_per_block(engine._runner._model.spec, torch.float32)
     for options in ({"max_num_batched_tokens": 24}, {"kv_cache_bytes": 6 * block_bytes, "max_model_len": 80}):

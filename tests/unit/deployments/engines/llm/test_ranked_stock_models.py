@@ -100,7 +100,7 @@ def compare(class_name: str, size: int, folder: Path, **changes: Any) -> None:
         assert float((other.logprobs - one.logprobs).abs().max()) < MAX_ERROR
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("class_name", "size", "changes"), FEATURES)
 def test_ranks_write_what_the_class_writes(class_name: str, size: int, changes: Any, tmp_path: Path) -> None:
     compare(class_name, size, tmp_path, **changes)
@@ -123,7 +123,7 @@ def test_company_changes_no_bit_on_ranks(class_name: str, tmp_path: Path) -> Non
         assert torch.equal(alone.logprobs, beside.logprobs)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("class_name", sorted(PAGED))
 def test_each_class_with_a_plan_is_divided(class_name: str, tmp_path: Path) -> None:
     config = tiny_config(class_name)

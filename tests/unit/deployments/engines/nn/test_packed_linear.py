@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -14,6 +12,7 @@ from kit.seeding import seeded_rng
 
 from deployments.engines.native import building, library
 from deployments.engines.native.library import PackedMatrix, load_kernels
+from deployments.engines.nn import packed_linear
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 from deployments.engines.nn.packed_weights import (
     UNPACKED_KINDS,
@@ -224,21 +223,11 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(building.BuildFailed, match="/bin/false failed"):
         building.build_library(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    code = (
-        "import torch; from deployments.engines.nn.packed_linear import PackedLinear, product_path;"
-        "from deployments.engines.nn.packed_weights import packed_weight;"
-        "w = packed_weight('w', 'Q8_0', torch.zeros(4, 34, dtype=torch.uint8));"
-        "assert product_path(w, 'fast') == 'unpack', product_path(w, 'fast');"
-        "assert PackedLinear(w, None, 'fast')(torch.ones(2, 32)).shape == (2, 4)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"ATELIER_NATIVE": "0", "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("ATELIER_NATIVE", "0")
+    monkeypatch.setattr(packed_linear, "load_kernels", load_kernels.__wrapped__)  # asked anew
+    weight = packed_weight("w", "Q8_0", torch.zeros(4, 34, dtype=torch.uint8))
+    assert product_path(weight, "fast") == "unpack"
+    assert PackedLinear(weight, None, "fast")(torch.ones(2, 32)).shape == (2, 4)
 
 
 def test_sums_of_exponentials_by_blocks() -> None:

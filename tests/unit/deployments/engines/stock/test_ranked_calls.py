@@ -182,7 +182,7 @@ def test_each_class_whose_calls_are_divided_is_judged() -> None:
     assert not DIVIDED_CLASSES & REPEATED_CLASSES
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", [pytest.param(one, marks=pytest.mark.long if one in SLOW else ()) for one in GUIDED])
 def test_guidance_on_two_ranks_is_that_of_one(kind: str, tmp_path: Path, differences: list[float]) -> None:
     """A call of its own for each branch has the bits of one rank; rows of one call are other products of a library."""
@@ -191,7 +191,7 @@ def test_guidance_on_two_ranks_is_that_of_one(kind: str, tmp_path: Path, differe
     assert sent["cfg"] > 0
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", SHARED)
 @pytest.mark.parametrize("layout", [RankLayout(sequence=2), RankLayout(cfg=2, sequence=2)])
 def test_tokens_of_a_call_are_shared(

@@ -74,7 +74,7 @@ def check_prompted(class_name: str, kinds: tuple[Kind, ...], tmp_path: Path, num
     assert np.abs(prompted - plain).max() > 1
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn
 @pytest.mark.parametrize("class_name", prompted_classes())
 def test_an_image_as_a_prompt_makes_what_diffusers_makes_of_it(class_name: str, tmp_path: Path) -> None:
     check_prompted(class_name, ("plain",), tmp_path)

@@ -145,16 +145,13 @@ def test_weights_of_compel_are_bounded(prompt: str) -> None:
 )
 def test_hostile_prompts_take_linear_time(unit: str) -> None:
     def seconds(number: int) -> float:
-        times = []
-        for _ in range(3):
-            start = time.process_time()
-            with contextlib.suppress(EngineError):
-                parse_weights(unit * number)
-                parse_weights(from_compel(unit * number))
-            times.append(time.process_time() - start)
-        return min(times)
+        start = time.process_time()
+        with contextlib.suppress(EngineError):
+            parse_weights(unit * number)
+            parse_weights(from_compel(unit * number))
+        return time.process_time() - start
 
-    assert seconds(16_000) < 12 * seconds(4_000) + 0.02
+    assert any(seconds(16_000) < 12 * seconds(4_000) + 0.02 for _ in range(5))  # another process may disturb some
 
 
 @pytest.fixture
