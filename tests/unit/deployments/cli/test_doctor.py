@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+import ray  # noqa: F401  # which changes the process: before the tests, and not in that of the command
 from typer.testing import CliRunner
 
 from cluster.ray_seam import shims
