@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 
 import pytest
-import ray  # noqa: F401  # which changes the process: before the tests, and not in that of the command
+import ray  # noqa: F401  # it and diffusers' models change the process that imports them: not behind a test's back
+from diffusers.models.transformers import transformer_flux  # noqa: F401
 from typer.testing import CliRunner
 
 from cluster.ray_seam import shims
