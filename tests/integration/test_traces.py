@@ -33,7 +33,7 @@ def is_below(span: dict[str, Any], ancestor: str, spans: dict[str, dict[str, Any
     ("path", "body", "kind", "calls"),
     [
         ("/v1/images/generations", {"model": "digits-flux", "n": 1}, "image", ("stream_images", "condition")),
-        ("/v1/completions", {"model": "adder", "max_tokens": 4}, "text", ("write_text",)),
+        ("/v1/completions", {"model": "adder", "max_tokens": 16, "ignore_eos": True}, "text", ("write_text",)),
     ],
 )
 async def test_a_request_is_one_trace_and_batch_mates_are_linked(

@@ -62,9 +62,11 @@ def test_the_pss_of_a_mapping_is_what_was_touched_of_it(tmp_path: Path) -> None:
 def test_private_memory_grows_by_what_is_written() -> None:
     rollup = Path(f"/proc/{os.getpid()}/smaps_rollup")
     before = private_bytes(rollup.read_text())
-    with mmap.mmap(-1, 32 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    with mmap.mmap(-1, 2**28, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[:] = b"x" * len(memory)
-        assert private_bytes(rollup.read_text()) - before == pytest.approx(len(memory), rel=0.1)
+        assert private_bytes(rollup.read_text()) - before == pytest.approx(
+            len(memory), rel=0.1
+        )  # others of this process write less
 
 
 def test_parts_that_are_done_are_counted_as_their_results_go_by() -> None:

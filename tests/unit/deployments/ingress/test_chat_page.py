@@ -18,6 +18,8 @@ from unit.deployments.ingress.page_server import PageServer, page_server_over
 
 from deployments.records import ChatRequest, TextChunk
 
+pytestmark = pytest.mark.drawn(6, of="file")  # in one browser, each another part of the page
+
 MARKDOWN = """## Steps
 
 1. take **two**

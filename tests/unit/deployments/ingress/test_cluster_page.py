@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.seeding import seeded_random
 from unit.deployments.ingress.http_fakes import Replicas
 from unit.deployments.ingress.page_server import PageServer, page_server_over
+
+pytestmark = pytest.mark.drawn(3, of="file")  # in one browser, each another part of the page
 
 MIB = 2**20
 PART_BYTES = 8 * MIB

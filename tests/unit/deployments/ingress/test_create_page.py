@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
 from unit.deployments.ingress.http_fakes import Replicas
 from unit.deployments.ingress.page_server import PageServer, page_server_over
 
 from deployments.ingress.openai.image_files import ImageDescription, encode_image
+
+pytestmark = pytest.mark.drawn(4, of="file")  # in one browser, each another part of the page
 
 
 def test_a_controlnet_without_its_image_is_told_and_nothing_is_sent(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from kit.seeding import seeded_rng
 
@@ -66,6 +67,7 @@ def test_the_bytes_of_a_tensor_are_those_of_its_chunks() -> None:
     assert _encoded_bytes(tuned, base) == expected < 0.5 * given.nbytes
 
 
+@pytest.mark.long
 def test_the_judge_is_asked_in_its_own_process(tmp_path: Path) -> None:
     tuned = {"a": torch.ones(40), "b": torch.ones(8, dtype=torch.bfloat16), "i": torch.ones(6, dtype=torch.int8)}
     assert _zipnn_sizes(tuned, tuned, tmp_path, tmp_path / "not installed") == {}

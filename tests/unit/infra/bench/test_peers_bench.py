@@ -71,7 +71,7 @@ QUICK = (
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(3)
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", QUICK)
 def test_a_part_has_rows_of_all_sides(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
