@@ -133,6 +133,11 @@ async def _open(folder: Path) -> Any:
         def release(self, extents: Sequence[Any]) -> None: ...
         def prefetch(self, extents: Sequence[Any]) -> None: ...
 
+    class Builder(ComponentBuilder):
+        def streams_layers(self, component: Any) -> bool:
+            """Say no, as over the links of LINKS_GBPS: a copy to the simulated device is one within memory."""
+            return False
+
     write_tokenizer(folder / "model", _VOCABULARY)
     store = WeightStore(folder / "store")
     import_model(store, "bench", folder / "model")
@@ -143,7 +148,7 @@ async def _open(folder: Path) -> Any:
     async def fetch_manifest(model: str, version: str | None) -> Any:
         return manifest
 
-    builder = ComponentBuilder(settings)
+    builder = Builder(settings)
     cache = ModuleCache(
         fetch_manifest, Extents(store.packs), store.models, ModuleBudget.of(settings, "worker"), builder
     )
