@@ -250,8 +250,9 @@ class PartsPlanner:
         return self._builder.own_part(component, self.skeleton(manifest))
 
     def _part(self, manifest: Manifest, component: Component, needed_bytes: int) -> Part:
-        working_bytes = self._builder.working_memory(component, self.skeleton(manifest))
-        component = self.own_part(manifest, component)
+        folder = self.skeleton(manifest)
+        working_bytes = self._builder.working_memory(component, folder)
+        component = self._builder.own_part(component, folder)
         if self.is_on_node:
             return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
         footprint = dict(device_footprint(component, self._memory.size_of, working_bytes))

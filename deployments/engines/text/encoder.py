@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -389,6 +389,7 @@ def position_limit(module: nn.Module) -> int | None:
     return limit if padding_index is None else limit - padding_index - 1
 
 
+_IS_SEEN: Final = "_atelier_is_seen"
 OPTIONAL_PARTS = ("pooler",)  # of a BERT: some checkpoints lack it, and no embedding needs it
 
 
@@ -414,8 +415,7 @@ def load_text_encoder(
     load_kernels()  # compiled now, if need be, not while the first text waits
     tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
     family = FAMILIES.get(class_name)
-    if are_kernels_faster() and not has_bert_layers(module):  # BERT's forward asks for them by itself
-        make_batch_invariant(module)
+    _make_invariant_once(module)
     if family and (family.is_clip or not (folder / "modules.json").exists()):
         return TextEncoder(module, tokenizer)
     sentence_config = folder / "sentence_bert_config.json"
@@ -425,6 +425,15 @@ def load_text_encoder(
     return TextEncoder(
         module, tokenizer, max_tokens=max_tokens, pooling=load_pooling(folder), prompts=read_prompts(folder)
     )
+
+
+def _make_invariant_once(module: nn.Module) -> None:
+    """Let the kernels compute a new module's layers: a kept one has such layers, and its attach takes a millisecond."""
+    if hasattr(module, _IS_SEEN):
+        return
+    if are_kernels_faster() and not has_bert_layers(module):  # BERT's forward asks for them by itself
+        make_batch_invariant(module)
+    setattr(module, _IS_SEEN, True)
 
 
 def load_tokenizer(folder: Path) -> Any:

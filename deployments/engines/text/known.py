@@ -51,18 +51,19 @@ def encoder_class(folder: Path, class_name: str | None) -> str:
     """
     path = folder / "config.json"
     class_name = class_name or next(iter(read_config(path).get("architectures") or ()), "")
-    if reason := _UNSERVED.get(str(read_config(path).get("model_type"))):
+    if class_name in (*ENCODER_CLASSES, *PROMPT_READERS):
+        return class_name  # by its name alone: to read the file is a tenth of a kept encoder's attach
+    config = read_config(path)
+    if reason := _UNSERVED.get(str(config.get("model_type"))):
         raise EngineError(f"{folder}: a {class_name} {reason}, which is not supported")
     if class_name.endswith(SUFFIX):
-        if not isinstance(read_config(path).get("vocab_size"), int):
+        if not isinstance(config.get("vocab_size"), int):
             raise EngineError(f"{folder}: a {class_name} has no vocabulary of its own (vocab_size); it reads no text")
         return class_name
-    if class_name in PROMPT_READERS:
-        return class_name
-    if not (class_name in ENCODER_CLASSES or class_name.endswith("Model")):  # BertModel has them, BertForMaskedLM not
+    if not class_name.endswith("Model"):  # BertModel has them, BertForMaskedLM not
         known = ", ".join(ENCODER_CLASSES)
         raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
-    if class_name not in ENCODER_CLASSES and (reason := _other_input(read_config(path))):
+    if reason := _other_input(config):
         raise EngineError(f"{folder}: a {class_name} {reason}, which is no text encoder")
     return class_name
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from deployments.engines.nn.batch_invariant import is_batch_invariant
+from deployments.engines.building.skeletons import SkeletonPool
+from deployments.engines.nn.batch_invariant import is_batch_invariant, make_batch_invariant
 from deployments.engines.records.protocol import EngineError
 from deployments.engines.text import encoder as encoders
 from deployments.engines.text.encoder import load_text_encoder
@@ -104,3 +107,30 @@ def test_products_are_the_kernels_where_these_are_faster(clip, monkeypatch, is_f
     assert {is_batch_invariant(part) for part in ours.module.modules() if isinstance(part, nn.Linear)} == {is_faster}
     found, expected = (one.encode(one.tokenize(["a b"]))[0] for one in (ours, clip.ours))
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+
+
+def test_a_kept_module_keeps_its_layers_and_is_not_walked_again(clip, monkeypatch):
+    walked = []
+    monkeypatch.setattr(encoders, "are_kernels_faster", lambda: True)
+    monkeypatch.setattr(encoders, "make_batch_invariant", lambda module: walked.append(make_batch_invariant(module)))
+    pool, factors = SkeletonPool(), (1.0, 0.5)
+
+    def load(factor):
+        tensors = {name: factor * tensor for name, tensor in clip.ours.module.state_dict().items()}
+        build = partial(pool.build_module, "clip")
+        return load_text_encoder(clip.folder, "transformers", None, clip.tokenizer_folder, tensors, build=build)
+
+    modules = []
+    for factor in factors:
+        ours = load(factor)
+        layers = [part for part in ours.module.modules() if isinstance(part, nn.Linear)]
+        assert all(is_batch_invariant(part) for part in layers)
+        stock = load_text_encoder(
+            clip.folder, "transformers", None, clip.tokenizer_folder, dict(ours.module.state_dict())
+        )
+        found, expected = (one.encode(one.tokenize(["a b"]))[0] for one in (ours, stock))
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        modules.append(ours.module)
+        pool.retire_module(ours.module)
+    assert modules[0] is modules[1]
+    assert len(walked) == 1 + len(factors)  # the kept one once, each other one once
