@@ -81,7 +81,6 @@ def open_draft(
     config: LLMEngineConfig,
 ) -> DraftModel:
     """Return the draft model of a large one, which the `runner` runs."""
-    proposals: Proposals
     if own := draft_runner(draft, plan, config):
         proposals = OwnProposals(
             own,
@@ -89,11 +88,10 @@ def open_draft(
             max_positions=draft.spec.max_positions,
             max_tokens=config.max_num_batched_tokens,
         )
-    else:
-        assert isinstance(draft, AssistantModel)
-        assert isinstance(runner, ModelRunner)
-        proposals = AssistantProposals(draft, runner)
-    return DraftModel(proposals, draft.spec.max_positions)
+        return DraftModel(proposals, draft.spec.max_positions, follower=proposals)
+    assert isinstance(draft, AssistantModel)
+    assert isinstance(runner, ModelRunner)
+    return DraftModel(AssistantProposals(draft, runner), draft.spec.max_positions)
 
 
 class Proposals(Protocol):
@@ -109,8 +107,9 @@ class Proposals(Protocol):
 class DraftModel:
     """Fills in the proposals of a step, for all of its sequences together."""
 
-    def __init__(self, proposals: Proposals, max_positions: int) -> None:
-        self._proposals, self._max_positions = proposals, max_positions
+    def __init__(self, proposals: Proposals, max_positions: int, *, follower: OwnProposals | None = None) -> None:
+        """`follower` are proposals with a cache of their own, which keeps up with the steps."""
+        self._proposals, self._max_positions, self._follower = proposals, max_positions, follower
         self.cost = DraftCost()
 
     def pace(self, limit: int) -> DraftPace:
@@ -119,11 +118,11 @@ class DraftModel:
 
     def follow(self, chunks: Collection[Chunk]) -> None:
         """Let a cache of its own keep up with a step that was computed."""
-        if not isinstance(self._proposals, OwnProposals):
+        if self._follower is None:
             return
         try:
             with panics_as_errors():
-                self._proposals.follow(chunks)
+                self._follower.follow(chunks)
         except Exception:  # its blocks then have other contents, as any that it did not compute
             logger.exception("the draft model failed in a step of %d chunks", len(chunks))
 
