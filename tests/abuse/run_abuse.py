@@ -2,7 +2,8 @@
 
 The demo's models behind HAProxy, and two keys. Before and during each attack the other key asks for chats, and the
 99th percentile of their times stays within three times what it is when nobody attacks. A flood of equal rank may take
-its share: one that calls itself urgent takes no more. Prints a table; exit code 1 when an attack was felt.
+its share: one that calls itself urgent takes no more. Both are asked through three times, since of a hundred chats the
+percentile is the second slowest. Prints a table; exit code 1 when an attack was felt.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ TIMEOUT_S = 30.0
 CHAT = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}], "max_tokens": 8}
 HEAD = {"inputs": [{"name": "features", "datatype": "FP32", "shape": [1, 128], "data": [0.5] * 128}]}
 EQUAL, URGENT = "A5 a flood, equal", "A5 a flood, urgent"
+NUM_PARTS = {EQUAL: 3, URGENT: 3}  # of ten seconds each; of other attacks one
 
 
 @dataclass
@@ -57,20 +59,28 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: how long the other key's chats took during one attack, and how long they may."""
+    """A line of the table: how long the other key's chats took in the parts of an attack, and how long they may."""
 
     name: str
     before_ms: float
-    times: Times
+    parts: list[Times]
     log_bytes: int
 
     @property
+    def p99_ms(self) -> float:
+        return statistics.median(part.p99_ms for part in self.parts)
+
+    @property
     def ratio(self) -> float:
-        return self.times.p99_ms / self.before_ms
+        return self.p99_ms / self.before_ms
+
+    @property
+    def problems(self) -> list[str]:
+        return [problem for part in self.parts for problem in part.problems]
 
     @property
     def is_felt(self) -> bool:
-        return self.name != EQUAL and (self.ratio > MOST_TIMES or bool(self.times.problems))
+        return self.name != EQUAL and (self.ratio > MOST_TIMES or bool(self.problems))
 
 
 def main() -> int:
@@ -111,12 +121,12 @@ def _attacked(names: list[str], url: str, grpc: str) -> Iterator[Row]:
             idle_ms.append(idle.p99_ms)
             log_bytes = _log_bytes(NAME)
             with _running(name, url, grpc):
-                times = _ask(http, ATTACK_S)
-            _check_head(http, times)
+                parts = [_ask(http, ATTACK_S) for _ in range(NUM_PARTS.get(name, 1))]
+            _check_head(http, parts[-1])
             before_ms = equal_ms if name == URGENT and equal_ms else statistics.median(idle_ms)
-            row = Row(name, before_ms, times, _log_bytes(NAME) - log_bytes)
-            equal_ms = times.p99_ms if name == EQUAL else equal_ms
-            print(f"{name}: {row.times.p99_ms:.0f} ms, {row.ratio:.1f} x", file=sys.stderr, flush=True)
+            row = Row(name, before_ms, parts, _log_bytes(NAME) - log_bytes)
+            equal_ms = row.p99_ms if name == EQUAL else equal_ms
+            print(f"{name}: {row.p99_ms:.0f} ms, {row.ratio:.1f} x", file=sys.stderr, flush=True)
             yield row
             time.sleep(REST_S)
 
@@ -167,10 +177,8 @@ def _print(rows: list[Row]) -> None:
     print(f"{'attack':<32}{'before':>10}{'during':>10}{'ratio':>8}{'log':>10}  p99 of another key's chats in ms; bytes")
     for row in rows:
         mark = "FELT" if row.is_felt else ""
-        text = (
-            f"{row.name:<32}{row.before_ms:>10.0f}{row.times.p99_ms:>10.0f}{row.ratio:>8.1f}{row.log_bytes:>10}  {mark}"
-        )
-        print(text + (f"  {len(row.times.problems)} x {row.times.problems[0]}" if row.times.problems else ""))
+        text = f"{row.name:<32}{row.before_ms:>10.0f}{row.p99_ms:>10.0f}{row.ratio:>8.1f}{row.log_bytes:>10}  {mark}"
+        print(text + (f"  {len(row.problems)} x {row.problems[0]}" if row.problems else ""))
     print(json.dumps({row.name: round(row.ratio, 2) for row in rows}))
 
 

@@ -14,18 +14,18 @@ _MANY_MODULES = 400
 _MANY_OBJECTS = 50_000
 
 
-class _Imported:
-    """The number of modules whose objects are frozen."""
+class _Frozen:
+    """The number of modules whose objects are frozen, of which the conftests of all folders know one."""
 
     num_modules = 0
 
 
 def freeze_imported() -> None:
     """Freeze what is alive. Objects of tests are not: whoever calls is between modules of tests."""
-    if len(sys.modules) > _Imported.num_modules + _MANY_MODULES:
+    if len(sys.modules) > _Frozen.num_modules + _MANY_MODULES:
         gc.collect()
         gc.freeze()
-        _Imported.num_modules = len(sys.modules)
+        _Frozen.num_modules = len(sys.modules)
 
 
 def collect_seldom() -> None:
