@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ import ray
 from ray._private.services import find_bootstrap_address
 from ray._private.utils import check_version_info, compute_version_info
 
+from cluster.ray_seam import loopback
 from cluster.records.errors import SessionError
 from cluster.start import session
 from cluster.start.ray_folders import _remove_old_sessions, own_folder
@@ -191,6 +194,13 @@ def test_auto_means_the_ray_of_this_users_cluster_whatever_runs_beside_it(
     def init(address: str, _temp_dir: str | None = None, **_: Any) -> None:
         asked.append((address, _temp_dir and find_bootstrap_address(_temp_dir)))
 
+    @contextlib.contextmanager
+    def ray_on_loopback() -> Iterator[None]:
+        on_loopback.append(len(asked))
+        yield
+
+    on_loopback: list[int] = []
+    monkeypatch.setattr(loopback, "ray_on_loopback", ray_on_loopback)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:4321"))
@@ -204,6 +214,7 @@ def test_auto_means_the_ray_of_this_users_cluster_whatever_runs_beside_it(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     session.join_ray()
     assert asked == [("auto", None), ("auto", "127.0.0.1:4321"), ("10.0.0.1:6379", None), ("auto", None)]
+    assert on_loopback == [1]  # the second one alone is this machine's own
 
 
 CHILD = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); print(p.pid, flush=True); p.wait()"

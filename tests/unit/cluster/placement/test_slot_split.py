@@ -166,3 +166,8 @@ def test_a_split_of_many_takes_milliseconds() -> None:
     began_s = time.process_time()
     split_pool(ingresses, dict.fromkeys(ingresses, 0.0))
     assert time.process_time() - began_s < 0.25
+
+
+def test_a_free_slot_is_not_reserved_for_a_most_urgent_request_that_nobody_overtook() -> None:
+    ingresses = {"one": claims(waiting=1, priority=1, oldest_age_s=0.5), "other": claims({"a": 0.75}, 1, priority=1)}
+    assert split(**ingresses).limits == {"one": {"a": 0.25}, "other": {"a": 0.75}}  # though the other waits longer

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from deployments.ingress.messages.terms import Terms
+from configs.cluster import WorkerConfig
+from deployments.ingress.messages.terms import Terms, demand_of
 from deployments.ingress.service.demands import Demands
+from deployments.records import ClipRequest, ImageRequest
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,24 @@ def test_the_least_of_all_limits_counts(
     nobody: Any = None
     terms = replace(Terms(), timeout_s=asked, max_timeout_s=longest, waited_s=waited)
     assert Demands(config, queue, nobody).timeout_s(terms) == left
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_stock", "work", "share"),
+    [
+        (
+            ImageRequest(model="m", prompt="x", n=3, width=32, height=16, num_inference_steps=4),
+            False,
+            3 * 32 * 16 * 4,
+            3 / 8,
+        ),
+        (ImageRequest(model="m", prompt="x", n=3, num_inference_steps=4), True, 3 * 4, 3 / 8),
+        (ImageRequest(model="m", prompt="x", height=16, num_inference_steps=4), False, 16 * 4, 1 / 8),
+        (ImageRequest(model="m", prompt="x", width=16), False, 16, 1 / 8),
+        (ClipRequest(model="m", prompt="x", width=32, height=16, num_inference_steps=4), True, 4, 1 / 8),
+    ],
+)
+def test_work_is_counted_in_pixels_and_steps(request_: Any, is_stock: bool, work: float, share: float) -> None:
+    config: Any = SimpleNamespace(worker=WorkerConfig(max_running_images=8))
+    found = demand_of(request_, Terms(), 5.0, config, is_stock=is_stock)
+    assert (found.work, found.share) == (work, share)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from weights.loading.modules import materialize
+from weights.loading.modules import materialize, tied_groups
 from weights.records.errors import WeightsError
 
 
@@ -111,3 +111,7 @@ def test_a_buffer_without_a_value_is_found() -> None:
 
     with pytest.raises(WeightsError, match=r"tensor 'table' of a Forgotten got no value"):
         materialize(Forgotten, {})
+
+
+def test_names_that_share_a_parameter_are_a_group_and_others_none() -> None:
+    assert tied_groups(Net()) == [["embed.weight", "head.weight"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -91,3 +92,13 @@ def test_an_upload_that_fails_is_told_to_who_needs_it_and_tried_again() -> None:
         except WeightsError:  # one that was begun before
             check(stream, hosts, plan, block)
     stream.close()
+
+
+def test_a_closed_stream_keeps_no_memory() -> None:
+    stream, *_ = open_stream(3)
+    views = stream.tensors_of(0)
+    kept = [weakref.ref(view) for view in views.values()]
+    del views
+    assert any(ref() is not None for ref in kept)
+    stream.close()
+    assert all(ref() is None for ref in kept)

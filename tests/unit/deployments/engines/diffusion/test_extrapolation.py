@@ -301,3 +301,10 @@ def test_a_device_without_room_for_them_computes_all_steps(max_error):
             subject.note(step, torch.ones(1, 25))
     assert computed[1:] == list(range(computed[0] + 1, 12)), "all from the one on whose output had no room"
     assert memory.taken_bytes == 0
+
+
+def test_an_adapting_interval_begins_with_every_step():
+    subject = Extrapolation(Acceleration(interval=6, order=1, warmup=1, max_error=0.5), [4.0, 3.0, 2.0, 1.0])
+    assert [subject.num_computed(step) for step in range(4)] == [4, 3, 2, 1]
+    subject.note(0, torch.tensor([1.0]))
+    assert not subject.skips(1)  # one output tells of no error yet

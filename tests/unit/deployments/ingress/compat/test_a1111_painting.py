@@ -209,3 +209,11 @@ def test_a_result_of_other_sides_is_laid_in_as_well() -> None:
     assert begun.finished(np.zeros((16, 16, 3), np.uint8)).shape == (20, 20, 3)
     made = np.zeros((16, 16, 3), np.uint8)
     assert Painting(made).finished(made) is made
+
+
+def test_an_image_that_is_far_too_narrow_becomes_one_column() -> None:
+    narrow = np.zeros((400, 2, 3), np.uint8)
+    narrow[:, 1] = 255
+    found = np.asarray(resized(FILLED, Image.fromarray(narrow), 10, 10))
+    assert len(np.unique(found)) == 1
+    assert 0 < found[0, 0, 0] < 255
