@@ -10,7 +10,7 @@ import pytest
 from kit.drawing import seeds
 
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Demand, OnDemandSwitch, Placement, Started, Waiting
+from cluster.admission.records import Demand, OnDemandSwitch, Placement, ReplicaPart, Started, Waiting
 from cluster.admission.replica_choice import HOLD_TIMES, Options, best_replica
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.replicas import JOIN_DELAYS
@@ -182,3 +182,11 @@ def test_at_random_every_request_is_served_and_no_idle_replica_leaves_one_waitin
             if running:
                 found.end(running[0], now_s)
         assert found.queue.num_waiting == found.queue.num_running == 0
+
+
+def test_what_others_run_on_a_replica_is_believed_to_be_there_once() -> None:
+    slots = ReplicaSlots(is_shared=True)
+    slots.set_replicas(["v", "w"], 0.0)
+    for now_s in (1.0, 2.0):
+        slots.set_parts({"v": ReplicaPart(0.5, {"a": 1, "b": 2})}, 0.5, now_s)
+    assert [list(slots.replicas[name].recent) for name in ("v", "w")] == [["a", "b"], []]

@@ -25,11 +25,16 @@ WAIT_S = 10
 REQUEST = ChatRequest(model="adder", messages=({"role": "user", "content": "What is 12 + 7?"},), temperature=0)
 
 
-class NoMetrics:
-    """A stand-in for RequestMetrics, which need Ray."""
+class ListedMetrics:
+    """A stand-in for RequestMetrics, which need Ray. `kinds` are those of the counted requests."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def count_request(self, kind: str, *arguments: Any) -> None:
+        self.kinds.append(kind)
 
     def count_attached(self, *arguments: Any) -> None: ...
-    def count_request(self, *arguments: Any) -> None: ...
     def count_steps(self, *arguments: Any) -> None: ...
 
 
@@ -69,7 +74,7 @@ def worker(open_host: Callable[..., Any]) -> Worker:
     worker._module_cache = open_host(ComponentBuilder(WorkerConfig()), {"adder": MODELS / "adder"})
     worker._device = DeviceThread()
     worker._texts = TextService(worker._module_cache, worker._device)
-    worker._metrics = NoMetrics()  # type: ignore[assignment]
+    worker._metrics = ListedMetrics()  # type: ignore[assignment]
     return worker
 
 
@@ -77,6 +82,10 @@ async def gated(worker: Worker) -> Gate:
     async with worker._module_cache.lease("adder", is_denoise_component) as lease:
         engine = lease.modules["model"]
     return Gate(engine, lambda: num_leases(worker))
+
+
+def counted(worker: Worker) -> list[str]:
+    return worker._metrics.kinds  # type: ignore[attr-defined]
 
 
 def num_leases(worker: Worker) -> int:
@@ -110,8 +119,12 @@ async def test_a_stream_that_is_closed_early(worker: Worker) -> None:
     gate = await gated(worker)
     stream = await first_piece(worker, gate)
     await ended(worker, gate, asyncio.create_task(stream.aclose()))
+    assert counted(worker) == []  # it was not answered
     whole = await worker.write_text(REQUEST)
     assert whole.text == "19."
+    assert counted(worker) == ["text"]
+    assert "".join([chunk.text async for chunk in worker.stream_text(REQUEST)]) == "19."
+    assert counted(worker) == ["text", "text"]
 
 
 async def test_a_stream_that_is_cancelled_while_it_waits(worker: Worker) -> None:

@@ -606,3 +606,9 @@ def test_frames_stay_bytes_where_nothing_is_computed(kind: str, inputs: dict[str
     (expected,) = KINDS[kind].function(**dict.fromkeys(names, frames / np.float32(255)), **inputs)
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, np.rint(expected * 255))
+
+
+def test_a_sum_is_of_a_list_or_of_all_that_is_named() -> None:
+    values = {name: NAMES[name] for name in "abc"}
+    assert computed("sum(a, b, c)", values) == 7 + 2.5 - 3
+    assert computed("sum(a)", values) == 7

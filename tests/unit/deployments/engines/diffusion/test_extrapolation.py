@@ -308,3 +308,10 @@ def test_an_adapting_interval_begins_with_every_step():
     assert [subject.num_computed(step) for step in range(4)] == [4, 3, 2, 1]
     subject.note(0, torch.tensor([1.0]))
     assert not subject.skips(1)  # one output tells of no error yet
+
+
+def test_outputs_that_are_no_numbers_make_every_step_a_computed_one():
+    subject = Extrapolation(Acceleration(interval=6, order=1, warmup=2, max_error=0.5), [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    for step, value in enumerate((1.0, 2.0, math.nan)):
+        subject.note(step, torch.tensor([value]))
+    assert not subject.skips(3)

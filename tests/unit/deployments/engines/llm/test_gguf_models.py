@@ -441,3 +441,14 @@ def test_a_lora_changes_packed_weights_as_plain_ones(tmp_path: Path, family: str
         got = model.module.logits(model.module(ids, model.rotary.angles(places, model.dtype), attend))
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-4
     assert float((before - expected).abs().max() / expected.abs().max()) > 1e-2
+
+
+def test_an_end_is_a_token_that_the_file_names_or_a_control_token_of_a_known_text(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny.gguf", "llama", "F32")
+    header = read_gguf(tmp_path / "tiny.gguf")
+    said = {
+        "tokenizer.ggml.tokens": ("a", "<|im_end|>", "<|end|>", "<odd>", "b"),
+        "tokenizer.ggml.token_type": (1, 3, 1, 3, 1),  # 3: control
+        "tokenizer.ggml.eos_token_id": 4,
+    }
+    assert gguf_config([replace(header, metadata=dict(header.metadata) | said)]).eos_token_id == [1, 4]

@@ -283,6 +283,7 @@ def test_perplexity_is_that_of_transformers(tiny: Callable[..., Any]) -> None:
     folder, tensors, _ = mapped_tensors(model.folder)
     text = "".join(seeded_rng().choice(list("abc 12\n"), 562))
     size = model.stock.config.max_position_embeddings
+    told: list[tuple[int, int]] = []
     for max_tokens in (400, 2):
         ids = load_tokenizer(model.folder)(text)["input_ids"][:max_tokens]
         losses = []
@@ -290,7 +291,10 @@ def test_perplexity_is_that_of_transformers(tiny: Callable[..., Any]) -> None:
             part = torch.tensor(ids[start : start + size])
             losses.append(F.cross_entropy(model.stock(part[None]).logits[0, :-1], part[1:], reduction="none"))
         expected = float(torch.cat(losses).mean().exp())
-        assert perplexity(folder, tensors, text, max_tokens=max_tokens) == pytest.approx(expected, rel=1e-4)
+        told.clear()
+        found = perplexity(folder, tensors, text, max_tokens=max_tokens, progress=lambda *pair: told.append(pair))
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert told == [(min(start + size, len(ids)), len(ids)) for start in range(0, len(ids), size)]
     with pytest.raises(EngineError, match="the text has 1 tokens"):
         perplexity(folder, tensors, "a", max_tokens=400)
 

@@ -284,12 +284,15 @@ async def test_health_protocol(channel: grpc.aio.Channel, service: Any) -> None:
 
 async def test_a_watcher_hears_of_changes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[Any] = [True, True, errors.ModelUnavailable("restarting"), False, True]
-    told, told_other, num_looks = [], [], 0
+    told, told_other, num_looks, num_ended = [], [], 0, 0
 
     async def server_ready() -> bool:
-        nonlocal num_looks
+        nonlocal num_looks, num_ended
         if not states:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                num_ended += 1
         num_looks += 1
         for _ in range(5):  # the watchers hear of the look before
             await asyncio.sleep(0)
@@ -314,6 +317,7 @@ async def test_a_watcher_hears_of_changes_only(monkeypatch: pytest.MonkeyPatch) 
     for watcher in watchers:
         watcher.cancel()
     await asyncio.gather(*watchers, return_exceptions=True)
+    await until(lambda: num_ended == 1)  # nobody looks for nobody
     states.append(False)  # the next one has a poller again
     later: list[int] = []
     watcher = watch(later)
