@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.peers.known_sources import KnownSources
 from cluster.peers.protocol import PeerAddress
 from cluster.peers.sources import (
     ASSUMED_GBPS,
@@ -22,6 +23,7 @@ from cluster.peers.sources import (
     AllBusy,
     BandwidthEstimate,
     Choice,
+    FetchOutcome,
     FromPeers,
     FromStorage,
     NobodyLeft,
@@ -200,3 +202,11 @@ class TestWaiting:
     def test_patience_is_longer_where_storage_is_slow(self) -> None:
         assert patience_s(GB, UNKNOWN) == patience_s(GB, measured(10)) == PATIENCE_S
         assert patience_s(GB, measured(0.05)) == pytest.approx(40)
+
+
+def test_a_busy_peer_is_left_alone_for_the_shortest_wait_and_is_not_avoided() -> None:
+    sources, peer = KnownSources(random.Random(5)), PeerAddress("10.0.0.1", 1)
+    sources.note_fetch("e", FetchOutcome(busy=[peer]), 1.0, NOW_S)
+    record = sources.peers[peer]
+    assert record.busy_until_s == NOW_S + ask_again_s(0, random.Random(5).random())
+    assert record.avoided_until_s == -math.inf

@@ -14,7 +14,7 @@ from kit.workflows import FakeBackend, Told, png_file
 from PIL import Image
 
 from deployments.workflows.backend import ModelFacts
-from deployments.workflows.files import read_image
+from deployments.workflows.files import as_pixels, read_image
 from deployments.workflows.images import KONTEXT_SIZES
 from deployments.workflows.kinds import Input, choice, growing, integer
 from deployments.workflows.records import Refused
@@ -361,3 +361,13 @@ def test_one_frame_begins_no_video_here() -> None:
         assert (latent.width, latent.height, latent.frames) == (64, 64, 5)
         with pytest.raises(Refused, match="not from a picture"):
             kind.function(vae=VaeValue(("base",)), **size, start_image=PENDING)
+
+
+def test_all_frames_of_an_animation_are_images_and_pixels_are_clipped() -> None:
+    frames = [Image.new("RGB", (6, 4), (value, 0, 0)) for value in (0, 128, 255)]
+    stream = io.BytesIO()
+    frames[0].save(stream, "PNG", save_all=True, append_images=frames[1:])
+    images, masks = read_image(stream.getvalue())
+    assert (images.shape, masks.shape[0]) == ((3, 4, 6, 3), 3)
+    assert [int(image[0, 0, 0]) for image in as_pixels(images)] == [0, 128, 255]
+    assert as_pixels(np.float32([[[[1.2, -0.1, 0.5]]]]))[0].tolist() == [[[255, 0, 127]]]

@@ -222,6 +222,25 @@ def test_a_component_gets_one_plain_type(write: Callable[[torch.Tensor], Written
     assert np.allclose(given, expected.half().numpy(), rtol=2**-10, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [(8, 1), (), None])
+@pytest.mark.parametrize("shape", [(8, 16), (8, 4, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_our_own_form_alone_stays_as_it_is(
+    dtype: torch.dtype, shape: tuple[int, ...], scale: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    parts = {"x.weight": torch.randn(shape).to(dtype), "norm.weight": torch.rand(4)}
+    if scale is not None:
+        parts["x.weight_scale"] = torch.rand(scale)
+    file = tmp_path / "x.safetensors"
+    save_file(parts, file)
+    header = read_header(file)
+    found = read_as_plain(file, header.tensors, header.metadata)
+    if (dtype, shape) == (torch.float8_e4m3fn, (8, 16)) and scale is not None:
+        assert found == header.tensors
+    else:
+        assert {name: tensor.dtype for name, tensor in found.items()} == {"x.weight": "BF16", "norm.weight": "BF16"}
+
+
 def test_metadata_says_the_format_of_a_layer_without_its_prefix(tmp_path: Path) -> None:
     parts, expected = nvfp4_of_comfyui(torch.randn(32, 64))
     del parts["x.comfy_quant"]
