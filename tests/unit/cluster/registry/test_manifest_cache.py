@@ -138,3 +138,18 @@ async def test_the_least_recently_used_manifest_goes_first(store: CountingStore,
     for id_ in ("a", "b", "a", "c"):
         await cache.get(id_, versions[id_])
     assert [cache.has(id_, versions[id_]) for id_ in ("a", "b", "c")] == [True, False, True]
+
+
+async def test_a_read_that_fails_is_every_waiting_calls_error_and_is_tried_again_by_the_next(
+    store: CountingStore, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> Manifest:
+        raise WeightsError("the disk is gone")
+
+    cache = ManifestCache(store)
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "manifest", fail)
+        found = await asyncio.gather(*(cache.get("m", version) for _ in range(3)), return_exceptions=True)
+    assert [str(one) for one in found] == ["the disk is gone"] * 3
+    assert not cache.has("m", version)
+    assert (await cache.get("m", version)).fingerprint == version
