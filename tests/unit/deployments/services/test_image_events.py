@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow  # imports diffusers
 
 FLUX = Path(__file__).parents[4] / "infra" / "demo" / "models" / "digits-flux"
 SICK = ("start", "text", "step", "solver", "decode")
+WAYS = ("answered", "moved", "left", "told to end", *SICK)  # to end
 
 
 @dataclass(eq=False)
@@ -188,7 +189,9 @@ def outcome_of(client: Client) -> str:
 async def test_random_events_leave_no_slot_memory_or_lease(studio: Studio, num_events: int) -> None:
     chance, ends, running, leaving = random.Random(17), Counter[str](), list[Client](), list[Client]()
     await asyncio.wait_for(Client(studio, random.Random(1), 0).task, 60)  # builds the model
-    for number in range(num_events):
+    for number in range(10 * num_events):
+        if number >= num_events and min(ends[how] for how in WAYS) > num_events // 2_000:
+            break  # what a request meets hangs on the pace of the machine: a rare end may want some events more
         dice = chance.random()
         if dice < 0.55 or not running:
             running.append(Client(studio, chance, number))
@@ -217,7 +220,7 @@ async def test_random_events_leave_no_slot_memory_or_lease(studio: Studio, num_e
         await asyncio.gather(*(client.task for client in (*running, *leaving)), return_exceptions=True)
         while any(client.is_encoding for client in (*running, *leaving)):
             await asyncio.sleep(0.001)
-    assert min(ends[how] for how in ("answered", "moved", "left", "told to end", *SICK)) > num_events // 2_000, ends
+    assert min(ends[how] for how in WAYS) > num_events // 2_000, ends
 
     loop, engine = studio.engine.loop, studio.engine.engine
     assert (len(engine._requests), len(loop._callers), len(loop._joining)) == (0, 0, 0)
