@@ -179,12 +179,13 @@ async def test_a_module_of_another_device_is_found_out(
 
 
 def generated(
-    engine: LLMEngine, questions: list[str], temperature: float = 0.8, num_tokens: int = 12
+    engine: LLMEngine, questions: list[str], temperature: float = 0.8, num_tokens: int = 12, *, ignore_eos: bool = False
 ) -> dict[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for number, question in enumerate(questions):
         prompt = engine.chats.encode([{"role": "user", "content": question}])
-        engine.add_request(TextRequest(question, prompt, SamplingParams(num_tokens, temperature, seed=number)))
+        sampling = SamplingParams(num_tokens, temperature, seed=number, ignore_eos=ignore_eos)
+        engine.add_request(TextRequest(question, prompt, sampling))
     while engine.has_work:
         for delta in engine.step():
             tokens[delta.request_id] = (*tokens.get(delta.request_id, ()), *delta.token_ids)

@@ -46,7 +46,8 @@ QUESTIONS = [f"What is {n} + {random.randrange(100)}?" for n in random.sample(ra
 
 
 def generated(engine: LLMEngine, questions: list[str], temperature: float) -> dict[str, tuple[int, ...]]:
-    return generated_at_length(engine, questions, temperature, num_tokens=8)
+    """Return eight tokens for each question: a model of random weights may find that all answers end at once."""
+    return generated_at_length(engine, questions, temperature, num_tokens=8, ignore_eos=True)
 
 
 def make_model(folder: Path, config: Any, dtype: torch.dtype) -> Path:
