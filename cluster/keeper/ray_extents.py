@@ -251,15 +251,20 @@ class RayExtents:
 
     def _give_lost_back(self) -> None:
         """Give back the leases of repeated calls that have an answer by now."""
-        for _ in range(len(self._lost)):
-            answer, leased = self._lost.popleft()
-            with contextlib.suppress(Exception):  # the call has failed: it has no leases
+        unanswered = list[tuple[Any, Sequence[str]]]()
+        # HAZARD: the heartbeat's thread and fetching ones may be here at once, and each takes what is left.
+        with contextlib.suppress(IndexError):
+            while True:
+                answer, leased = self._lost.popleft()
                 try:
                     acquired: LeasedRefs = get(answer, 0)
                 except ray.exceptions.GetTimeoutError:
-                    self._lost.append((answer, leased))
+                    unanswered.append((answer, leased))
+                except Exception:  # the call has failed: it has no leases
                     continue
-                self._send_release(GivenBack(list(leased), acquired.generation))
+                else:
+                    self._send_release(GivenBack(list(leased), acquired.generation))
+        self._lost.extend(unanswered)
 
     def _send_release(self, leases: GivenBack) -> None:
         if leases.ids:

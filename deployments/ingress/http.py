@@ -96,6 +96,7 @@ from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.openai.videos import create_audio_router, create_videos_router
 from deployments.ingress.paths import OtherPaths, other_paths
+from deployments.ingress.plain_routes import PlainRoutes
 from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import create_docs_router, create_web_router
 from deployments.pipelines.items import request_of
@@ -169,6 +170,7 @@ def create_http_app(
     ):
         # Included, each router is matched before its routes, and the first request makes all of them a second time.
         app.router.routes.extend(router.routes)
+    app.router.routes.insert(0, PlainRoutes(app.router.routes))
     if callers.need_keys:
         describe_keys(app)
     limiter = limiter or ReadLimiter(service.queue)
@@ -197,8 +199,7 @@ def _client_routers(
     desk: JobDesk,
     slots: FairSlots,
 ) -> Iterator[APIRouter]:
-    """Yield the routes for people, and for programs that call models. Routes are tried in turn, so what is called most
-    often comes first."""
+    """Yield the routes for people, and for programs that call models. Of two with the same path the first one counts."""
     yield create_text_router(service, images, desk)
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")

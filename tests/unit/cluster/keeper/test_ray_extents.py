@@ -377,3 +377,37 @@ def test_leases_of_a_call_that_was_made_again_are_given_back_when_its_answer_com
     replica.beat()
     replica.beat()
     assert keeper.leases == {"a": 1, "b": 1}
+
+
+def test_threads_that_beat_at_once_give_the_leases_of_lost_calls_back_once(
+    keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch beats, too: while it looks at the first lost call, the heart takes the second one."""
+    replica = RayExtents(keeper, "r")
+    replica.beat()
+    get, asked, has_come, hearts = ray.get, list[Any](), False, list[threading.Thread]()
+
+    def get_lost(found: Any, timeout: float | None = None) -> Any:
+        answer = get(found, timeout=timeout)
+        if isinstance(answer, LeasedRefs) and found not in asked:
+            asked.append(found)
+            if len(asked) % 2:  # the first try of each fetch
+                raise ray.exceptions.ActorUnavailableError("not reached", None)
+        elif isinstance(answer, LeasedRefs) and not has_come:
+            raise ray.exceptions.GetTimeoutError
+        elif isinstance(answer, LeasedRefs) and not hearts:
+            hearts.append(threading.Thread(target=replica.beat))
+            hearts[0].start()
+            hearts[0].join(WAIT_S)
+        return answer
+
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", get_lost)
+    for id_ in "ab":
+        replica.fetch(extents(id_))
+    replica.beat()
+    assert keeper.leases == {"a": 2, "b": 2}
+    has_come = True
+    replica.beat()
+    assert keeper.leases == {"a": 1, "b": 1}
+    replica.beat()
+    assert keeper.leases == {"a": 1, "b": 1}
