@@ -42,7 +42,6 @@ QUIET_TIMEOUT_S: Final = 60.0
 NUM_LONG, LONG_ROWS, LONG_STEPS, SHORT_STEPS = 4, 4, 200, 8
 MAX_KILL_REQUESTS: Final = 20_000
 POLL_S: Final = 0.002
-MAX_IDLE_S, STEADY_S = 40.0, 6.0  # in which HAProxy closes connections that nobody uses, and then closes no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +167,11 @@ def measure_cancels(load: LoadGenerator, url: str, requests: Requests, settings:
         for ask in requests.draw_mix(settings.num_cancels)
     ]
     say(f"{settings.num_cancels} requests that are given up")
-    before = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_settled_files()}
+    before = _wait_until_quiet(url) | _sizes_of_ingress()
     start_s = time.monotonic()
     outcomes = load.run("closed", url, asks, num_callers=settings.cancel_callers)
     wall_s = time.monotonic() - start_s
-    after = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes()}
-    after["open_files"] = _num_settled_files()
+    after = _wait_until_quiet(url) | _sizes_of_ingress()
     return cancel_figures(outcomes) | {"wall_s": wall_s, "before": before, "after": after}
 
 
@@ -273,19 +271,16 @@ def _ingress_bytes() -> int:
     return sum(own_memory_bytes(process.pid) for process in _ingress_processes())
 
 
-def _num_open_files() -> int:
-    return sum(process.num_fds() for process in _ingress_processes())
+def num_open_files(process: psutil.Process) -> int:
+    """Return how many files a process has open, but for connections that its clients keep open to it.
 
-
-def _num_settled_files() -> int:
-    """Return the number of open files once it has not fallen for `STEADY_S`.
-
-    HAProxy closes half of the connections that nobody uses every 5 s; a load before leaves a hundred of them.
+    HAProxy keeps some fifty that nobody uses. What it has closed itself counts.
     """
-    number, now_s = _num_open_files(), time.monotonic()
-    steady_s, deadline_s = now_s + STEADY_S, now_s + MAX_IDLE_S
-    while time.monotonic() < min(steady_s, deadline_s):
-        time.sleep(0.2)
-        if (counted := _num_open_files()) < number:
-            number, steady_s = counted, time.monotonic() + STEADY_S
-    return number
+    connections = process.net_connections("tcp")
+    ports = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+    kept = sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port in ports for one in connections)
+    return process.num_fds() - kept
+
+
+def _sizes_of_ingress() -> dict[str, int]:
+    return {"ingress_bytes": _ingress_bytes(), "open_files": sum(map(num_open_files, _ingress_processes()))}

@@ -389,7 +389,7 @@ def position_limit(module: nn.Module) -> int | None:
     return limit if padding_index is None else limit - padding_index - 1
 
 
-_IS_SEEN: Final = "_atelier_is_seen"
+_HAS_OUR_LAYERS: Final = "_atelier_has_our_layers"
 OPTIONAL_PARTS = ("pooler",)  # of a BERT: some checkpoints lack it, and no embedding needs it
 
 
@@ -429,11 +429,11 @@ def load_text_encoder(
 
 def _make_invariant_once(module: nn.Module) -> None:
     """Let the kernels compute a new module's layers: a kept one has such layers, and its attach takes a millisecond."""
-    if hasattr(module, _IS_SEEN):
+    if hasattr(module, _HAS_OUR_LAYERS):
         return
     if are_kernels_faster() and not has_bert_layers(module):  # BERT's forward asks for them by itself
         make_batch_invariant(module)
-    setattr(module, _IS_SEEN, True)
+    setattr(module, _HAS_OUR_LAYERS, True)
 
 
 def load_tokenizer(folder: Path) -> Any:

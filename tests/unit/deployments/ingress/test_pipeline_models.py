@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unit.deployments.ingress.http_fakes import client_over
 
 from cluster.process.ray_calls import NamedActor
 from cluster.records.text_routes import is_route
@@ -18,6 +19,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
+from deployments.ingress.http import create_http_app
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.service.catalog import PipelineModels
 from deployments.ingress.service.service import Service
@@ -48,12 +50,21 @@ WORDS = {
     "stages": [{"name": "answer", "model": "adder", "inputs": {"message": "$text"}}],
     "outputs": {"answer": "$answer"},
 }
-VECTORS = {
+VECTORS: dict[str, Any] = {
     "id": "vectors",
     "inputs": {"text": "text"},
     "stages": [{"name": "vector", "model": "bert", "inputs": {"text": "$text"}}],
     "outputs": {"vector": "$vector"},
 }
+PAIRS = {
+    **VECTORS,
+    "id": "pairs",
+    "inputs": {"text": "text", "other": "text"},
+    "stages": [*VECTORS["stages"], {"name": "second", "model": "bert", "inputs": {"text": "$other"}}],
+    "outputs": {"vector": "$vector", "second": "$second"},
+}
+CONFIG = ClusterConfig.model_validate({"models": [{"id": "bert", "path": "/bert"}], "pipelines": [VECTORS, PAIRS]})
+LOCAL = "http://localhost"
 KNOWN = {
     "flux": ModelRecord("flux", "ready", "diffusion"),
     "adder": ModelRecord("adder", "ready", "llm"),
@@ -238,8 +249,29 @@ async def test_pipelines_follow_the_directory(registry: Registry, watch: Registr
 
 
 def service_of(watch: RegistrySnapshot, encoder: Any = None) -> Service:
-    config = {"models": [{"id": "bert", "path": "/bert"}], "pipelines": [VECTORS]}
-    return Service(ClusterConfig.model_validate(config), watch, encoder, None)
+    return Service(CONFIG, watch, encoder, None)
+
+
+@pytest.mark.parametrize(
+    ("records", "listed", "others"),
+    [
+        ((HEAD,), {"vectors": "unavailable", "pairs": "unavailable"}, {}),
+        ((HEAD, BERT), {"vectors": "ready"}, {"pairs": "ready"}),  # no endpoint of OpenAI's takes two texts
+    ],
+)
+async def test_pipelines_that_a_client_can_name_are_listed_and_those_that_are_only_away(
+    registry: Registry,
+    watch: RegistrySnapshot,
+    records: tuple[ModelRecord, ...],
+    listed: dict[str, str],
+    others: dict[str, str],
+) -> None:
+    registry.open(*records)
+    async with client_over(create_http_app(service_of(watch), CONFIG), LOCAL) as http:
+        for query, expected in (("", listed), ("?all=true", listed | others)):
+            models = (await http.get(f"/v1/models{query}")).json()["data"]
+            found = {model["id"]: model["state"] for model in models if model["kind"] == "pipeline"}
+            assert found == expected
 
 
 @pytest.mark.parametrize("method", ["metadata", "ready", "configuration", "embed"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import socket
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from kit.seeding import seeded_random
+from kit.waiting import wait_until
 
 from configs.loading import load_cluster_config
 from infra.bench.door import QUICK, DoorSettings, _bench_config
@@ -25,6 +29,7 @@ from infra.bench.door_figures import (
     work_rate,
 )
 from infra.bench.door_load import CANCELLED, GONE, Outcome
+from infra.bench.door_overload import num_open_files
 from infra.bench.door_report import find_targets, print_door_figures
 from infra.bench.door_requests import NUM_CACHED, Requests
 
@@ -235,3 +240,19 @@ def test_figures_are_shown_and_are_json(capsys: pytest.CaptureFixture[str]) -> N
     assert "missed" in shown
     assert "capacity of the mix: 20.0 requests/s" in shown
     assert "160 at the most" in shown
+
+
+def test_connections_that_clients_keep_open_are_no_files_left_open() -> None:
+    process = psutil.Process()
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as clients:
+        before = num_open_files(process)
+
+        def connect() -> tuple[socket.socket, socket.socket]:
+            client = clients.enter_context(socket.create_connection(server.getsockname()))
+            return client, clients.enter_context(server.accept()[0])
+
+        connect()
+        assert num_open_files(process) == before + 1  # the client's end, which is here, too
+        client, _ = connect()
+        client.close()  # and nobody has closed the other end
+        wait_until(lambda: num_open_files(process) == before + 2, "a connection whose client has gone")
