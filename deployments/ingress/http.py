@@ -77,6 +77,7 @@ from deployments.ingress.kserve.repository import Repository, Statistics
 from deployments.ingress.kserve.rest.routes import (
     create_inference_router,
     create_repository_router,
+    create_server_router,
     create_shared_memory_router,
 )
 from deployments.ingress.kserve.shared_memory import SharedMemory
@@ -96,7 +97,6 @@ from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.openai.videos import create_audio_router, create_videos_router
 from deployments.ingress.paths import OtherPaths, other_paths
-from deployments.ingress.plain_routes import PlainRoutes
 from deployments.ingress.service.service import Service
 from deployments.ingress.web_pages import create_docs_router, create_web_router
 from deployments.pipelines.items import request_of
@@ -158,6 +158,7 @@ def create_http_app(
     workflow_slots = FairSlots(MAX_RUNNING, MAX_WAITING)
     service.workflows = RegisteredWorkflows(service, workflow_slots)
     for router in (
+        create_server_router(inference),  # probes ask all the time: they are found first
         *_client_routers(service, config, readers, images, view, desk, workflow_slots),
         create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
         create_inference_router(inference, config.ingress.limits),
@@ -170,7 +171,6 @@ def create_http_app(
     ):
         # Included, each router is matched before its routes, and the first request makes all of them a second time.
         app.router.routes.extend(router.routes)
-    app.router.routes.insert(0, PlainRoutes(app.router.routes))
     if callers.need_keys:
         describe_keys(app)
     limiter = limiter or ReadLimiter(service.queue)
@@ -199,7 +199,8 @@ def _client_routers(
     desk: JobDesk,
     slots: FairSlots,
 ) -> Iterator[APIRouter]:
-    """Yield the routes for people, and for programs that call models. Of two with the same path the first one counts."""
+    """Yield the routes for people, and for programs that call models. Routes are tried in turn, so what is called most
+    often comes first."""
     yield create_text_router(service, images, desk)
     if config.http.web:  # before the clients that look for another answer at /
         yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")

@@ -265,10 +265,34 @@ async def _switched_off() -> Response:
     return json_response(ProtocolError(error="shared memory is not supported by this server"), 501)
 
 
-def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRouter:
-    """Return the routes of /v2. Those of statistics come before: `/v2/models/stats` is not a model."""
+def create_server_router(inference: Inference) -> APIRouter:
+    """Return the routes of the server itself: what it is, and whether it lives and is ready."""
     router = create_protocol_router()
-    _add_server_routes(router, inference)
+
+    async def metadata() -> Response:
+        """Return name, version and extensions of this server."""
+        return json_response(inference.server_metadata())
+
+    @router.get(f"{PREFIX}/health/live", response_model=LiveAnswer)
+    async def live() -> Response:
+        """Answer 200 as soon as the server runs."""
+        return json_response(LiveAnswer(live=True))
+
+    @router.get(f"{PREFIX}/health/ready", response_model=ServerReadyAnswer, responses=documented(503))
+    async def ready() -> Response:
+        """Answer 200 when models can be used; 503 while configured ones are still entering the store."""
+        if not await inference.server_ready():
+            raise ModelUnavailable("models are still entering the store, or none could")
+        return json_response(ServerReadyAnswer(ready=True))
+
+    router.add_api_route(PREFIX, metadata, response_model=ServerMetadata)
+    router.add_api_route(f"{PREFIX}/", metadata, include_in_schema=False)
+    return router
+
+
+def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRouter:
+    """Return the routes of models. Those of statistics come before: `/v2/models/stats` is not a model."""
+    router = create_protocol_router()
     _add_model_routes(router, inference)
     _add_generate_routes(router, inference, limits.max_body_bytes)
 
@@ -294,27 +318,6 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
     )
     _add_unsupported(router)
     return router
-
-
-def _add_server_routes(router: APIRouter, inference: Inference) -> None:
-    async def metadata() -> Response:
-        """Return name, version and extensions of this server."""
-        return json_response(inference.server_metadata())
-
-    @router.get(f"{PREFIX}/health/live", response_model=LiveAnswer)
-    async def live() -> Response:
-        """Answer 200 as soon as the server runs."""
-        return json_response(LiveAnswer(live=True))
-
-    @router.get(f"{PREFIX}/health/ready", response_model=ServerReadyAnswer, responses=documented(503))
-    async def ready() -> Response:
-        """Answer 200 when models can be used; 503 while configured ones are still entering the store."""
-        if not await inference.server_ready():
-            raise ModelUnavailable("models are still entering the store, or none could")
-        return json_response(ServerReadyAnswer(ready=True))
-
-    router.add_api_route(PREFIX, metadata, response_model=ServerMetadata)
-    router.add_api_route(f"{PREFIX}/", metadata, include_in_schema=False)
 
 
 def _add_model_routes(router: APIRouter, inference: Inference) -> None:
