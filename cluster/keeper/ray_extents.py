@@ -256,13 +256,12 @@ class RayExtents:
         with contextlib.suppress(IndexError):
             while True:
                 answer, leased = self._lost.popleft()
-                try:
-                    acquired: LeasedRefs = get(answer, 0)
-                except ray.exceptions.GetTimeoutError:
-                    unanswered.append((answer, leased))
-                except Exception:  # the call has failed: it has no leases
-                    continue
-                else:
+                with contextlib.suppress(Exception):  # the call has failed: it has no leases
+                    try:
+                        acquired: LeasedRefs = get(answer, 0)
+                    except ray.exceptions.GetTimeoutError:
+                        unanswered.append((answer, leased))
+                        continue
                     self._send_release(GivenBack(list(leased), acquired.generation))
         self._lost.extend(unanswered)
 

@@ -21,7 +21,7 @@ from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
-from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.kserve.rest.routes import create_inference_router, create_server_router
 from deployments.ingress.service.catalog import Health, ModelCard
 from deployments.pipelines.records import Datatype, PipelineRequest, PipelineResult, Signature, TensorSpec
 
@@ -107,5 +107,6 @@ def _app(grpc_ports: list[int]) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan)
     install_error_handlers(app)
+    app.include_router(create_server_router(inference))
     app.include_router(create_inference_router(inference, limits))
     return app

@@ -20,7 +20,7 @@ from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
-from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.kserve.rest.routes import create_inference_router, create_server_router
 from deployments.ingress.kserve.tensors import InferRequest, OutputWish, classify_output
 from deployments.ingress.service.catalog import ModelCard
 from deployments.pipelines.records import TensorValue, text_tensor
@@ -41,6 +41,7 @@ def _head(service: Any) -> None:
 async def client(inference: Inference, limits: LimitsConfig) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     install_error_handlers(app)
+    app.include_router(create_server_router(inference))
     app.include_router(create_inference_router(inference, limits))
     async with client_over(app, "http://localhost") as client:
         yield client

@@ -26,7 +26,11 @@ from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository, Statistics
-from deployments.ingress.kserve.rest.routes import create_inference_router, create_shared_memory_router
+from deployments.ingress.kserve.rest.routes import (
+    create_inference_router,
+    create_server_router,
+    create_shared_memory_router,
+)
 from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, SharedMemory
 from deployments.ingress.kserve.tensors import InferRequest, RegionPart, SharedTensor
 from deployments.records.errors import InvalidRequest, NotAllowed, Overloaded
@@ -59,6 +63,7 @@ def inference(service: Any, limits: LimitsConfig, memory: SharedMemory) -> Infer
 async def http(inference: Inference, limits: LimitsConfig, memory: SharedMemory) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     install_error_handlers(app)
+    app.include_router(create_server_router(inference))
     app.include_router(create_inference_router(inference, limits))
     app.include_router(create_shared_memory_router(memory))
     async with served(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:

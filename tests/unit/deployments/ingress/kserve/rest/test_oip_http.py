@@ -31,7 +31,11 @@ from deployments.ingress.gate import BodyGate, HttpAccess, ReadGate
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.rest import routes
 from deployments.ingress.kserve.rest.messages import read_request
-from deployments.ingress.kserve.rest.routes import create_inference_router, create_shared_memory_router
+from deployments.ingress.kserve.rest.routes import (
+    create_inference_router,
+    create_server_router,
+    create_shared_memory_router,
+)
 from deployments.records.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
@@ -42,6 +46,7 @@ X = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}
 async def client(inference: Inference, limits: LimitsConfig, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     install_error_handlers(app)
+    app.include_router(create_server_router(inference))
     app.include_router(create_inference_router(inference, limits))
     app.include_router(create_shared_memory_router(inference.shared_memory))
     access = HttpAccess(Callers(AccessConfig()), AccessConfig(), "127.0.0.1")
