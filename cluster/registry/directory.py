@@ -223,7 +223,6 @@ class Directory:
             if record.state == "registering" and before is not None and before.serves:
                 record = replace(before, state="updating", entry=record.entry, revision=record.revision)
             self._records[record.id] = record
-            self._changed.pop(record.id, None)
             self._changed[record.id] = record.revision
         self.epoch, self.revision, self._complete_since = change.epoch, change.revision, change.revision
 

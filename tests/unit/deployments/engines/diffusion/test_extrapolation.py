@@ -310,6 +310,17 @@ def test_an_adapting_interval_begins_with_every_step():
     assert not subject.skips(1)  # one output tells of no error yet
 
 
+@pytest.mark.parametrize(("order", "distance"), [(1, 4), (2, 2)])
+def test_an_error_is_expected_to_grow_by_the_power_of_the_distance(order, distance):
+    levels = [20.0 - step for step in range(20)]
+    subject = Extrapolation(Acceleration(interval=18, order=order, warmup=order + 1, max_error=0.17), levels)
+    for step in range(order + 1):
+        subject.note(step, torch.tensor([1.0]))
+    subject.note(order + 1, torch.tensor([1 / 0.99]))  # not 1: an error of 0.01, a 17th of what it may be
+    skipped = [subject.skips(order + 1 + step) for step in range(1, distance + 1)]
+    assert skipped == [True] * (distance - 1) + [False]
+
+
 def test_outputs_that_are_no_numbers_make_every_step_a_computed_one():
     subject = Extrapolation(Acceleration(interval=6, order=1, warmup=2, max_error=0.5), [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     for step, value in enumerate((1.0, 2.0, math.nan)):

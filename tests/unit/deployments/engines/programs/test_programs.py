@@ -17,16 +17,17 @@ from torch import nn
 from torch.export import Dim
 from transformers import BertModel
 
+from deployments.engines.programs import bound
 from deployments.engines.programs.bound import BoundProgram, BoundPrograms
 from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
 from deployments.engines.records.protocol import EngineError
 from weights.loading.provider import LocalExtents
 from weights.operations.intake import import_model
-from weights.programs.exported import externalize_program
+from weights.programs.exported import externalize_program, open_graph
 from weights.programs.signature import COMPONENT, signature_of
 from weights.programs.storing import program_tensors
 from weights.records.errors import FormatError
-from weights.records.manifest import Manifest
+from weights.records.manifest import Component, Manifest
 from weights.storage.store import WeightStore
 
 torch.set_num_threads(1)
@@ -303,6 +304,25 @@ def test_what_is_no_program_is_refused(fresh: Stored, tmp_path: Path, data: byte
     (tmp_path / "no.pt2").write_bytes(data)
     with pytest.raises(FormatError, match=r"no.pt2: not a torch.export program"):
         import_model(fresh.store, "m", tmp_path / "no.pt2", allow_torch=True)
+
+
+def test_the_graph_that_was_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, read = Stored(WeightStore(tmp_path / "store"), BoundPrograms(max_graphs=2)), list[str]()
+
+    def noted(component: Component, folder: Path) -> torch.export.ExportedProgram:
+        read.append(component.config_hash)
+        return open_graph(component, folder)
+
+    monkeypatch.setattr(bound, "open_graph", noted)
+    hashes = {}
+    for size, name in enumerate("abc", 2):
+        manifest = stored.put(name, nn.Linear(size, size), torch.ones(1, size))
+        hashes[manifest.components[COMPONENT].config_hash] = name
+    for name in "abaca":
+        stored.bind(name)
+    stored.bind("b")
+    assert "".join(hashes[one] for one in read) == "abcb"
+    assert stored.graphs.graph_stats()["graphs"] == 2
 
 
 def test_a_graph_whose_constants_the_store_lacks_is_refused(stored: Stored) -> None:

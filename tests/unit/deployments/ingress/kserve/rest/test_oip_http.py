@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib.metadata
 import json
 import re
 import zlib
@@ -25,6 +26,7 @@ from cluster.admission.fair_slots import ReadLimiter
 from configs.access import AccessConfig
 from configs.admission import AdmissionConfig
 from configs.cluster import LimitsConfig
+from configs.distribution import DISTRIBUTION
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.gate import BodyGate, HttpAccess, ReadGate
@@ -80,7 +82,7 @@ async def test_health_and_metadata(client: httpx.AsyncClient, service: Any) -> N
     assert (await client.get("/v2/health/ready")).json() == {"ready": True}
     server = (await client.get("/v2")).json()
     assert server == (await client.get("/v2/")).json()
-    assert server["name"] == "atelier"
+    assert (server["name"], server["version"]) == ("atelier", importlib.metadata.version(DISTRIBUTION))
     assert {"binary_tensor_data", "classification", "schedule_policy"} <= set(server["extensions"])
     metadata = (await client.get("/v2/models/flux")).json()
     assert metadata == (await client.get("/v2/models/flux/versions/1")).json()
