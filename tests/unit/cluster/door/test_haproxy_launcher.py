@@ -1,4 +1,4 @@
-"""What the launcher becomes: HAProxy with its arguments, which is stopped softly when the process behind it ends."""
+"""The launcher becomes HAProxy with its arguments, which is stopped softly when the process behind it ends."""
 
 from __future__ import annotations
 
