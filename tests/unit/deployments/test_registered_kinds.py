@@ -95,11 +95,12 @@ def test_a_transformer_in_svdquant_answers_as_its_wide_values_do(tmp_path: Path)
     config = {key: one for key, one in stock.transformer.config.items() if not key.startswith("_")}
     sides = {"num_attention_heads": 4, "attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)}
     model = diffusers.FluxTransformer2DModel(**config | sides | {"num_layers": 1, "num_single_layers": 1}).eval()
-    wide, state = dict(model.state_dict()), dict(model.state_dict())
+    state = {name: one.bfloat16() for name, one in model.state_dict().items()}  # as such checkpoints are published
+    wide = {name: one.float() for name, one in state.items()}
     targets = ["transformer_blocks.0.ff.net.2", "single_transformer_blocks.0.proj_out"]
     for target in targets:
         made = svd(*wide[f"{target}.weight"].shape)
-        wide |= {f"{target}.weight": made.weight, f"{target}.bias": made.bias}
+        wide |= {f"{target}.weight": made.weight.bfloat16().float(), f"{target}.bias": made.bias}  # as we keep them
         del state[f"{target}.weight"]
         state |= {f"{target}.{NEW.get(end, end)}": one for end, one in made.parts.items() if end != "smooth_orig"}
     model.save_pretrained(folder / "transformer")
